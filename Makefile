@@ -1,0 +1,30 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+RANKS ?= 4
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
+	touch $@
+
+.PHONY: install train test lint clean
+install: $(STAMP)
+
+data/tissue: $(STAMP) examples/tissue_slides.py
+	$(BIN)/python -m examples.tissue_slides --out $@
+
+train: $(STAMP) data/tissue
+	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4dl.train --config examples/tissue.toml
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv data runs results
