@@ -1,0 +1,56 @@
+"""Imports torchvision beside any build of torch, a CPU-only one included, and only when it is asked for.
+
+The registry's torchvision wheel is a CUDA build. Beside a CPU-only torch its compiled operators cannot load, and then
+`import torchvision` itself fails, because it gives shape rules for two operators that nobody has declared. Declaring
+the *schemas* of these two is enough for its models, transforms and data sets; calling such an operator still fails with
+torchvision's own message.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+UNGUARDED_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+def import_torchvision() -> ModuleType:
+    """Return the torchvision package, whose import may need two operator schemas declared first.
+
+    On an installation whose compiled operators load, this is `import torchvision` and nothing else.
+
+    Raises:
+        ModuleNotFoundError: torchvision is not installed.
+    """
+    if "torchvision" not in sys.modules and not _compiled_operators_load():
+        _declare_schemas()
+    return import_module("torchvision")
+
+
+def _compiled_operators_load() -> bool:
+    # Found without importing the package: a failed import would leave some of its modules and shape rules behind.
+    spec = find_spec("torchvision")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("torchvision is not installed; pip install torchvision", name="torchvision")
+    libraries = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("_C.*")]
+    try:
+        for library in libraries:
+            torch.ops.load_library(library)
+    except OSError:
+        return False
+    return bool(libraries)
+
+
+@cache  # Declared once, and kept: the declarations go when their Library object does.
+def _declare_schemas() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in UNGUARDED_SCHEMAS:
+        library.define(schema)
+    return library

@@ -1,0 +1,108 @@
+"""Builds a model from its name: one of our own, from the table below, or any of torchvision's."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import get_type_hints
+
+from torch import nn
+
+from mpi4dl._torchvision import import_torchvision
+from mpi4dl.models.amoebanet import amoebanetd
+from mpi4dl.models.resnet import resnet_v1, resnet_v2
+from mpi4dl.models.small import small_resnet
+from mpi4dl.models.unet import UNet
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What builds a model, and those of its options that the model's name already says."""
+
+    builder: Callable[..., nn.Module]
+    fixed: Mapping[str, object] = field(default_factory=dict)
+
+
+OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
+    {
+        "amoebanetd": Entry(amoebanetd),
+        "resnet_v1": Entry(resnet_v1),
+        "resnet_v2": Entry(resnet_v2),
+        "resnet110_v2": Entry(resnet_v2, {"depth": 110}),
+        "resnet1001_v2": Entry(resnet_v2, {"depth": 1001}),
+        "small_resnet": Entry(small_resnet),
+        "unet": Entry(UNet),
+    }
+)
+
+
+def names(torchvision: bool = False) -> list[str]:
+    """Return the names that `build` knows, sorted: our own and, if `torchvision` (which imports it), its names too."""
+    return sorted({*OWN_MODELS, *(import_torchvision().models.list_models() if torchvision else ())})
+
+
+def build(name: str, num_classes: int | None = None, **options: object) -> nn.Module:
+    """Build the model called `name`, with freshly drawn weights.
+
+    Args:
+        name: one of `names(torchvision=True)`.
+        num_classes: the number of logits (of each image or pixel); None keeps the model's own default.
+        options: the model's further options, such as `depth` of "resnet_v2" or `num_filters` of "unet".
+
+    Raises:
+        ValueError: the name or an option is unknown, or a value is not possible.
+    """
+    if num_classes is not None:
+        if num_classes < 1:
+            raise ValueError(f"num_classes={num_classes} is not possible: a model needs at least one class")
+        options["num_classes"] = num_classes
+    if name in OWN_MODELS:
+        return _build_own(name, OWN_MODELS[name], options)
+    known = names(torchvision=True)
+    if name not in known:
+        nearest = difflib.get_close_matches(name.lower(), known) or names()
+        raise ValueError(
+            f"model {name!r} is unknown; the nearest names are {_listed(nearest)} "
+            "(mpi4dl.models.names(torchvision=True) lists all)"
+        )
+    return _build_torchvision(name, options)
+
+
+def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
+    _check_options(name, options, _parameter_names(entry.builder) - entry.fixed.keys())
+    return entry.builder(**entry.fixed, **options)
+
+
+def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
+    builder = import_torchvision().models.get_model_builder(name)
+    builder_names = _parameter_names(builder)
+    # What a builder takes as **kwargs goes to the class that it returns. Some swallow what they do not know, so this is
+    # checked before it is tried.
+    model_class = get_type_hints(builder)["return"]
+    bases = model_class.__mro__[: model_class.__mro__.index(nn.Module)]
+    _check_options(name, options, builder_names.union(*(_parameter_names(base) for base in bases)))
+    # Left to themselves, the detection and segmentation models download the weights of their backbone.
+    downloads: dict[str, object] = {"weights": None, "weights_backbone": None}
+    defaults = {option: value for option, value in downloads.items() if option in builder_names}
+    try:
+        return builder(**(defaults | options))
+    except TypeError as error:
+        raise ValueError(f"torchvision refuses the options {options} for {name!r}: {error}") from error
+
+
+def _parameter_names(function: Callable[..., object]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _check_options(name: str, options: Mapping[str, object], legal: Iterable[str]) -> None:
+    unknown = options.keys() - set(legal)
+    if unknown:
+        raise ValueError(
+            f"model {name!r} has no option {_listed(sorted(unknown))}; its options are {_listed(sorted(legal))}"
+        )
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(repr(word) for word in words)

@@ -1,0 +1,76 @@
+"""U-Net: an encoder and a decoder with long skips between them; a class for every pixel of an image of any size.
+
+    image -> block ------------ skip -----------> cat -> block -> 1x1 convolution -> logits
+               | max pool                          ^ transposed convolution, cropped
+             block ------------ skip -----------> cat -> block
+               | max pool                          ^ transposed convolution, cropped
+             block ----------------------------------+
+
+Pooling rounds an odd size up, so the transposed convolution, which doubles exactly, comes back one row or column too
+large at most, and that is cropped. Thus any image of one pixel or more keeps its size, and a pixel stays where it was:
+bilinear interpolation to the skip's size would shift the two against each other by a fraction of a pixel that depends
+on the image's size, and learns nothing.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.models.layers import initialize_convolutions
+
+
+class UNet(nn.Module):
+    """U-Net with batch norm: images (batch, in_channels, H, W) to logits (batch, num_classes, H, W).
+
+    `depth` is the number of times that the encoder halves the image, `num_filters` the width at full size; every
+    halving doubles it. Unlike the paper's, the convolutions are padded.
+
+    Ronneberger et al. 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation",
+    https://arxiv.org/abs/1505.04597.
+
+    Raises:
+        ValueError: `depth` or `num_filters` is less than 1.
+    """
+
+    def __init__(self, num_classes: int = 2, in_channels: int = 3, num_filters: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        if depth < 1 or num_filters < 1:
+            raise ValueError(f"depth={depth} and num_filters={num_filters} must both be at least 1 in a U-Net")
+        widths = [num_filters * 2**level for level in range(depth + 1)]
+        self.pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.encoder = nn.ModuleList(
+            _conv_block(above, width) for above, width in zip([in_channels, *widths[:-2]], widths[:-1], strict=True)
+        )
+        self.bottom = _conv_block(widths[-2], widths[-1])
+        self.upsample = nn.ModuleList(
+            nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
+        )
+        self.decoder = nn.ModuleList(_conv_block(2 * width, width) for width in reversed(widths[:-1]))
+        self.classifier = nn.Conv2d(num_filters, num_classes, 1)
+        initialize_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.encoder:
+            x = block(x)
+            skips.append(x)
+            x = self.pool(x)
+        x = self.bottom(x)
+        for upsample, block, skip in zip(self.upsample, self.decoder, reversed(skips), strict=True):
+            x = block(torch.cat([skip, _cropped_to(skip, upsample(x))], dim=1))
+        return self.classifier(x)
+
+
+def _conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+        nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    )
+
+
+def _cropped_to(skip: Tensor, x: Tensor) -> Tensor:
+    return F.pad(x, (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2]))

@@ -1,0 +1,80 @@
+"""Every name builds its model, and every mistake says what would have been right."""
+
+import pytest
+import torch
+
+from mpi4dl import models
+from tests.models.counting import num_parameters
+
+OWN_NAMES = ["amoebanetd", "resnet1001_v2", "resnet110_v2", "resnet_v1", "resnet_v2", "small_resnet", "unet"]
+
+
+def test_names_are_ours_and_torchvisions_when_asked():
+    assert models.names() == OWN_NAMES
+    everything = models.names(torchvision=True)
+    assert {*OWN_NAMES, "resnet50", "densenet121", "fcn_resnet50"} < set(everything)
+    assert everything == sorted(everything)
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_every_own_name_builds_with_its_own_and_with_another_number_of_classes(name):
+    with torch.device("meta"):
+        models.build(name)
+        model = models.build(name, num_classes=7).eval()
+        logits = model(torch.empty(1, 3, 33, 47))
+    assert logits.shape == ((1, 7, 33, 47) if name == "unet" else (1, 7))
+
+
+def test_options_reach_the_model():
+    with torch.device("meta"):
+        same = models.build("resnet_v2", 4, depth=1001), models.build("resnet1001_v2", 4)
+        wide = models.build("resnet_v2", 4, depth=1001, num_filters=32)
+    assert num_parameters(same[0]) == num_parameters(same[1]) < num_parameters(wide)
+
+
+def test_torchvision_classifiers_have_the_size_that_torchvision_documents():
+    with torch.device("meta"):
+        assert num_parameters(models.build("resnet50")) == 25_557_032
+        assert num_parameters(models.build("densenet121")) == 7_978_856
+        assert models.build("resnet50", num_classes=4, zero_init_residual=True).fc.out_features == 4
+        assert models.build("vit_b_16", num_classes=4, image_size=512).image_size == 512
+
+
+def test_a_torchvision_segmenter_builds_without_downloading_its_backbone(monkeypatch):
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", None)
+    with torch.device("meta"):
+        model = models.build("fcn_resnet50", num_classes=3).eval()
+        assert model(torch.empty(1, 3, 65, 97))["out"].shape == (1, 3, 65, 97)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("AmoebaNet-D", "are 'amoebanetd' "), ("resnet5O", "are 'resnet50', "), ("zzzz", "are 'amoebanetd', .*'unet' ")],
+)
+def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
+    with pytest.raises(ValueError, match=f"model '{name}' is unknown; the nearest names {nearest}"):
+        models.build(name)
+
+
+def test_an_unknown_option_gets_the_legal_ones():
+    legal = "its options are 'depth', 'in_channels', 'num_classes', 'num_filters'"
+    with pytest.raises(ValueError, match=f"model 'unet' has no option 'num_layer'; {legal}"):
+        models.build("unet", num_layer=3)
+    with pytest.raises(ValueError, match=r"'resnet110_v2' has no option 'depth'; .* 'in_channels', 'num_classes'"):
+        models.build("resnet110_v2", depth=20)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "fcn_resnet50"])
+def test_an_unknown_option_of_a_torchvision_model_gets_the_legal_ones(name):
+    with pytest.raises(ValueError, match=f"'{name}' has no option 'depth'; its options are .*'num_classes'"):
+        models.build(name, depth=20)
+
+
+def test_an_option_that_torchvision_sets_itself_is_refused_in_its_words():
+    with pytest.raises(ValueError, match=r"refuses the options \{'layers': 3\} for 'resnet18': .*multiple values"):
+        models.build("resnet18", layers=3)
+
+
+def test_no_classes_are_refused():
+    with pytest.raises(ValueError, match="num_classes=0 is not possible"):
+        models.build("unet", num_classes=0)
