@@ -12,6 +12,8 @@ from itertools import pairwise
 from math import floor
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 BATCH, ROWS, COLS = 0, 1, 2
 AXES = (BATCH, ROWS, COLS)
 AXIS_NAMES = ("batch", "rows", "columns")
@@ -161,6 +163,18 @@ class Tiling(NamedTuple):
         where = self.grid.coordinates(rank)
         return Box(*(split.held[part] for split, part in zip(self.splits, where, strict=True)))
 
+    @property
+    def whole(self) -> Box:
+        return Box(*(Interval(0, split.size) for split in self.splits))
+
+    @property
+    def all_owned(self) -> tuple[Box, ...]:
+        return _boxes(self)[0]
+
+    @property
+    def all_held(self) -> tuple[Box, ...]:
+        return _boxes(self)[1]
+
     def replace(self, axis: int, split: Split) -> "Tiling":
         splits = list(self.splits)
         splits[axis] = split
@@ -169,6 +183,13 @@ class Tiling(NamedTuple):
     def drop(self, axis: int) -> "Tiling":
         """The tiling of a tensor that no longer has this axis: every rank along it holds a copy."""
         return self.replace(axis, Split.at(range(self.splits[axis].parts + 1)))
+
+
+@lru_cache(maxsize=4096)
+def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
+    """What every rank owns, and what every rank holds."""
+    ranks = range(tiling.grid.size)
+    return tuple(tiling.owned(rank) for rank in ranks), tuple(tiling.held(rank) for rank in ranks)
 
 
 class AxisMap(Protocol):
@@ -269,10 +290,10 @@ class Resampling:
     def taps(self, row: int) -> list[tuple[int, float]]:
         """The input rows that an output row reads, each with its weight; at the image's edge a row may repeat."""
         last = self.size - 1
-        if self.mode == "nearest":
-            return [(min(floor(row * self.scale), last), 1.0)]
-        if self.mode == "nearest-exact":
-            return [(min(floor((row + 0.5) * self.scale), last), 1.0)]
+        if self.mode in ("nearest", "nearest-exact"):
+            centre = np.float32(row if self.mode == "nearest" else row + 0.5)
+            # PyTorch rounds this product to float32 whatever the image's dtype is.
+            return [(min(floor(centre * np.float32(self.scale)), last), 1.0)]
         position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
         if self.mode == "linear":
             position = max(position, 0.0)

@@ -1,0 +1,27 @@
+"""Images of which every rank reads its own part: synthetic ones, folders of pictures and slides, arrays.
+
+`open` a source, choose a `View` (the training size, how images fill it, augmentation), and let a `Loader` go through
+the batches of tiles.
+"""
+
+from mpi4dl.datasets.augment import Augmentation, Variation
+from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
+from mpi4dl.datasets.files import open_image
+from mpi4dl.datasets.loader import Batch, Loader, Share
+from mpi4dl.datasets.sources import open
+from mpi4dl.datasets.view import View
+
+__all__ = [
+    "Augmentation",
+    "BadImage",
+    "Batch",
+    "Dataset",
+    "DatasetError",
+    "Image",
+    "Loader",
+    "Share",
+    "Variation",
+    "View",
+    "open",
+    "open_image",
+]

@@ -1,0 +1,1 @@
+"""The ways to spread a model over ranks: spatial (tiles of the image) and replicas (gradients and their owners)."""

@@ -1,0 +1,334 @@
+"""Tensors on MPI: point to point and collectives, for every dtype, device, layout and size."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm import gpu, guard
+from mpi4dl.comm.node import Node
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
+MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Refusal(ValueError):
+    """What was asked for cannot be done. It is raised by all ranks together, with the same message."""
+
+
+@cache
+def world() -> "Communicator":
+    """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job."""
+    from mpi4py import MPI
+
+    comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD))
+    guard.install(comm)
+    return comm
+
+
+class Pending:
+    """Communication under way: `wait()` returns when it is complete and the buffers may be used again."""
+
+    def __init__(self, node: Node, requests: Sequence["MPI.Request"] = ()) -> None:
+        self._node = node
+        self._requests = list(requests)
+        self._buffers: list[Tensor] = []
+        self._finish: list[Callable[[], Any]] = []
+
+    def wait(self) -> None:
+        if self._requests:
+            self._node.wait(self._requests)
+        for finish in self._finish:
+            finish()
+        self._requests, self._buffers, self._finish = [], [], []
+
+    def poke(self) -> None:
+        """Let MPI make progress, without waiting."""
+        for request in self._requests:
+            request.Test()
+
+    @classmethod
+    def all(cls, node: Node, parts: "Sequence[Pending]") -> "Pending":
+        joined = cls(node)
+        for part in parts:
+            joined._requests += part._requests
+            joined._buffers += part._buffers
+            joined._finish += part._finish
+        return joined
+
+
+class Communicator:
+    """A group of ranks that exchange tensors.
+
+    Tensors on a GPU are handed to MPI as they are or staged through pinned memory (`gpu_wire`); this class alone
+    synchronises the stream. Meta tensors are accepted everywhere and move nothing.
+    """
+
+    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None) -> None:
+        self.mpi = mpi
+        self.node = node
+        self.rank = mpi.rank
+        self.size = mpi.size
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        self.max_reduction_bytes = MAX_REDUCTION_BYTES
+        self._wire = wire
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Communicator":
+        return self
+
+    @cached_property
+    def _types(self) -> "dict[torch.dtype, MPI.Datatype]":
+        from mpi4py import MPI
+
+        return {
+            torch.float32: MPI.FLOAT,
+            torch.float64: MPI.DOUBLE,
+            torch.complex64: MPI.C_FLOAT_COMPLEX,
+            torch.complex128: MPI.C_DOUBLE_COMPLEX,
+            torch.uint8: MPI.UINT8_T,
+            torch.int8: MPI.INT8_T,
+            torch.int16: MPI.INT16_T,
+            torch.int32: MPI.INT32_T,
+            torch.int64: MPI.INT64_T,
+            torch.bool: MPI.C_BOOL,
+        }
+
+    def _operator(self, op: str, dtype: torch.dtype) -> "MPI.Op":
+        from mpi4py import MPI
+
+        if dtype is torch.bool:
+            return {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "product": MPI.LAND}[op]
+        return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "product": MPI.PROD}[op]
+
+    @property
+    def gpu_wire(self) -> str:
+        """ "direct" or "staged". Decided when the first GPU tensor is sent, unless `choose_gpu_wire` was called."""
+        return self._wire or self.choose_gpu_wire()[0]
+
+    def choose_gpu_wire(self, asked: str = "auto") -> tuple[str, str]:
+        """Decide how GPU tensors travel, and say why. Collective; communicators split off later inherit it."""
+        self._wire, why = gpu.decide(self.mpi, self.node.local_rank, asked)
+        return self._wire, why
+
+    def split(self, color: int, key: int = 0) -> "Communicator":
+        """A communicator of the ranks that passed the same colour, ordered by key and rank. Collective."""
+        return Communicator(self.mpi.Split(color, key), self.node, self._wire)
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """A dense tensor with the same values that MPI may read now."""
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if not tensor.is_cuda:
+            return tensor
+        if self.gpu_wire == "staged":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            tensor = host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return tensor
+
+    def _writable(self, tensor: Tensor, load: bool, pending: Pending) -> Tensor:
+        """A dense buffer that MPI may write; `pending.wait()` moves it to `tensor`. `load`: it begins as `tensor`."""
+        target = tensor.detach()
+        if target.is_cuda and self.gpu_wire == "staged":
+            buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        elif target.is_contiguous():
+            if target.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            return target
+        else:
+            buffer = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if load:
+            buffer.copy_(target, non_blocking=True)
+        if target.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        pending._finish.append(lambda: target.copy_(buffer, non_blocking=True))
+        return buffer
+
+    def _bytes(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> list[Any]:
+        """The bytes from `start` to `stop` of a dense tensor, as MPI takes them."""
+        from mpi4py import MPI
+
+        stop = tensor.nbytes if stop is None else stop
+        return [MPI.memory.fromaddress(tensor.data_ptr() + start, stop - start), MPI.BYTE]
+
+    def _chunks(self, total: int, limit: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, total, limit):
+            yield start, min(start + limit, total)
+
+    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
+        pending = Pending(self.node)
+        if tensor.is_meta or tensor.numel() == 0:
+            return pending
+        buffer = self._readable(tensor)
+        pending._buffers.append(buffer)
+        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
+            pending._requests.append(self.mpi.Isend(self._bytes(buffer, start, stop), to, tag))
+        return pending
+
+    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
+        """Receive into `tensor`, which has the shape and dtype that are sent."""
+        pending = Pending(self.node)
+        if tensor.is_meta or tensor.numel() == 0:
+            return pending
+        buffer = self._writable(tensor, False, pending)
+        pending._buffers.append(buffer)
+        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
+            pending._requests.append(self.mpi.Irecv(self._bytes(buffer, start, stop), source, tag))
+        return pending
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        self.isend(tensor, to, tag).wait()
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
+        self.irecv(tensor, source, tag).wait()
+        return tensor
+
+    def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """Start to reduce `tensor` over all ranks, in place; every rank gets bit-equal values."""
+        return self._ireduce(tensor, op, None)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over all ranks, in place. `op` is "sum", "max", "min" or "product"."""
+        self.iall_reduce(tensor, op).wait()
+        return tensor
+
+    def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over all ranks, in place on `root`; on other ranks its values are undefined afterwards."""
+        self._ireduce(tensor, op, root).wait()
+        return tensor
+
+    def _ireduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
+        pending = Pending(self.node)
+        if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
+            return pending
+        target = tensor.detach()
+        if tensor.dtype in LOW_PRECISION:
+            # MPI has no such types everywhere; and sums in float32 round once instead of at every rank.
+            target = target.float()
+            pending._finish.append(lambda: tensor.detach().copy_(target))
+        inner = Pending(self.node)
+        buffer = self._writable(target, True, inner)
+        pending._finish = inner._finish + pending._finish
+        pending._buffers += [buffer, target]
+        datatype, operator = self._types[buffer.dtype], self._operator(op, buffer.dtype)
+        step = max(1, self.max_reduction_bytes // buffer.itemsize) * buffer.itemsize
+        from mpi4py import MPI
+
+        for start, stop in self._chunks(buffer.nbytes, step):
+            block = [self._bytes(buffer, start, stop)[0], datatype]
+            if root is None:
+                request = self.mpi.Iallreduce(MPI.IN_PLACE, block, operator)
+            elif root == self.rank:
+                request = self.mpi.Ireduce(MPI.IN_PLACE, block, operator, root)
+            else:
+                request = self.mpi.Ireduce(block, None, operator, root)
+            pending._requests.append(request)
+        return pending
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Give every rank the root's values, in place."""
+        pending = Pending(self.node)
+        if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
+            return tensor
+        buffer = self._writable(tensor, self.rank == root, pending)
+        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
+            pending._requests.append(self.mpi.Ibcast(self._bytes(buffer, start, stop), root))
+        pending.wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, which are alike in shape and dtype, stacked: (size, *shape)."""
+        return self._rearrange(
+            tensor.unsqueeze(0), self.size, lambda a, b: self.mpi.Iallgather(self._bytes(a), self._bytes(b))
+        )
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Give entry i of dim 0, which counts `size`, to rank i; entry i of the result came from rank i."""
+        return self._rearrange(
+            tensor, self.size, lambda a, b: self.mpi.Ialltoall(self._bytes(a), self._bytes(b))
+        )
+
+    def gather(self, tensor: Tensor, root: int = 0) -> Tensor | None:
+        """The tensors of all ranks stacked, (size, *shape), on the root; None elsewhere."""
+        mine = self.rank == root
+        stacked = self._rearrange(
+            tensor.unsqueeze(0),
+            self.size if mine else 0,
+            lambda a, b: self.mpi.Igather(self._bytes(a), self._bytes(b) if mine else None, root),
+        )
+        return stacked if mine else None
+
+    def scatter(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Entry i of the root's tensor, (size, *shape), for rank i. Other ranks pass any tensor of that shape."""
+        mine = self.rank == root
+        return self._rearrange(
+            tensor, 1, lambda a, b: self.mpi.Iscatter(self._bytes(a) if mine else None, self._bytes(b), root)
+        )[0]
+
+    def _rearrange(self, tensor: Tensor, rows: int, start: "Callable[[Tensor, Tensor], MPI.Request]") -> Tensor:
+        """Run a collective that moves rows of bytes, a limited number of columns at a time."""
+        result = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        if tensor.is_meta or tensor.numel() == 0:
+            return result
+        pending = Pending(self.node)
+        source = self._readable(tensor).view(tensor.shape[0], -1)
+        target = self._writable(result, False, pending).view(rows, source.shape[1])
+        step = max(1, self.max_message_bytes // (source.itemsize * self.size))
+        for begin, end in self._chunks(source.shape[1], step):
+            received = target[:, begin:end].contiguous()
+            self.node.wait([start(source[:, begin:end].contiguous(), received)])
+            if received.data_ptr() != target.data_ptr():
+                target[:, begin:end] = received
+        pending.wait()
+        return result
+
+    def barrier(self) -> None:
+        self.node.wait([self.mpi.Ibarrier()])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.mpi.allgather(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return self.mpi.bcast(value, root)
+
+    def agree(self, error: str | None = None, **facts: Any) -> None:
+        """Raise `Refusal` on all ranks together if one of them reports an error, or if their facts differ.
+
+        Facts are what must be equal on all ranks, by name: `agree(batch_size=8)`.
+        """
+        if self.size == 1 and error is None:
+            return
+        answers = self.all_gather_object((error, facts))
+        for rank, (complaint, _) in enumerate(answers):
+            if complaint is not None:
+                raise Refusal(f"rank {rank}: {complaint}" if rank and self.size > 1 else complaint)
+        for name in facts:
+            values = [known.get(name) for _, known in answers]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise Refusal(
+                        f"the ranks were started differently: {name} is {values[0]!r} on rank 0 but {value!r} on rank "
+                        f"{rank}: start all ranks with the same command"
+                    )
+
+    @contextlib.contextmanager
+    def together(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Do something that may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message."""
+        error = None
+        try:
+            yield
+        except kinds or (ValueError, OSError) as problem:
+            error = problem
+        try:
+            self.agree(None if error is None else str(error))
+        except Refusal as refusal:
+            raise refusal from error

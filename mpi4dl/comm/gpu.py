@@ -1,0 +1,85 @@
+"""Whether this MPI reads and writes GPU memory itself: what it claims, and a test in a child process that proves it.
+
+A tensor on a GPU goes straight to a CUDA-aware MPI ("direct") and through pinned host memory otherwise ("staged").
+An MPI that is not CUDA-aware crashes when it is handed device memory, so the proof runs in a process of its own.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WIRES = ("auto", "direct", "staged")
+PROOF_SECONDS = 60.0
+LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "MPIR_", "HYDRA", "MPI_LOCAL", "SLURM_")
+CLAIMING_VARIABLES = ("MV2_USE_CUDA", "MVP_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED")
+
+PROOF = """
+import torch
+from mpi4py import MPI
+ours = torch.arange(1, 9, dtype=torch.uint8, device="cuda")
+theirs = torch.zeros_like(ours)
+torch.cuda.synchronize()
+memory = lambda t: [MPI.memory.fromaddress(t.data_ptr(), t.nbytes), MPI.BYTE]
+MPI.COMM_SELF.Sendrecv(memory(ours), 0, 0, memory(theirs), 0, 0)
+assert torch.equal(ours, theirs)
+print("proved")
+"""
+
+
+def claims(comm: "MPI.Comm") -> str | None:
+    """Where this MPI says that it is CUDA-aware (Open MPI, MPICH, Cray MPICH, MVAPICH), or None."""
+    info = comm.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds")
+    info.Free()
+    if kinds and "cuda" in kinds:
+        return "mpi_memory_alloc_kinds"
+    library = ctypes.CDLL(None)
+    if hasattr(library, "MPIX_Query_cuda_support") and library.MPIX_Query_cuda_support():
+        return "MPIX_Query_cuda_support"
+    if hasattr(library, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        cuda = 0  # MPIX_GPU_SUPPORT_CUDA in MPICH's mpi.h
+        if library.MPIX_GPU_query_support(cuda, ctypes.byref(supported)) == 0 and supported.value:
+            return "MPIX_GPU_query_support"
+    return next((name for name in CLAIMING_VARIABLES if os.environ.get(name, "0") not in ("", "0")), None)
+
+
+def proves() -> bool:
+    """Send a few bytes of device memory to oneself, in a child process that may crash without harm."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", PROOF],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PROOF_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return child.returncode == 0 and "proved" in child.stdout
+
+
+def decide(comm: "MPI.Comm", local_rank: int, asked: str = "auto") -> tuple[str, str]:
+    """Agree on "direct" or "staged" for GPU tensors, and say why. Collective over `comm`."""
+    if asked not in WIRES:
+        raise ValueError(f"gpu wire is {asked!r}, but must be one of {', '.join(WIRES)}")
+    if asked != "auto":
+        return asked, "forced"
+    if not all(comm.allgather(torch.cuda.is_available())):
+        return "staged", "no GPU on every rank"
+    claim = claims(comm)
+    if not all(comm.allgather(claim is not None)):
+        return "staged", "this MPI does not claim to be CUDA-aware"
+    proved = proves() if local_rank == 0 else True
+    if not all(comm.allgather(proved)):
+        return "staged", f"{claim} says CUDA-aware, but the self-test failed"
+    return "direct", f"{claim} says CUDA-aware, and the self-test proved it"

@@ -1,0 +1,126 @@
+"""No hang, ever: a rank that fails ends the whole job with one readable message, and so does a rank that waits too long.
+
+MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys.exit(3)`.
+"""
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from mpi4dl.comm.communicator import Communicator
+
+USER_ERROR = 2
+FAILURE = 1
+TURN_SECONDS = 0.25
+LAST_TURN_SECONDS = 1.0
+
+
+def install(comm: "Communicator") -> None:
+    """Make an uncaught exception in any thread, and a `sys.exit` with a code other than 0, end all ranks of the job."""
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(comm, error.with_traceback(trace))
+
+    def on_thread_exception(hook: threading.ExceptHookArgs) -> None:
+        if hook.exc_value is not None and hook.exc_type is not SystemExit:
+            fail(comm, hook.exc_value)
+
+    codes: list[Any] = []
+    leave = sys.exit
+
+    def remember_and_exit(status: Any = None) -> NoReturn:
+        codes[:] = [status]
+        leave(status)
+
+    def on_exit() -> None:
+        status = codes[0] if codes else None
+        if status not in (None, 0) and comm.size > 1:
+            _end_job(comm, status if isinstance(status, int) else FAILURE)
+
+    sys.excepthook = on_exception
+    threading.excepthook = on_thread_exception
+    sys.exit = remember_and_exit  # type: ignore[assignment]
+    atexit.register(on_exit)
+
+
+def fail(comm: "Communicator", error: BaseException) -> NoReturn:
+    """Say what went wrong, once for the whole job, and end all ranks."""
+    from mpi4dl.comm.communicator import Refusal
+
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(130)
+    if isinstance(error, Refusal):
+        refuse(comm, error)
+    _wait_for_turn(comm)
+    text = "".join(traceback.format_exception(error))
+    who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
+    print(f"{who}{text}", end="", file=sys.stderr, flush=True)
+    _end_job(comm, FAILURE)
+
+
+def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
+    """End all ranks, which all came here together, with the message alone and exit code 2."""
+    if comm.rank == 0:
+        print(f"mpi4dl: {error}", file=sys.stderr, flush=True)
+    _leave(USER_ERROR)
+
+
+def run(comm: "Communicator", main: Callable[[], None]) -> None:
+    """Run a command: `main` ends the job cleanly however it ends."""
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _end_job(comm, stop.code if isinstance(stop.code, int) else FAILURE)
+        raise
+    except BaseException as error:
+        fail(comm, error)
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave together: MPI shuts down, then the process ends at once, whatever threads still run."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.Finalize()
+    os._exit(code)
+
+
+def _wait_for_turn(comm: "Communicator") -> None:
+    """Where all ranks fail alike, the first to speak ends the others before they do."""
+    time.sleep(min(TURN_SECONDS * min(comm.rank, 1) + 0.05 * comm.rank, LAST_TURN_SECONDS))
+
+
+def _end_job(comm: "Communicator", code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if comm.size > 1:
+        comm.mpi.Abort(code)
+    os._exit(code)
+
+
+class Watchdog:
+    """Ends the job, showing where every thread of this rank stands, if `feed` is not called for `seconds`.
+
+    It works while the rank is blocked inside MPI. 0 seconds: never.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.feed()
+
+    def feed(self) -> None:
+        if self.seconds > 0:
+            faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+
+    def stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()

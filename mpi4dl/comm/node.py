@@ -1,0 +1,76 @@
+"""What the ranks of one machine share: its cores and its GPUs, and how a rank should wait for the others."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SPINS_BEFORE_SLEEP = 200
+SLEEP_SECONDS = 20e-6
+
+
+@dataclass
+class Node:
+    """This rank's place on its machine, as MPI reports it: never read from a launcher's environment.
+
+    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators.
+    """
+
+    local_rank: int
+    local_size: int
+    cores: int
+    threads: int
+    wait_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, comm: "MPI.Comm") -> "Node":
+        from mpi4py import MPI
+
+        local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        mine = os.sched_getaffinity(0)
+        shared = set().union(*local.allgather(mine))
+        node = cls(local.rank, local.size, len(shared), max(1, min(len(mine), len(shared) // local.size)))
+        local.Free()
+        return node
+
+    @property
+    def oversubscribed(self) -> bool:
+        return self.local_size > self.cores
+
+    def share_cores(self) -> None:
+        """Give every rank its part of the cores: PyTorch's default is all of them for each."""
+        torch.set_num_threads(self.threads)
+
+    def device(self, kind: str = "auto") -> torch.device:
+        """The device of this rank. Where there are more ranks than GPUs, they share them in turn.
+
+        `kind` is "auto" (a GPU where there is one), "cpu" or "cuda".
+        """
+        if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu")
+        device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def wait(self, requests: "Sequence[MPI.Request]") -> None:
+        """Wait for all requests. With more ranks than cores a spinning wait starves the rank it waits for: sleep."""
+        from mpi4py import MPI
+
+        requests = list(requests)
+        begin = time.perf_counter()
+        if not self.oversubscribed:
+            MPI.Request.Waitall(requests)
+        tries = 0
+        while not MPI.Request.Testall(requests):
+            tries += 1
+            if tries > SPINS_BEFORE_SLEEP:
+                time.sleep(SLEEP_SECONDS)
+        self.wait_seconds += time.perf_counter() - begin

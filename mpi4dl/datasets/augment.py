@@ -1,0 +1,110 @@
+"""Random variation of training images, decided once for the whole image and applied to any tile of it.
+
+What happens to a sample follows from (seed, epoch, sample) alone, and each output pixel from the same pixel of the
+input: ranks that hold tiles of one image need not speak to each other to agree.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl.datasets.base import Pixels
+
+# Keeps the random numbers of augmentation, shuffling and splitting apart where their seeds are equal.
+AUGMENT_STREAM, SHUFFLE_STREAM, SPLIT_STREAM = 1, 2, 3
+
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
+_GREY = 127.5
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What is done to one image. The default is what validation does: the centre, and nothing else.
+
+    `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
+    resized images and of slides. `brightness`, `contrast` and `saturation` are factors.
+    """
+
+    crop: float = 1.0
+    down: float = 0.5
+    across: float = 0.5
+    flip_rows: bool = False
+    flip_cols: bool = False
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """From which ranges a `Variation` is drawn; slides larger than the training size are also cropped at random.
+
+    `crop` is the smallest share of each side that is kept where an image is resized (1: all of it). `flip_rows` turns
+    half of the images upside down, `flip_cols` mirrors half of them left to right. A colour strength s draws its
+    factor from [1 - s, 1 + s].
+
+    Raises:
+        ValueError: a strength outside [0, 1], or a `crop` outside (0, 1].
+    """
+
+    crop: float = 1.0
+    flip_rows: bool = False
+    flip_cols: bool = True
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.crop <= 1.0:
+            raise ValueError(f"crop={self.crop}: the smallest share of a side to keep must be in (0, 1]")
+        for name in ("brightness", "contrast", "saturation"):
+            strength = getattr(self, name)
+            if not 0.0 <= strength <= 1.0:
+                raise ValueError(f"{name}={strength}: a strength must be in [0, 1]; 0 leaves the colours alone")
+
+    def draw(self, seed: int, epoch: int, index: int) -> Variation:
+        """What happens to sample `index` in `epoch`: the same on every rank, in every order."""
+        # Every number is drawn whether it is used or not, so that one option does not change another's numbers.
+        u = np.random.default_rng((AUGMENT_STREAM, seed, epoch, index)).random(8).tolist()
+        return Variation(
+            crop=1.0 - (1.0 - self.crop) * u[0],
+            down=u[1],
+            across=u[2],
+            flip_rows=self.flip_rows and u[3] < 0.5,
+            flip_cols=self.flip_cols and u[4] < 0.5,
+            brightness=_factor(self.brightness, u[5]),
+            contrast=_factor(self.contrast, u[6]),
+            saturation=_factor(self.saturation, u[7]),
+        )
+
+
+def _factor(strength: float, u: float) -> float:
+    return 1.0 + strength * (2.0 * u - 1.0)
+
+
+def vary_colour(pixels: Pixels, variation: Variation) -> npt.NDArray[np.float32]:
+    """Change saturation, then contrast about mid-grey, then brightness, and limit the result to [0, 255] once.
+
+    Takes uint8 (rows, columns, channels), returns float32 (channels, rows, columns) in [0, 255].
+
+    Raises:
+        ValueError: a saturation other than 1 for images that have not three channels.
+    """
+    planes = np.moveaxis(pixels, 2, 0).astype(np.float32)
+    if (variation.brightness, variation.contrast, variation.saturation) == (1.0, 1.0, 1.0):
+        return planes
+    gain = np.float32(variation.brightness * variation.contrast)
+    offset = np.float32(variation.brightness * _GREY * (1.0 - variation.contrast))
+    if variation.saturation == 1.0:
+        planes *= gain
+    elif len(planes) == 3:
+        # Written out plane by plane: a matrix product may round differently for tiles of different sizes.
+        red, green, blue = (plane * np.float32(weight) for plane, weight in zip(planes, _LUMA, strict=True))
+        grey = (red + green + blue) * (gain * np.float32(1.0 - variation.saturation))
+        planes *= gain * np.float32(variation.saturation)
+        planes += grey
+    else:
+        raise ValueError(f"saturation needs images of 3 channels, these have {len(planes)}: set saturation=0")
+    planes += offset
+    return np.clip(planes, 0.0, 255.0, out=planes)

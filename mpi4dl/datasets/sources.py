@@ -1,0 +1,52 @@
+"""Open whatever the user named as a source of images: "synthetic", a folder, or an .npz file."""
+
+from pathlib import Path
+
+from mpi4dl.datasets.arrays import load_npz
+from mpi4dl.datasets.base import Dataset, DatasetError
+from mpi4dl.datasets.cifar import is_cifar, load_cifar
+from mpi4dl.datasets.folder import ImageFolder, class_folders
+from mpi4dl.datasets.split import Subset, split
+from mpi4dl.datasets.synthetic import Synthetic
+
+SYNTHETIC = "synthetic"
+
+
+def open(
+    source: str | Path,
+    *,
+    size: tuple[int, int] = (1024, 1024),
+    num_classes: int = 10,
+    num_train: int = 1000,
+    num_val: int = 200,
+    validation_fraction: float = 0.2,
+    seed: int = 0,
+) -> tuple[Dataset, Dataset]:
+    """The training and the validation images of a source.
+
+    - "synthetic": `num_train` and `num_val` images of `size` (height, width) in `num_classes` classes.
+    - a folder with `train/<class>/` and `val/<class>/`: these.
+    - a folder with `<class>/`: `validation_fraction` of every class is set aside, chosen by `seed`.
+    - CIFAR's folder of python batches: its training and its test images.
+    - an .npz file with x_train, y_train, x_test, y_test: these; with x and y: split as above.
+
+    Raises:
+        DatasetError: the source does not exist or does not hold what it should.
+    """
+    if source == SYNTHETIC:
+        if num_train < 1 or num_val < 1:
+            raise DatasetError(f"synthetic: num_train={num_train}, num_val={num_val}: needs at least 1 of each")
+        images = Synthetic(num_train + num_val, size, num_classes, seed)
+        return Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val))
+    path = Path(source).expanduser()
+    if path.suffix == ".npz":
+        training, test = load_npz(path)
+        return (training, test) if test else split(training, validation_fraction, seed)
+    if is_cifar(path):
+        return load_cifar(path)
+    if not path.exists():
+        raise DatasetError(f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz")
+    if {"train", "val"} <= set(class_folders(path)):
+        train = ImageFolder(path / "train")
+        return train, ImageFolder(path / "val", train.classes)
+    return split(ImageFolder(path), validation_fraction, seed)

@@ -1,0 +1,116 @@
+"""Gradients of replicated parameters, added up over the ranks that hold them, while backward still runs.
+
+    parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      flat buckets; each p.grad is a view into one
+                                  |        |         |
+    backward fills them           v        v         v               a full bucket's all-reduce starts at once,
+                              reduce    reduce    reduce             in this order on every rank
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator, Pending
+
+BUCKET_BYTES = 4 << 20
+
+
+class Bucket(NamedTuple):
+    """Which parameters share one flat buffer, by number, and where each one's gradient begins in it."""
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    length: int
+
+
+def plan_buckets(lengths: list[int], kinds: list[object], limit: int) -> tuple[Bucket, ...]:
+    """Put parameters of these numbers of elements into buckets of at most `limit` elements, the last one first.
+
+    Parameters of different kinds (dtype and device) do not share a bucket; one that is larger than the limit has a
+    bucket to itself.
+    """
+    buckets: list[Bucket] = []
+    members: list[int] = []
+    offsets: list[int] = []
+    length = 0
+    for i in reversed(range(len(lengths))):
+        if members and (length + lengths[i] > limit or kinds[i] != kinds[members[0]]):
+            buckets.append(Bucket(tuple(members), tuple(offsets), length))
+            members, offsets, length = [], [], 0
+        members.append(i)
+        offsets.append(length)
+        length += lengths[i]
+    if members:
+        buckets.append(Bucket(tuple(members), tuple(offsets), length))
+    return tuple(buckets)
+
+
+class Reducer:
+    """Sums the gradients of parameters over the ranks of `comm`, each of which holds all of these parameters.
+
+    `prepare()` before backward gives every parameter a zero gradient that is a view into a bucket; hooks start a
+    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. A parameter that
+    took no part in the loss has a gradient of zero. `reduce()` does the same for gradients that exist already.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.comm = comm
+        widest = max((p.element_size() for p in self.parameters), default=4)
+        kinds: list[object] = [(p.dtype, p.device) for p in self.parameters]
+        self.buckets = plan_buckets([p.numel() for p in self.parameters], kinds, bucket_bytes // widest)
+        self._flat: list[Tensor] = []
+        self._missing: list[set[int]] = []
+        self._started: list[Pending] = []
+
+    def attach(self) -> "Reducer":
+        """Watch the parameters' gradients from now on."""
+        for number, bucket in enumerate(self.buckets):
+            for i in bucket.members:
+                self.parameters[i].register_post_accumulate_grad_hook(lambda _, b=number, i=i: self._arrived(b, i))  # type: ignore[misc]
+        return self
+
+    def prepare(self) -> None:
+        if not self._flat:
+            for bucket in self.buckets:
+                like = self.parameters[bucket.members[0]]
+                flat = torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
+                self._flat.append(flat)
+        for bucket, flat in zip(self.buckets, self._flat, strict=True):
+            flat.zero_()
+            for i, offset in zip(bucket.members, bucket.offsets, strict=True):
+                p = self.parameters[i]
+                p.grad = flat[offset : offset + p.numel()].view(p.shape)
+        self._missing = [set(bucket.members) for bucket in self.buckets]
+        self._started = []
+
+    def _arrived(self, number: int, i: int) -> None:
+        if not self._missing:
+            return
+        self._missing[number].discard(i)
+        for pending in self._started:
+            pending.poke()
+        # Non-blocking collectives must start in the same order on all ranks, whatever order the buckets fill in.
+        while len(self._started) < len(self.buckets) and not self._missing[len(self._started)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._started.append(self.comm.iall_reduce(self._flat[len(self._started)]))
+
+    def finish(self) -> None:
+        while len(self._started) < len(self.buckets):
+            self._start_next()
+        Pending.all(self.comm.node, self._started).wait()
+        self._missing, self._started = [], []
+
+    def reduce(self) -> None:
+        """Sum gradients that are there already, in place; where a rank has none it counts as zero, and becomes the sum."""
+        for bucket in self.buckets:
+            members = [self.parameters[i] for i in bucket.members]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+            total = self.comm.all_reduce(torch.cat([g.reshape(-1) for g in gradients]))
+            for p, gradient, offset in zip(members, gradients, bucket.offsets, strict=True):
+                gradient.copy_(total[offset : offset + p.numel()].view(p.shape))
+                p.grad = gradient

@@ -1,0 +1,111 @@
+"""From what an operator reads to what has to be exchanged: the halo of every operator that looks at neighbours.
+
+              held by this rank            an operator says by its AxisMap which input rows
+          ___|________________|___         its output rows need; the plan says whether what is
+             |                |            held suffices, and if not, which boxes to exchange
+          ___|________________|___
+        needed: may reach over several neighbours, and beyond the edge of the image, where `fill` is
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from mpi4dl.comm.exchange import Exchange, narrow
+from mpi4dl.geometry import AXES, AxisMap, Box, Interval, Split, Tiling, plan_axis
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+
+Maps = tuple[tuple[int, AxisMap], ...]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What an operator's output looks like, and the box of its input that this rank computes it from.
+
+    `exchange` brings that box here; without one, it is cut out of what this rank holds already. `needed` may reach
+    beyond the image.
+    """
+
+    source: Layout
+    output: Layout
+    needed: Box
+    exchange: Exchange | None
+
+    def fetch(self, x: Tensor) -> Tensor:
+        """The needed box of x, this rank's part; differentiable."""
+        return self.crop(x) if self.exchange is None else self.exchange(x)
+
+    def crop(self, x: Tensor) -> Tensor:
+        """The needed box, where this rank holds all of it."""
+        return narrow(x, self.source.dims, self.source.held, self.needed)
+
+
+def reach(
+    x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()
+) -> Reach:
+    """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
+
+    Along the axes in `itself`, which are not cut, the operator does its own padding. Elsewhere `fill` is what it finds
+    beyond the edge of the image.
+    """
+    layout = x.layout
+    needed, output, exchange = _plan(layout.tiling, tuple(maps.items()), itself)
+    reached = Layout(layout.grid, output, layout.dims)
+    if not exchange:
+        return Reach(layout, reached, needed.held(layout.grid.rank), None)
+    plan = layout.exchange_to(needed, fill)
+    return Reach(layout, reached, plan.plan.needed, plan)
+
+
+@lru_cache(maxsize=4096)
+def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, Tiling, bool]:
+    """What each rank comes to hold of the input, the tiling of the output, and whether anything is exchanged."""
+    plans = {axis: plan_axis(axis_map, tiling.splits[axis]) for axis, axis_map in maps}
+    exchange = False
+    for axis, plan in plans.items():
+        whole = Interval(0, tiling.splits[axis].size)
+        if axis not in itself and (plan.exchange or not all(whole.covers(needed) for needed in plan.needed)):
+            exchange = True
+    needed, output = tiling, tiling
+    for axis, split in enumerate(tiling.splits):
+        if axis in plans:
+            held = split.held if axis in itself else plans[axis].needed
+            needed = needed.replace(axis, Split(split.cuts, held))
+            output = output.replace(axis, plans[axis].output)
+        elif exchange:
+            needed = needed.replace(axis, split.narrow())
+            output = output.replace(axis, split.narrow())
+    return needed, output, exchange
+
+
+def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
+    """The same tensor, held as `tiling` says: cut elsewhere, or with more or less of a halo."""
+    if x.layout.tiling == tiling:
+        return x
+    layout = Layout(x.layout.grid, tiling, x.layout.dims)
+    return SpatialTensor(x.layout.exchange_to(tiling)(x.local), layout)
+
+
+def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
+    """Let every rank hold up to `halo` more rows and columns on each side of what it owns.
+
+    One such exchange at the entry of a block of layers replaces one per layer: rules exchange only if what is held does
+    not suffice. `halo` is in pixels of x.
+    """
+    batch, rows, cols = x.layout.tiling.splits
+    return retile(x, Tiling((batch, rows.widen(halo), cols.widen(halo))))
+
+
+def gather(x: Tensor) -> Tensor:
+    """The whole of x on every rank; a plain tensor passes through. Gradients of all ranks' copies are summed."""
+    if not isinstance(x, SpatialTensor):
+        return x
+    grid, tiling = x.layout.grid, x.layout.tiling
+    for axis in AXES:
+        if x.layout.dims[axis] is not None:
+            split = tiling.splits[axis]
+            tiling = tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * grid.shape[axis]))
+    return x.layout.exchange_to(tiling)(x.local)

@@ -1,0 +1,117 @@
+"""Indexing: slices of rows and columns are windows of one pixel, other dims are local."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl.geometry import BATCH, Window
+from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+
+
+def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
+    """A slice along one dim, of the whole."""
+    axis = x.layout.axis(dim)
+    if axis is None:
+        return wrap(x.local[(slice(None),) * dim + (index,)], x.layout)
+    start, stop, step = index.indices(x.shape[dim])
+    length = len(range(start, stop, step))
+    if length == x.shape[dim]:
+        return x
+    if axis == BATCH or step < 1 or length == 0:
+        raise refusal("Tensor.__getitem__", f"a slice of {length} of {x.shape[dim]} along dim {dim}, which is spread")
+    last = start + (length - 1) * step
+    reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
+    local = reached.fetch(x.local)
+    return wrap(local[(slice(None),) * dim + (slice(None, None, step),)], reached.output)
+
+
+@register(Tensor.__getitem__)
+def getitem(input: SpatialTensor, index: Any) -> Tensor:
+    """Integers, slices, None and `...`: integers on dims that are not spread over ranks."""
+    indices = list(index) if isinstance(index, tuple) else [index]
+    x: Tensor = input
+    if any(not isinstance(i, int | slice) and i is not None and i is not Ellipsis for i in indices):
+        if len(indices) == 1 and isinstance(indices[0], Tensor):
+            raise refusal("Tensor.__getitem__", "a mask or a tensor of indices selects pixels")
+        raise refusal("Tensor.__getitem__", f"the index {index}")
+    if Ellipsis in indices:
+        at = indices.index(Ellipsis)
+        missing = x.dim() - sum(i is not None and i is not Ellipsis for i in indices)
+        indices[at : at + 1] = [slice(None)] * missing
+    dim = 0
+    for i in indices:
+        if i is None:
+            x = x.unsqueeze(dim)
+            dim += 1
+        elif isinstance(i, int):
+            x = x.select(dim, i)
+        else:
+            x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
+            dim += 1
+    return x
+
+
+@register(*named("narrow"))
+def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
+    start %= input.shape[dim]
+    return crop(input, dim % input.dim(), slice(start, start + length))
+
+
+@register(*named("select"))
+def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
+    dim %= input.dim()
+    if input.layout.cut(dim):
+        raise refusal("Tensor.select", f"dim {dim} is spread over ranks")
+    return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))
+
+
+@register(*named("unbind"))
+def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
+    return tuple(select(input, dim, i) for i in range(input.shape[dim]))
+
+
+def _pieces(function: Any) -> Any:
+    def rule(input: SpatialTensor, how: Any, dim: int = 0) -> tuple[Tensor, ...]:
+        dim %= input.dim()
+        if input.layout.axis(dim) is None:
+            return tuple(wrap(piece, input.layout) for piece in function(input.local, how, dim))
+        sizes = [piece.shape[0] for piece in function(torch.empty(input.shape[dim], device="meta"), how, 0)]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(narrow(input, dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+    return rule
+
+
+for function in named("split", "chunk", "tensor_split", "split_with_sizes"):
+    register(function)(_pieces(function))
+
+
+@register(*named("index_select"))
+def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
+    dim %= input.dim()
+    if input.layout.axis(dim) is not None:
+        raise refusal("torch.index_select", f"dim {dim} is spread over ranks")
+    return wrap(input.local.index_select(dim, index), input.layout)
+
+
+@register(Tensor.__setitem__)
+def setitem(input: SpatialTensor, index: Any, value: Any) -> None:
+    """Writing along dims that are not spread over ranks."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(i, int | slice) for i in indices):
+        raise refusal("Tensor.__setitem__", f"the index {index}")
+    for dim, i in enumerate(indices):
+        if input.layout.axis(dim) is not None and i != slice(None):
+            raise refusal("Tensor.__setitem__", f"dim {dim} is spread over ranks")
+    if isinstance(value, SpatialTensor):
+        removed = [dim for dim, i in enumerate(indices) if isinstance(i, int)]
+        if value.layout != reduced_layout(input.layout, removed, False):
+            raise refusal("Tensor.__setitem__", "the value is spread otherwise")
+        value = value.local
+    elif isinstance(value, Tensor) and value.dim():
+        raise refusal("Tensor.__setitem__", "the value is a plain tensor")
+    input.local[index] = value
+

@@ -1,0 +1,83 @@
+"""Padding in every mode; negative padding crops."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.geometry import BATCH, Interval, Split, Window
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+
+
+@register(*named("pad"))
+def pad(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    amounts = {input.dim() - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    x: Tensor = input
+    for dim, (before, after) in amounts.items():
+        if before or after:
+            assert isinstance(x, SpatialTensor)
+            x = _pad_dim(x, dim, before, after, mode, value)
+    return x
+
+
+def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, value: float | None) -> Tensor:
+    axis = x.layout.axis(dim)
+    if axis is None:
+        amounts = [0, 0] * (x.dim() - 1 - dim) + [before, after]
+        if mode != "constant":
+            raise refusal("torch.nn.functional.pad", f"mode {mode!r} along dim {dim}, which is not height or width")
+        return wrap(F.pad(x.local, amounts, mode, value), x.layout)
+    if axis == BATCH:
+        raise refusal("torch.nn.functional.pad", "a batch that is cut cannot be padded")
+    window = Window(1, 1, before, after)
+    if mode == "constant" or (before <= 0 and after <= 0):
+        reached = reach(x, {axis: window}, float(value or 0.0))
+        return wrap(reached.fetch(x.local), reached.output)
+    if before < 0 or after < 0:
+        x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
+        return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
+    return _mirrored(x, dim, axis, window, mode)
+
+
+def _source(row: int, size: int, mode: str) -> int:
+    """The row of the image that stands at `row`, which may lie outside it."""
+    if mode == "circular":
+        return row % size
+    if mode == "replicate":
+        return min(max(row, 0), size - 1)
+    return -row if row < 0 else 2 * (size - 1) - row if row >= size else row
+
+
+def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) -> Tensor:
+    """Every part fetches a run of rows that holds all that its output shows, and picks from it."""
+    size, limits = x.shape[dim], {"reflect": x.shape[dim] - 1, "circular": x.shape[dim], "replicate": None}
+    if mode not in limits:
+        raise refusal("torch.nn.functional.pad", f"mode {mode!r}")
+    limit = limits[mode]
+    if limit is not None and max(window.before, window.after) > limit:
+        raise ValueError(
+            f"padding of {max(window.before, window.after)} in mode {mode!r} must be at most {limit} for {size} pixels"
+        )
+    split = x.layout.tiling.splits[axis]
+    cuts = [0, *(cut + window.before for cut in split.cuts[1:-1]), size + window.before + window.after]
+    output = Split.at(cuts)
+    sources = [[_source(row - window.before, size, mode) for row in range(*output.owned(i))] for i in range(split.parts)]
+    needed = tuple(Interval(min(rows), max(rows) + 1) if rows else Interval(0, 0) for rows in sources)
+    tiling = x.layout.narrow.tiling
+    local = x.layout.exchange_to(tiling.replace(axis, Split(split.cuts, needed)))(x.local)
+    mine = x.layout.grid.coordinates[axis]
+    index = torch.tensor([row - needed[mine].start for row in sources[mine]], dtype=torch.int64, device=local.device)
+    layout = Layout(x.layout.grid, tiling.replace(axis, output), x.layout.dims)
+    return wrap(local.index_select(dim, index), layout)
+
+
+@register(*named("roll"))
+def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Tensor:
+    """Rolling along dims that are not spread over ranks."""
+    over = [dims] if isinstance(dims, int) else dims
+    if over is None or any(input.layout.axis(dim % input.dim()) is not None for dim in over):
+        raise refusal("torch.roll", "it rolls along a dim that is spread over ranks")
+    return wrap(torch.roll(input.local, shifts, dims), input.layout)

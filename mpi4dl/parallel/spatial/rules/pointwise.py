@@ -1,0 +1,198 @@
+"""Operators that treat every pixel alike, recognised by PyTorch's own tag, and joining tensors along other dims."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling
+from mpi4dl.parallel.spatial.grid import Dims, Layout
+from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.tensor import (
+    Rule,
+    SpatialTensor,
+    function_name,
+    named,
+    refusal,
+    register,
+    register_fallback,
+    wrap,
+)
+
+# Pointwise too, but composed of others or not computing anything, so that PyTorch does not tag them.
+UNTAGGED = (
+    "softsign tanhshrink logsigmoid hardswish clone detach contiguous to float double half bfloat16 int long bool type "
+    "type_as cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ resolve_conj resolve_neg"
+).split()
+SPELLED = {
+    "truediv": "div",
+    "rdiv": "div",
+    "rtruediv": "div",
+    "itruediv": "div",
+    "floordiv": "floor_divide",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+}
+
+
+def _is_pointwise(function: Any) -> bool:
+    """Whether PyTorch tags the operator of this name as pointwise: `x + y`, `Tensor.add_`, `F.silu`, `x >= 0`."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        names = [name, name[1:] if name[0] in "ir" else name, SPELLED.get(name, name)]
+    else:
+        names = [name.removesuffix("_")]
+    return any(_tagged(known) for known in names if known.isidentifier())
+
+
+def _tagged(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    tags = [set(getattr(packet, overload).tags) for overload in packet.overloads()]
+    random = any(torch.Tag.nondeterministic_seeded in known for known in tags)
+    return not random and any(torch.Tag.pointwise in known for known in tags)
+
+
+def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -> tuple[list[Tensor], Layout]:
+    """The local parts of operands that broadcast against each other, all of one box, and its layout.
+
+    SpatialTensors that are cut elsewhere than the first are cut anew; plain tensors, which every rank has whole, are
+    cropped. `keep_first` refuses to change the first one's box (it is written in place).
+    """
+    spread = [x for x in operands if isinstance(x, SpatialTensor)]
+    ndim = max(x.dim() for x in operands)
+
+    def dims(x: SpatialTensor) -> Dims:
+        batch, rows, cols = (None if dim is None else dim + ndim - x.dim() for dim in x.layout.dims)
+        return batch, rows, cols
+
+    lead = spread[0]
+    splits = list(lead.layout.tiling.splits)
+    place: list[int | None] = list(dims(lead))
+    for x in spread[1:]:
+        for axis in AXES:
+            dim, split = dims(x)[axis], x.layout.tiling.splits[axis]
+            if dim is None:
+                continue
+            if place[axis] is None:
+                place[axis], splits[axis] = dim, split
+            elif place[axis] != dim:
+                raise refusal(function, f"operands have an axis of the image in dims {place[axis]} and {dim}")
+            elif splits[axis].cuts == split.cuts:
+                both = (a.intersect(b) for a, b in zip(splits[axis].held, split.held, strict=True))
+                splits[axis] = Split(split.cuts, tuple(both))
+            else:
+                splits[axis] = splits[axis].narrow()
+    layout = Layout(lead.layout.grid, Tiling((splits[0], splits[1], splits[2])), (place[0], place[1], place[2]))
+    if keep_first and lead is operands[0] and layout != lead.layout:
+        raise refusal(function, "its first operand is written in place, but the others hold other pixels")
+    return [_part(x, layout, ndim, function) for x in operands], layout
+
+
+def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
+    """The part of an operand that broadcasts against a local tensor of this layout."""
+    offset = ndim - x.dim()
+    if isinstance(x, SpatialTensor):
+        tiling = x.layout.tiling
+        for axis in AXES:
+            if x.layout.dims[axis] is not None:
+                tiling = tiling.replace(axis, layout.tiling.splits[axis])
+        present = x.layout.dims
+        part = retile(x, tiling).local
+    else:
+        present = (None, None, None)
+        part = x
+    crop: list[int | None] = [None, None, None]
+    for axis, dim in enumerate(layout.dims):
+        if dim is None or present[axis] is not None or dim - offset < 0 or part.shape[dim - offset] == 1:
+            continue
+        if part.shape[dim - offset] != layout.tiling.splits[axis].size:
+            raise refusal(function, f"a plain operand has shape {tuple(x.shape)} where the image is {layout.tiling.size}")
+        crop[axis] = dim - offset
+    whole = Box(*(Interval(0, split.size) for split in layout.tiling.splits))
+    return narrow(part, crop, whole, layout.held)
+
+
+def pointwise(function: Any) -> Rule:
+    """The rule of a function that computes each pixel of its result from the same pixel of its arguments."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if "out" in kwargs:
+            raise refusal(function_name(function), "it was given out=")
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        name = getattr(function, "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        in_place = in_place or kwargs.get("inplace") is True
+        operands = [leaves[i] for i in places]
+        if len(operands) == 1 and isinstance(operands[0], SpatialTensor):
+            parts, layout = [operands[0].local], operands[0].layout
+        else:
+            parts, layout = align(operands, function_name(function), in_place)
+        for i, part in zip(places, parts, strict=True):
+            leaves[i] = part
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        result = function(*args, **kwargs)
+        for operand, part in zip(operands, parts, strict=True):
+            if result is part and isinstance(operand, SpatialTensor) and operand.layout == layout:
+                return operand
+        if in_place:
+            raise refusal(function_name(function), "a plain tensor is written in place from a spread one")
+        return pytree.tree_map_only(Tensor, lambda y: wrap(y, layout), result)
+
+    return rule
+
+
+@register_fallback
+def choose(function: Any) -> Rule | None:
+    return pointwise(function) if _is_pointwise(function) else None
+
+
+for function in named(*UNTAGGED):
+    register(function)(pointwise(function))
+
+
+@register(F.prelu, torch.prelu)
+def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
+    """One slope for all channels, or one for each entry of dim 1."""
+    if input.layout.cut(1):
+        raise refusal("torch.nn.functional.prelu", "dim 1 is not the channels here")
+    return wrap(F.prelu(input.local, weight), input.layout)
+
+
+def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tensor:
+    """Concatenate or stack along a dim that is not cut."""
+    name = function_name(function)
+    ndim = max(x.dim() for x in tensors) + (1 if new else 0)
+    dim %= ndim
+    tensors = [x for x in tensors if x.shape != (0,)]
+    parts, layout = align(tensors, name)
+    if not new and dim in layout.dims:
+        raise refusal(name, f"dim {dim} is spread over ranks")
+    y = function(parts, dim)
+    return wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
+
+
+def shift(dims: Dims, at: int, by: int) -> Dims:
+    """The dims after `by` new ones came in (or, negative, went out) at position `at`."""
+    batch, rows, cols = (dim + by if dim is not None and dim >= at else dim for dim in dims)
+    return batch, rows, cols
+
+
+@register(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
+    return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
+
+
+@register(torch.stack)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _join(torch.stack, tensors, dim, new=True)

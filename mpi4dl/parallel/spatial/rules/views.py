@@ -1,0 +1,155 @@
+"""Views: dims move about and the image's axes with them; where an axis is merged with another dim, it is gathered."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.parallel.spatial.grid import Dims, Layout
+from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.rules.pointwise import shift
+from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
+from mpi4dl.parallel.spatial.rules.windows import cast
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+
+
+def _numbers(arguments: Sequence[Any]) -> list[int]:
+    """f(1, 2) and f((1, 2)) alike."""
+    first = arguments[0] if arguments else ()
+    return list(first) if len(arguments) == 1 and not isinstance(first, int) else list(arguments)
+
+
+@register(*named("permute"))
+def permute(input: SpatialTensor, *dims: Any) -> Tensor:
+    order = [d % input.dim() for d in _numbers(dims)]
+    batch, rows, cols = (None if dim is None else order.index(dim) for dim in input.layout.dims)
+    return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, (batch, rows, cols)))
+
+
+@register(*named("transpose", "swapaxes", "swapdims"))
+def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
+    order = list(range(input.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permute(input, order)
+
+
+@register(*named("movedim", "moveaxis"))
+def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
+    places = torch.empty(tuple(range(2, 2 + input.dim())), device="meta").movedim(source, destination).shape
+    return permute(input, [n - 2 for n in places])
+
+
+def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape of the whole, with every axis of the image still a dim of its own; gathered if it is not."""
+    shape = list(shape)
+    if -1 in shape:
+        known = prod(n for n in shape if n != -1)
+        shape[shape.index(-1)] = x.numel() // known if known else 0
+    if prod(shape) != x.numel():
+        raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {tuple(x.shape)}")
+    places: list[int | None] = [None, None, None]
+    for axis, dim in enumerate(x.layout.dims):
+        if dim is None:
+            continue
+        before = prod(x.shape[:dim])
+        found = [i for i, n in enumerate(shape) if n == x.shape[dim] and prod(shape[:i]) == before]
+        if not found:
+            if x.layout.cut(dim):
+                return gather(x).reshape(shape)
+            continue
+        places[axis] = found[-1] if x.shape[dim] != 1 else found[0]
+    layout = x.layout.with_dims((places[0], places[1], places[2]))
+    return wrap(x.local.reshape(layout.local_shape(tuple(shape))), layout)
+
+
+@register(Tensor.view, Tensor.reshape, torch.reshape)
+def reshape(input: SpatialTensor, *shape: Any, **kwargs: Any) -> Tensor:
+    if shape and isinstance(shape[0], torch.dtype):
+        raise refusal("Tensor.view", "it reinterprets bytes")
+    return reshape_local(input, _numbers(shape) or _numbers(tuple(kwargs.values())))
+
+
+@register(Tensor.view_as, Tensor.reshape_as)
+def view_as(input: SpatialTensor, other: Tensor) -> Tensor:
+    return reshape_local(input, other.shape)
+
+
+@register(*named("flatten"))
+def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    start, end = start_dim % input.dim(), end_dim % input.dim()
+    shape = list(input.shape)
+    return reshape_local(input, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+@register(*named("unflatten"))
+def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= input.dim()
+    shape, sizes = list(input.shape), list(sizes)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // prod(n for n in sizes if n != -1)
+    return reshape_local(input, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+
+
+@register(*named("unsqueeze"))
+def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
+    dim %= input.dim() + 1
+    layout = input.layout
+    return wrap(input.local.unsqueeze(dim), Layout(layout.grid, layout.tiling, shift(layout.dims, dim, 1)))
+
+
+@register(*named("squeeze"))
+def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
+    wanted = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    ones = [d % input.dim() for d in wanted if input.shape[d] == 1]
+    if any(input.layout.cut(d) for d in ones):
+        raise refusal("torch.squeeze", f"a dim of {ones} is spread over ranks")
+    if not ones:
+        return input
+    return wrap(input.local.squeeze(tuple(ones)), reduced_layout(input.layout, ones, False))
+
+
+@register(Tensor.expand)
+def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
+    shape = _numbers(sizes)
+    new = len(shape) - input.dim()
+    dims = shift(input.layout.dims, 0, new)
+    for dim in dims:
+        if dim is not None and shape[dim] not in (-1, input.shape[dim - new]):
+            raise refusal("Tensor.expand", f"dim {dim} is spread over ranks")
+    layout = Layout(input.layout.grid, input.layout.tiling, dims)
+    whole = [input.shape[d - new] if n == -1 else n for d, n in enumerate(shape)]
+    return wrap(input.local.expand(layout.local_shape(tuple(whole))), layout)
+
+
+@register(Tensor.expand_as)
+def expand_as(input: SpatialTensor, other: Tensor) -> Tensor:
+    return expand(input, *other.shape)
+
+
+@register(Tensor.repeat)
+def repeat(input: SpatialTensor, *sizes: Any) -> Tensor:
+    times = _numbers(sizes)
+    dims: Dims = shift(input.layout.dims, 0, len(times) - input.dim())
+    if any(dim is not None and times[dim] != 1 for dim in dims):
+        raise refusal("Tensor.repeat", "a dim that is spread over ranks is repeated")
+    return wrap(input.local.repeat(times), Layout(input.layout.grid, input.layout.tiling, dims))
+
+
+@register(F.linear)
+def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A matrix product with the last dim, the same for every pixel."""
+    if not isinstance(input, SpatialTensor) or input.layout.axis(input.dim() - 1) is not None:
+        raise refusal("torch.nn.functional.linear", "the last dim, which it sums over, is spread over ranks")
+    local, weight, bias = cast(input.local, weight, bias)
+    return wrap(F.linear(local, weight, bias), input.layout)
+
+
+@register(torch.channel_shuffle, F.channel_shuffle)
+def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
+    if input.layout.axis(1) is not None:
+        raise refusal("torch.channel_shuffle", "dim 1 is not the channels here")
+    return wrap(F.channel_shuffle(input.local, groups), input.layout)
+

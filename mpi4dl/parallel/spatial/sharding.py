@@ -1,0 +1,84 @@
+"""How a tensor comes to be spread over a grid, and how the gradients of replicated parameters come together."""
+
+from itertools import accumulate
+
+from torch import Tensor, nn
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import BATCH, COLS, ROWS, Box, Interval, Split, Tiling
+from mpi4dl.parallel.replicas.reducer import Reducer
+from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+
+
+def _image_dims(grid: Grid, ndim: int) -> Dims:
+    return (0 if grid.shape.batch > 1 and ndim > 3 else None, ndim - 2, ndim - 1)
+
+
+def _tiling(grid: Grid, dims: Dims, splits: tuple[Split, Split, Split]) -> Tiling:
+    tiling = Tiling(splits)
+    return tiling if dims[BATCH] is not None else tiling.drop(BATCH)
+
+
+def shard(image: Tensor, grid: Grid) -> SpatialTensor:
+    """Spread a tensor that every rank has whole: each keeps its own tile.
+
+    `image` is (N, C, H, W), or any tensor whose last two dims are height and width. Raises `Refusal` on all ranks if
+    the image has fewer rows or columns than the grid, or if the ranks pass different shapes or dtypes. Backward gives
+    each rank the gradient of its own tile, and zeros around it: like that of everything that ranks hold copies of, the
+    gradient of `image` is the sum over ranks.
+    """
+    _agree(grid, tuple(image.shape), str(image.dtype))
+    dims = _image_dims(grid, image.dim())
+    size = (image.shape[0], image.shape[-2], image.shape[-1])
+    tiling = _tiling(grid, dims, Tiling.even(grid.shape, size).splits)
+    layout = Layout(grid, tiling, dims)
+    whole = Box(Interval(0, tiling.size[BATCH]), Interval(0, size[ROWS]), Interval(0, size[COLS]))
+    return SpatialTensor(narrow(image, dims, whole, layout.owned), layout)
+
+
+def _agree(grid: Grid, shape: tuple[int, ...], dtype: str) -> None:
+    problem = None
+    if len(shape) < 2:
+        problem = f"an image has at least the dims height and width, but this tensor has shape {shape}"
+    else:
+        for name, tiles, pixels in (("rows", grid.rows, shape[-2]), ("columns", grid.cols, shape[-1])):
+            if tiles > pixels:
+                problem = f"an image of {pixels} {name} cannot be cut into {tiles} {name} of tiles: use a smaller grid"
+    grid.comm.agree(problem, shape=shape, dtype=dtype)
+
+
+def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
+    """Spread an image of `size` (H, W) of which each rank passes the tile that it holds, such as (N, C, h, w).
+
+    Tiles may be cut anywhere, as long as those of one row of the grid are equally high, those of one column equally
+    wide, and together they make up the image; `Grid.box` gives the even cut. With a grid that cuts the batch, N may
+    differ from replica to replica. Raises `Refusal` on all ranks otherwise.
+    """
+    dims = _image_dims(grid, tile.dim())
+    answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
+    shapes = [shape for shape, _, _ in answers]
+    splits, problem = [], None
+    for axis, dim, name in ((BATCH, 0, "samples"), (ROWS, -2, "rows"), (COLS, -1, "columns")):
+        lengths: list[int] = []
+        for part in range(grid.shape[axis]):
+            ranks = [rank for rank in range(grid.size) if grid.shape.coordinates(rank)[axis] == part]
+            found = sorted({shapes[rank][dim] for rank in ranks})
+            if len(found) > 1:
+                problem = f"the ranks {ranks} share one part of the {name}, but passed tiles of {found} {name}"
+            lengths.append(found[0])
+        splits.append(Split.at([0, *accumulate(lengths)]))
+    for split, pixels, name in zip(splits[ROWS:], size, ("rows", "columns"), strict=True):
+        if problem is None and split.size != pixels:
+            problem = f"the tiles make up {split.size} {name}, but size={tuple(size)} says {pixels}"
+    if problem is None and len({(dtype, asked, shape[1:-2]) for shape, dtype, asked in answers}) > 1:
+        problem = f"the ranks passed tiles of different kinds: {answers}"
+    if problem is not None:
+        grid.comm.agree(problem)
+    batch, rows, cols = splits
+    return SpatialTensor(tile, Layout(grid, _tiling(grid, dims, (batch, rows, cols)), dims))
+
+
+def sum_gradients(model: nn.Module, grid: Grid) -> None:
+    """Add up every parameter's gradient over the ranks of the grid: what each has is its tile's part of it."""
+    Reducer(model.parameters(), grid.comm).reduce()

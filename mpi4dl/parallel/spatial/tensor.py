@@ -1,0 +1,172 @@
+"""`SpatialTensor`: this rank's part of a tensor, which models use as if it were the whole.
+
+It works above autograd, at the level of `__torch_function__`: each function that a model calls is looked up in a table
+of rules, and the rule calls plain PyTorch on this rank's part, after whatever exchange it takes. A function without a
+rule raises `NoRule`. Its `shape` is the shape of the whole.
+
+      model:   y = F.conv2d(x, weight)          x is a SpatialTensor: shape of the whole, a Layout, a local part
+                       |
+      rule:    fetch the halo, convolve the local part, wrap the result in the output's Layout
+                       |
+      autograd sees only plain tensors and linear maps between ranks (mpi4dl.comm.collectives, .exchange)
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.parallel.spatial.grid import Layout
+
+Rule = Callable[..., Any]
+RuleT = TypeVar("RuleT", bound=Rule)
+
+_rules: dict[Any, Rule] = {}
+_fallbacks: list[Callable[[Any], Rule | None]] = []
+
+
+class NoRule(NotImplementedError):
+    """A model called a function that has no rule for tensors that are spread over ranks."""
+
+
+def register(*functions: Any) -> Callable[[RuleT], RuleT]:
+    """Make the decorated function the rule of these PyTorch functions on a `SpatialTensor`.
+
+    The rule takes the function's own arguments, some of which are SpatialTensors, and returns its results: a
+    SpatialTensor made by `wrap(local, layout)`, or a plain tensor if every rank holds the whole of it. What it
+    computes must be what PyTorch would have computed on the whole image; exchanges must be differentiable.
+    """
+
+    def add(rule: RuleT) -> RuleT:
+        for function in functions:
+            _rules[function] = rule
+        return rule
+
+    return add
+
+
+def register_fallback(choose: Callable[[Any], Rule | None]) -> None:
+    """Ask `choose` for the rule of a function that was not registered."""
+    _fallbacks.append(choose)
+
+
+def named(*names: str) -> list[Any]:
+    """All of PyTorch's functions of these names: torch.name, Tensor.name, Tensor.name_, torch.nn.functional.name."""
+    places = (torch, Tensor, nn.functional, torch.special, torch.linalg)
+    return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+
+
+@functools.cache
+def find_rule(function: Any) -> Rule | None:
+    if function in _rules:
+        return _rules[function]
+    return next((rule for choose in _fallbacks if (rule := choose(function)) is not None), None)
+
+
+class SpatialTensor(Tensor):
+    """A tensor whose height and width (and batch) are spread over the ranks of a grid.
+
+    `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
+    with `shard` or `from_tile`, and the whole of one with `gather`.
+    """
+
+    _local: Tensor
+    _layout: Layout
+
+    @staticmethod
+    def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
+        shape = layout.global_shape(tuple(local.shape))
+        # requires_grad lets autograd mark a wrapper that slipped through a custom autograd.Function: see `local`.
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        self._local = local
+        self._layout = layout
+        return self
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, a plain tensor: what it owns, and the halo that it holds."""
+        with torch._C.DisableTorchFunctionSubclass():
+            escaped = self.grad_fn is not None
+        if escaped:
+            raise refusal("torch.autograd.Function", "its backward pass would not see the other ranks")
+        return self._local
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"SpatialTensor(shape={tuple(self.shape)}, held={self._layout.held}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SpatialTensor":
+        return SpatialTensor(self.local.detach().clone(), self.layout)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = find_rule(function)
+        if rule is None:
+            raise refusal(function_name(function))
+        return rule(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise refusal(str(function))
+
+
+def wrap(local: Tensor, layout: Layout) -> Tensor:
+    """`local` as this rank's part of a tensor; a plain tensor where each rank holds all of it."""
+    return local if layout.whole else SpatialTensor(local, layout)
+
+
+def owned(x: SpatialTensor) -> Tensor:
+    """The part of x that this rank owns, without held halos."""
+    layout = x.layout
+    return narrow(x.local, layout.dims, layout.held, layout.owned)
+
+
+def function_name(function: Any) -> str:
+    """A function's name as a user would write it."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(function.__self__, '__name__', '?')}"
+    if getattr(nn.functional, name, None) is function:
+        return f"torch.nn.functional.{name}"
+    return f"torch.{name}" if getattr(torch, name, None) is function else f"Tensor.{name}"
+
+
+def refusal(function: str, why: str = "") -> NoRule:
+    """The error for something that cannot be done on tiles: the operator, the module that called it, and ways out."""
+    module = _calling_module()
+    where = f" in module {module}" if module else ""
+    return NoRule(
+        f"{function}{where} has no exact rule for a tensor whose image is spread over ranks"
+        f"{f': {why}' if why else ''}. Either gather first (y = spatial.gather(x), then every rank computes it whole), "
+        f"or teach it with spatial.register({function})."
+    )
+
+
+def _calling_module() -> str:
+    """The path of the innermost module whose forward is running, found on the stack: "layer1.0.conv1 (Conv2d)"."""
+    modules: list[nn.Module] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, nn.Module) and (not modules or modules[-1] is not candidate):
+            modules.append(candidate)
+        frame = frame.f_back  # type: ignore[assignment]
+    if not modules:
+        return ""
+    innermost, root = modules[0], modules[-1]
+    path = next((name for name, module in root.named_modules() if module is innermost), "")
+    return f"{path} ({type(innermost).__name__})" if path else type(innermost).__name__

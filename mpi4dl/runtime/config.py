@@ -1,0 +1,118 @@
+"""Every option of a training run, in sections; adding an option is one line here.
+
+    python -m mpi4dl.train --config run.toml --batch-size 8
+
+reads `run.toml`, whose tables are the sections below, and lets flags override it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4dl.runtime.kinds import (
+    BOOLEAN,
+    COUNT,
+    COUNT_OR_ZERO,
+    FRACTION,
+    GRID,
+    IMAGE_SIZE,
+    KEYWORDS,
+    NAME,
+    NOT_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    choice,
+    optional,
+)
+from mpi4dl.runtime.options import ConfigError, digest, option, parse_options, to_toml
+
+__all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training"]
+__all__ += ["digest", "parse", "to_toml"]
+
+USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
+DESCRIPTION = "Train an unmodified PyTorch model on images that are spread over the ranks of an MPI job."
+
+
+@dataclass(frozen=True)
+class Model:
+    model: str = option("resnet18", "the name of a model of mpi4dl.models or of torchvision", NAME)
+    num_classes: int | None = option(None, "how many classes; none: as many as the data has", optional(COUNT))
+    model_options: Mapping[str, Any] = option({}, "keyword arguments of the model, such as depth=29,pool=max", KEYWORDS)
+
+
+@dataclass(frozen=True)
+class Data:
+    images: str = option("synthetic", "a folder with one subfolder per class, an .npz file, or synthetic", NAME)
+    image_size: tuple[int, int] = option((224, 224), "the height and width of every image, in pixels", IMAGE_SIZE)
+    batch_size: int = option(4, "images per step, over all ranks together", COUNT)
+    num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
+    val_fraction: float = option(0.1, "the share of the images that is kept for validation", FRACTION)
+    fit: str = option("auto", "how an image is brought to the image size", choice("auto", "resize", "crop"))
+    flip: bool = option(True, "mirror training images at random", BOOLEAN)
+    random_crop: bool = option(False, "crop training images at a random place", BOOLEAN)
+    jitter: float = option(0.0, "how far brightness and contrast of training images vary; 0: not at all", NOT_NEGATIVE)
+    mean: float = option(0.5, "subtracted from every pixel, whose range is 0 to 1", NUMBER)
+    std: float = option(0.25, "what every pixel is divided by after that", POSITIVE)
+    num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
+    on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
+
+
+@dataclass(frozen=True)
+class Parallel:
+    tiles: tuple[int, int] = option((1, 1), "the grid of tiles that every image is cut into, one per rank", GRID)
+    data: int = option(1, "data replicas: how many groups of ranks share the batch", COUNT)
+    device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
+    gpu_wire: str = option(
+        "auto", "how GPU tensors reach MPI: directly, or staged on the host", choice("auto", "direct", "staged")
+    )
+    hang_timeout: float = option(600.0, "seconds without a step after which the job is ended; 0: never", NOT_NEGATIVE)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    optimizer: str = option("SGD", "a class of torch.optim", NAME)
+    lr: float = option(0.01, "the learning rate", NOT_NEGATIVE)
+    optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
+    scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
+    scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
+    clip_norm: float | None = option(None, "the largest norm of the gradient; none: any", optional(POSITIVE))
+
+
+@dataclass(frozen=True)
+class Training:
+    epochs: int = option(1, "how many times every image is seen", COUNT)
+    max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
+    precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
+    recompute: bool = option(False, "recompute activations in the backward pass, to save memory", BOOLEAN)
+    seed: int = option(0, "the seed of weights, order and augmentation", COUNT_OR_ZERO)
+    eval_every: int | None = option(1, "validate after every so many epochs; none: never", optional(COUNT))
+
+
+@dataclass(frozen=True)
+class Run:
+    run_folder: str | None = option(
+        None, "where the run is recorded; none: runs/MODEL-DATE-TIME", optional(NAME), per_rank=True
+    )
+    log_interval: int = option(10, "steps between two reports", COUNT)
+    tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
+    dry_run: bool = option(False, "build everything, print the plan, and stop before the first step", BOOLEAN)
+    print_config: bool = option(False, "print all options as a TOML file, and stop", BOOLEAN, flag_only=True)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    parallel: Parallel = field(default_factory=Parallel)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    training: Training = field(default_factory=Training)
+    run: Run = field(default_factory=Run)
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration that a command line asks for, without the program's name.
+
+    Raises ConfigError with one message for the user; only `--help` exits.
+    """
+    return parse_options(Config, argv, USAGE, DESCRIPTION)

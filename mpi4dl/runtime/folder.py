@@ -1,0 +1,143 @@
+"""The folder that records one run: its options, what it ran on, the log of every rank, and its numbers.
+
+    runs/resnet18-20260131-120000/
+        config.toml      every option; `python -m mpi4dl.train --config` repeats the run
+        versions.json    the software, the machine, and the command line
+        log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
+        metrics.jsonl    one JSON object per line: every report of training and validation
+
+Rank 0 creates it; the others are told its path, and write nothing but their logs.
+"""
+
+import json
+import logging
+import math
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mpi4dl import __version__
+from mpi4dl.runtime.options import ConfigError
+
+LOGGER_NAME = "mpi4dl"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
+
+
+def default_path(model: str, now: datetime) -> Path:
+    """Where a run is recorded for which no folder was asked, such as runs/resnet18-20260131-120000."""
+    return Path("runs") / f"{model.replace('/', '-')}-{now:%Y%m%d-%H%M%S}"
+
+
+class RunFolder:
+    """The folder of one run; the constructor takes an existing one as it is, `create` makes it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunFolder":
+        """Make the folder and its parents, or take an empty one. On rank 0 only.
+
+        Raises ConfigError if there is something in it already, or if it cannot be made.
+        """
+        folder = cls(path)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            occupied = any(folder.path.iterdir())
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {path} cannot be created: {error.strerror}; name another with --run-folder"
+            ) from None
+        if occupied:
+            raise ConfigError(
+                f"the run folder {path} holds files already, and a run never overwrites another's; "
+                "name another with --run-folder, or remove it"
+            )
+        return folder
+
+    def write_config(self, toml: str) -> None:
+        """Record the options, as `to_toml` gives them."""
+        (self.path / "config.toml").write_text(toml, encoding="utf-8")
+
+    def write_versions(self, mpi_library: str, command: Sequence[str]) -> None:
+        """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`."""
+        text = json.dumps(versions(mpi_library, command), indent=2, ensure_ascii=False)
+        (self.path / "versions.json").write_text(text + "\n", encoding="utf-8")
+
+    def log_path(self, rank: int) -> Path:
+        return self.path / f"log-rank{rank}.txt"
+
+    @contextmanager
+    def rank_log(self, rank: int) -> Iterator[logging.Logger]:
+        """Write what this rank logs under "mpi4dl" to its file, and the traceback if the block ends by an exception."""
+        self.path.mkdir(parents=True, exist_ok=True)  # A node may not share rank 0's file system.
+        handler = logging.FileHandler(self.log_path(rank), encoding="utf-8")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        logger = logging.getLogger(LOGGER_NAME)
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield logger
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                logger.error("ended by sys.exit(%r)", stop.code)
+            raise
+        except BaseException as error:
+            logger.exception("ended by %s", type(error).__name__)
+            raise
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
+    """What a run ran on, without importing any of it; a package that is not installed has no version."""
+    found: dict[str, Any] = {"python": platform.python_version(), "mpi4dl": __version__}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {
+        "mpi": mpi_library.strip(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "command": list(command),
+    }
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is appended.
+
+    JSON has no infinity and no not-a-number: they are written as the strings "inf", "-inf" and "nan", which `float`
+    reads back.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._file = (folder.path / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,198 @@
+"""The kinds of value that an option can have: how each is read from a flag, checked, and written as TOML."""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of value; `read` and `check` raise ValueError for what is not `wanted`.
+
+    A flag's text becomes what a TOML file would hold (`read`), that becomes the value that the program sees (`check`),
+    and `raw` turns the latter back into the former.
+    """
+
+    wanted: str
+    metavar: str
+    check: Callable[[Any], Any]
+    read: Callable[[str], Any] = _same
+    raw: Callable[[Any], Any] = _same
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    value.encode()  # A file name that is not UTF-8 could not be written to the run folder's config.toml.
+    return value
+
+
+def _nonempty_text(value: Any) -> str:
+    if not _text(value).strip():
+        raise ValueError
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+TEXT = Kind("text", "TEXT", _text)
+NAME = Kind("text that is not empty", "TEXT", _nonempty_text)
+BOOLEAN = Kind("true or false", "", _boolean)
+
+
+def integer(wanted: str, accepts: Callable[[int], bool]) -> Kind:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not accepts(value):
+            raise ValueError
+        return value
+
+    return Kind(wanted, "N", check, read=int)
+
+
+def number(wanted: str, accepts: Callable[[float], bool]) -> Kind:
+    def check(value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError
+        if not accepts(value):
+            raise ValueError
+        return float(value)
+
+    return Kind(wanted, "X", check, read=float)
+
+
+COUNT = integer("a whole number of at least 1", lambda n: n >= 1)
+COUNT_OR_ZERO = integer("a whole number of at least 0", lambda n: n >= 0)
+NUMBER = number("a number", lambda x: True)
+POSITIVE = number("a number greater than 0", lambda x: x > 0)
+NOT_NEGATIVE = number("a number of at least 0", lambda x: x >= 0)
+FRACTION = number("a number of at least 0 and less than 1", lambda x: 0 <= x < 1)
+
+
+def choice(*choices: str) -> Kind:
+    def check(value: Any) -> str:
+        if value not in choices:
+            raise ValueError
+        return value
+
+    return Kind(f"one of {', '.join(choices)}", "{" + ",".join(choices) + "}", check)
+
+
+def optional(kind: Kind) -> Kind:
+    """The same kind, or `none`, which is spelled out because TOML has no null."""
+    return Kind(
+        wanted=f"{kind.wanted}, or none",
+        metavar=kind.metavar,
+        check=lambda value: None if value == "none" else kind.check(value),
+        read=lambda text: "none" if text.lower() == "none" else kind.read(text),
+        raw=lambda value: "none" if value is None else kind.raw(value),
+    )
+
+
+def _pair(value: Any, pattern: str) -> tuple[int, int]:
+    match = re.fullmatch(pattern, str(value), re.ASCII) if isinstance(value, str | int) else None
+    if match is None:
+        raise ValueError
+    height, width = (int(number or match[1]) for number in match.groups())
+    if not height or not width:
+        raise ValueError
+    return height, width
+
+
+def _joined(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}x{pair[1]}"
+
+
+IMAGE_SIZE = Kind(
+    "a size in pixels such as 1024, or 768x1024 (height x width)",
+    "HxW",
+    lambda value: _pair(value, r"(\d+)(?:x(\d+))?"),
+    raw=_joined,
+)
+GRID = Kind("a grid such as 2x2 (rows x columns)", "RxC", lambda value: _pair(value, r"(\d+)x(\d+)"), raw=_joined)
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """Split `a=1,b=(2,3)` at the commas that are outside brackets and quotes."""
+    pieces, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0 and not quote:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces
+
+
+def _literal(text: str) -> Any:
+    """A Python literal such as 0.9, (0.9, 0.999) or True; anything else that does not look like one is text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        if text[:1] in tuple("([{\"'"):
+            raise
+        return text
+
+
+def _read_keywords(text: str) -> dict[str, Any]:
+    keywords: dict[str, Any] = {}
+    for piece in _split_at_commas(text) if text.strip() else []:
+        name, equals, value = piece.partition("=")
+        if not equals or name.strip() in keywords:
+            raise ValueError
+        keywords[name.strip()] = _literal(value.strip())
+    return keywords
+
+
+def _check_keyword_value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_check_keyword_value(item) for item in value]
+    if isinstance(value, dict):
+        return {_text(key): _check_keyword_value(item) for key, item in value.items()}
+    return value if isinstance(value, bool | int | float) else _text(value)
+
+
+def _check_keywords(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(_text(name).isidentifier() for name in value):
+        raise ValueError
+    return _check_keyword_value(value)
+
+
+KEYWORDS = Kind(
+    'keyword arguments such as depth=29,pool=max (in a file: { depth = 29, pool = "max" })',
+    "K=V,...",
+    _check_keywords,
+    read=_read_keywords,
+)
+
+
+def dump(raw: Any) -> str:
+    """Write a value as TOML, on one line, with the keys of a table in order."""
+    if isinstance(raw, bool):
+        return "true" if raw else "false"
+    if isinstance(raw, str):
+        return json.dumps(raw, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(raw, Sequence):
+        return f"[{', '.join(map(dump, raw))}]"
+    if isinstance(raw, dict):
+        pairs = ", ".join(f"{dump(key)} = {dump(value)}" for key, value in sorted(raw.items()))
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return repr(raw)

@@ -1,0 +1,84 @@
+"""How much memory a rank has used at most: the allocator's count on a GPU, the process' resident memory on a CPU."""
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Device: TypeAlias = "torch.device | str"
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+
+
+def _status_bytes(field: str) -> int | None:
+    """A line of /proc/self/status such as `VmHWM:  123456 kB`; None where there is no such file or line."""
+    try:
+        text = STATUS.read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _largest_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_memory_bytes(device: Device) -> int:
+    """The most bytes in use at once since the process started, or since the peak was last reset.
+
+    `device` is a torch device or its name. On a GPU these are the bytes of tensors, as PyTorch's allocator counts
+    them; on the CPU it is the process' resident memory, with the interpreter, libraries and MPI's buffers.
+    """
+    if _on_gpu(device):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = _status_bytes("VmHWM")
+    return _largest_resident_bytes() if peak is None else peak
+
+
+def _on_gpu(device: Device) -> bool:
+    return str(device).startswith("cuda")
+
+
+class MemoryMeter:
+    """The peak memory of training itself: what a rank uses beyond what it used when the meter was made.
+
+    On the CPU the resident memory at that moment (interpreter, libraries) is subtracted, so make the meter after the
+    imports and before the model. On a GPU the allocator counts tensors only, and nothing is subtracted.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.reset()
+        if _on_gpu(device):
+            self.baseline_bytes = 0
+        else:
+            self.baseline_bytes = _status_bytes("VmRSS") or peak_memory_bytes(device)
+
+    def peak_bytes(self) -> int:
+        """The most bytes in use at once since the last `reset`, or since the meter was made."""
+        return max(0, peak_memory_bytes(self.device) - self.baseline_bytes)
+
+    def reset(self) -> bool:
+        """Count the peak anew from here on; False where the system does not let a process do that."""
+        if _on_gpu(self.device):
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return True
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,138 @@
+"""Says how a run goes, from rank 0: to the reader, to TensorBoard, and to metrics.jsonl, with the same numbers."""
+
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from mpi4dl.runtime.folder import LOGGER_NAME, MetricsFile, RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MEBIBYTE = 2**20
+FLUSH_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The training steps since the last report: plain numbers, of all ranks together.
+
+    `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
+    for other ranks; `peak_memory_bytes` is that of the rank that used most.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    images_per_second: float
+    data_wait: float
+    comm_wait: float
+    peak_memory_bytes: int
+
+    def line(self) -> str:
+        return "  ".join(
+            (
+                f"step {self.step}",
+                f"epoch {self.epoch}",
+                f"loss {self.loss:#.4g}",
+                f"{_rate(self.images_per_second)} images/s",
+                f"data wait {100 * self.data_wait:.1f} %",
+                f"comm wait {100 * self.comm_wait:.1f} %",
+                f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """One pass over the validation images; `accuracy` is the share, 0 to 1, that was classified correctly."""
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: float
+
+    def line(self) -> str:
+        return (
+            f"step {self.step}  epoch {self.epoch}  validation loss {self.loss:#.4g}  "
+            f"accuracy {100 * self.accuracy:.1f} %"
+        )
+
+
+def _rate(per_second: float) -> str:
+    """One decimal, but three digits of a rate that is below 1: huge images take long."""
+    return f"{per_second:.3g}" if per_second < 1 else f"{per_second:.1f}"
+
+
+class Reporter:
+    """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
+
+    Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
+    stands below the lines.
+    """
+
+    def __init__(self, folder: RunFolder, total_steps: int, *, first_step: int = 0, tensorboard: bool = True) -> None:
+        self._metrics = MetricsFile(folder)
+        self._writer: Any = _summary_writer(folder) if tensorboard else None
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar, if there is one, to `step` finished steps; call it after every step."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def step(self, report: StepReport) -> None:
+        self._report("train", report)
+
+    def validation(self, report: ValidationReport) -> None:
+        self._report("validation", report)
+
+    def images(self, name: str, images_N3HW: "Tensor", step: int) -> None:
+        """Show a few images, with values from 0 to 1, in TensorBoard; make them small first."""
+        if self._writer is not None:
+            self._writer.add_images(name, images_N3HW.detach().float().cpu().clamp(0, 1), step)
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar, and log it."""
+        logging.getLogger(LOGGER_NAME).info(line)
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._metrics.close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _report(self, phase: str, report: StepReport | ValidationReport) -> None:
+        values = asdict(report)
+        self._metrics.append({"phase": phase} | values)
+        if self._writer is not None:
+            for name, value in values.items():
+                if name != "step":
+                    self._writer.add_scalar(f"{phase}/{name}", value, report.step)
+        self.say(report.line())
+
+
+def _summary_writer(folder: RunFolder) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS)

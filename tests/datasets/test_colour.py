@@ -1,0 +1,61 @@
+"""mpi4dl.datasets.colour: whatever a file stores becomes three bytes per pixel."""
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.datasets.colour import bytes_of, over_white, rgb_of, rgb_of_pillow
+
+
+def test_sixteen_bit_samples_are_scaled_by_the_range_of_their_type():
+    assert bytes_of(np.array([0, 128, 129, 32768, 65535], np.uint16)).tolist() == [0, 0, 1, 128, 255]
+
+
+def test_one_bit_samples_are_black_and_white():
+    assert bytes_of(np.array([False, True])).tolist() == [0, 255]
+
+
+def test_samples_without_a_range_are_refused():
+    with pytest.raises(ValueError, match=r"type float32, which have no fixed range: convert it to 8 or 16 bit"):
+        bytes_of(np.zeros(3, np.float32))
+
+
+def test_grey_is_repeated():
+    assert rgb_of(np.array([[[7]]], np.uint8)).tolist() == [[[7, 7, 7]]]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0, 255), (255, 100), (51, 224)])
+def test_transparency_shows_white_paper(alpha, expected):
+    assert rgb_of(np.array([[[100, alpha]]], np.uint8), alpha=True).tolist() == [[[expected] * 3]]
+
+
+def test_premultiplied_colour_is_not_multiplied_twice():
+    straight = over_white(np.full((1, 1, 3), 100, np.uint8), np.full((1, 1), 51, np.uint8))
+    premultiplied = over_white(np.full((1, 1, 3), 20, np.uint8), np.full((1, 1), 51, np.uint8), premultiplied=True)
+    assert np.array_equal(straight, premultiplied)
+
+
+def test_opaque_pixels_keep_their_colour_beside_transparent_ones():
+    colour = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
+    alpha = np.full((16, 16), 255, np.uint8)
+    alpha[0, 0] = 0
+    laid = over_white(colour, alpha)
+    assert laid[0, 0].tolist() == [255] * 3
+    assert np.array_equal(laid[1:], colour[1:])
+
+
+def test_two_colours_are_refused():
+    with pytest.raises(ValueError, match=r"has 2 channels where grey \(1\) or colour \(3\) is expected"):
+        rgb_of(np.zeros((1, 1, 2), np.uint8))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "LA", "RGBA", "I;16", "I"])
+def test_every_mode_of_pillow_gives_white_for_white(mode):
+    white = PIL.Image.new("RGB", (3, 2), "white")
+    image = white.convert(mode) if mode not in ("I;16", "I") else PIL.Image.new(mode, (3, 2), 65535)
+    assert rgb_of_pillow(image).tolist() == np.full((2, 3, 3), 255).tolist()
+
+
+def test_floating_point_pictures_are_refused():
+    with pytest.raises(ValueError, match="floating-point pixels"):
+        rgb_of_pillow(PIL.Image.new("F", (3, 2)))

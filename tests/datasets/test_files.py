@@ -1,0 +1,160 @@
+"""mpi4dl.datasets.files and .pillow: files of all kinds, intact and damaged."""
+
+import re
+
+import numpy as np
+import PIL.Image
+import pytest
+import tifffile
+
+from mpi4dl.datasets import BadImage, open_image
+from mpi4dl.datasets.pillow import PillowImage
+from mpi4dl.datasets.tiff import TiffImage
+from mpi4dl.datasets.vendor import OpenSlideImage
+from mpi4dl.geometry import Interval
+from tests.datasets.boxes import noise_image, smooth_image, whole
+
+HEIGHT, WIDTH = 40, 50
+
+
+def read_all(path):
+    image = open_image(path)
+    return image.read(*whole(image.height, image.width))
+
+
+def test_png_is_read_exactly(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH)
+    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = open_image(tmp_path / "a.png")
+    assert (image.height, image.width, image.tiled) == (HEIGHT, WIDTH, False)
+    assert np.array_equal(image.read(Interval(3, 20), Interval(11, 50)), pixels[3:20, 11:50])
+
+
+def test_jpeg_is_read_nearly(tmp_path):
+    pixels = smooth_image(HEIGHT, WIDTH)
+    PIL.Image.fromarray(pixels).save(tmp_path / "a.JPG", quality=95)
+    assert np.abs(read_all(tmp_path / "a.JPG").astype(int) - pixels).max() < 12
+
+
+def test_grey_png(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 1)
+    PIL.Image.fromarray(pixels[..., 0]).save(tmp_path / "a.png")
+    assert np.array_equal(read_all(tmp_path / "a.png"), pixels.repeat(3, axis=2))
+
+
+def test_sixteen_bit_grey_png(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 1)
+    PIL.Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(tmp_path / "a.png")
+    assert np.array_equal(read_all(tmp_path / "a.png"), pixels.repeat(3, axis=2))
+
+
+def test_palette_png(tmp_path):
+    pixels = np.where(noise_image(HEIGHT, WIDTH, 1) > 128, np.uint8([200, 10, 30]), np.uint8([5, 100, 250]))
+    PIL.Image.fromarray(pixels).quantize(4).save(tmp_path / "a.png")
+    with PIL.Image.open(tmp_path / "a.png") as image:
+        assert image.mode == "P"
+    assert np.array_equal(read_all(tmp_path / "a.png"), pixels)
+
+
+def test_transparent_png_lies_on_white(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 4)
+    pixels[..., 3] = np.where(pixels[..., 3] > 128, 255, 0)
+    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert np.array_equal(read_all(tmp_path / "a.png"), np.where(pixels[..., 3:] == 255, pixels[..., :3], 255))
+
+
+def test_the_content_decides_and_not_the_extension(tmp_path):
+    PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(tmp_path / "a.png")
+    (tmp_path / "a.png").rename(tmp_path / "a.tif")
+    assert isinstance(open_image(tmp_path / "a.tif"), PillowImage)
+    tifffile.imwrite(tmp_path / "b.tif", noise_image(HEIGHT, WIDTH), photometric="rgb")
+    (tmp_path / "b.tif").rename(tmp_path / "b.jpg")
+    assert isinstance(open_image(tmp_path / "b.jpg"), TiffImage)
+
+
+def test_palette_tiff_is_left_to_pillow(tmp_path):
+    PIL.Image.fromarray(smooth_image(HEIGHT, WIDTH)).quantize(16).save(tmp_path / "a.tif")
+    with PIL.Image.open(tmp_path / "a.tif") as image:
+        assert image.mode == "P"
+        expected = np.asarray(image.convert("RGB"))
+    assert np.array_equal(read_all(tmp_path / "a.tif"), expected)
+
+
+def test_openslide_reads_scanners_formats(tmp_path):
+    pixels = noise_image(300, 200)
+    tifffile.imwrite(tmp_path / "a.svs", pixels, tile=(64, 64), photometric="rgb", compression="zlib")
+    image = open_image(tmp_path / "a.svs")
+    assert isinstance(image, OpenSlideImage)
+    assert (image.height, image.width, image.tiled) == (300, 200, True)
+    assert np.array_equal(image.read(Interval(50, 290), Interval(60, 200)), pixels[50:290, 60:200])
+    assert image.read(Interval(50, 50), Interval(0, 9)).shape == (0, 9, 3)
+    assert image.read(Interval(50, 59), Interval(7, 7)).shape == (9, 0, 3)
+
+
+def test_openslide_reads_tall_boxes_in_strips(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpi4dl.datasets.vendor.STRIP_ROWS", 37)
+    pixels = noise_image(300, 200)
+    tifffile.imwrite(tmp_path / "a.svs", pixels, tile=(64, 64), photometric="rgb", compression="zlib")
+    assert np.array_equal(open_image(tmp_path / "a.svs").read(Interval(5, 299), Interval(0, 200)), pixels[5:299])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.png", b"", "is empty (0 bytes)"),
+        ("a.tif", b"", "is empty (0 bytes)"),
+        ("a.svs", b"", "is no slide that OpenSlide can open"),
+        ("a.png", b"a letter to my aunt", "the file is damaged, or its extension is wrong"),
+        ("a.tif", b"II*\0\x08\0\0\0", "has no readable TIFF header, it is truncated or damaged"),
+        ("a.ndpi", b"a letter to my aunt", "the file is damaged, or its extension is wrong"),
+    ],
+)
+def test_files_that_are_no_images(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadImage, match=re.escape(reason)) as caught:
+        read_all(tmp_path / name)
+    assert caught.value.path == tmp_path / name
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+    assert reason in caught.value.reason
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.svs"])
+def test_a_file_that_is_gone(tmp_path, name):
+    with pytest.raises(BadImage, match=r"cannot be read: No such file|can open"):
+        open_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+@pytest.mark.parametrize("kept", [0.02, 0.5, 0.9])
+def test_truncated_pictures(tmp_path, suffix, kept):
+    path = tmp_path / f"a.{suffix}"
+    PIL.Image.fromarray(noise_image(200, 200)).save(path)
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(BadImage, match=r"a\.(png|jpg): (cannot be decoded|is not an image)"):
+        read_all(path)
+
+
+def test_a_truncated_slide(tmp_path):
+    path = tmp_path / "a.svs"
+    tifffile.imwrite(path, noise_image(300, 200), tile=(64, 64), photometric="rgb", compression="zlib")
+    path.write_bytes(path.read_bytes()[:100_000])
+    with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded"):
+        read_all(path)
+
+
+def test_a_picture_above_pillows_limit_is_named_and_the_limit_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 500)
+    PIL.Image.new("RGB", (40, 50)).save(tmp_path / "a.png")
+    with pytest.raises(BadImage, match=r"is too large to be decoded whole .*: convert it to a tiled TIFF"):
+        open_image(tmp_path / "a.png")
+    assert PIL.Image.MAX_IMAGE_PIXELS == 500
+
+
+def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
+    tifffile.imwrite(tmp_path / "a.tif", noise_image(64, 64), photometric="rgb")
+    for package in ("tifffile", "openslide"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ValueError, match=r"reading TIFF needs tifffile: run pip install 'mpi4dl\[slides\]'"):
+        open_image(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"reading \.svs needs openslide: run pip install 'mpi4dl\[slides\]'"):
+        open_image(tmp_path / "a.svs")

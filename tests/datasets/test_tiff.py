@@ -1,0 +1,229 @@
+"""mpi4dl.datasets.tiff: boxes of TIFF files equal the same box of the whole, and only their tiles are decoded."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import tifffile
+
+from mpi4dl.datasets import BadImage, open_image
+from mpi4dl.datasets.tiff import TiffImage
+from mpi4dl.geometry import Interval
+from tests.datasets.boxes import noise_image, smooth_image, whole
+
+HEIGHT, WIDTH = 150, 133
+BOXES = [
+    (Interval(0, HEIGHT), Interval(0, WIDTH)),
+    (Interval(0, 1), Interval(0, 1)),
+    (Interval(HEIGHT - 1, HEIGHT), Interval(WIDTH - 1, WIDTH)),
+    (Interval(31, 97), Interval(30, 66)),
+    (Interval(32, 96), Interval(32, 64)),
+    (Interval(5, 5), Interval(0, 9)),
+    (Interval(140, 150), Interval(120, 133)),
+]
+TILED = {"tile": (32, 32)}
+
+
+def write(path, pixels, **options):
+    tifffile.imwrite(path, pixels, **{"photometric": "rgb", **options})
+    return path
+
+
+def assert_boxes_equal(path, expected):
+    image = open_image(path)
+    assert isinstance(image, TiffImage)
+    assert (image.height, image.width) == expected.shape[:2]
+    for rows, cols in BOXES:
+        assert np.array_equal(image.read(rows, cols), expected[rows.start : rows.stop, cols.start : cols.stop])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TILED,
+        {**TILED, "compression": "zlib"},
+        {**TILED, "compression": "zlib", "predictor": True},
+        {**TILED, "compression": "lzw"},
+        {**TILED, "compression": "zstd"},
+        {**TILED, "compression": "jpeg2000"},
+        {**TILED, "compression": "zlib", "bigtiff": True},
+        {**TILED, "byteorder": ">"},
+        {"tile": (16, 64), "compression": "zlib"},
+        {"rowsperstrip": 17},
+        {"rowsperstrip": 17, "compression": "zlib"},
+        {},
+    ],
+    ids=str,
+)
+def test_lossless_files(tmp_path, options):
+    pixels = noise_image(HEIGHT, WIDTH)
+    path = write(tmp_path / "a.tif", pixels, **options)
+    assert_boxes_equal(path, pixels)
+    assert open_image(path).tiled == ("tile" in options)
+
+
+def test_jpeg_tiles(tmp_path):
+    pixels = smooth_image(HEIGHT, WIDTH)
+    path = write(tmp_path / "a.tif", pixels, **TILED, compression="jpeg", compressionargs={"level": 95})
+    assert_boxes_equal(path, tifffile.imread(path))
+    assert np.abs(open_image(path).read(*whole(HEIGHT, WIDTH)).astype(int) - pixels).mean() < 2
+
+
+def test_planes_one_after_the_other(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH)
+    planes = np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    assert_boxes_equal(write(tmp_path / "a.tif", planes, **TILED, planarconfig="separate"), pixels)
+
+
+def test_grey_and_its_negative(tmp_path):
+    grey = noise_image(HEIGHT, WIDTH, 1)
+    expected = grey.repeat(3, axis=2)
+    assert_boxes_equal(write(tmp_path / "a.tif", grey[..., 0], **TILED, photometric="minisblack"), expected)
+    assert_boxes_equal(write(tmp_path / "b.tif", 255 - grey[..., 0], **TILED, photometric="miniswhite"), expected)
+
+
+def test_sixteen_bits(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH)
+    assert_boxes_equal(write(tmp_path / "a.tif", pixels.astype(np.uint16) * 257, **TILED), pixels)
+
+
+def test_transparency_shows_white_paper(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH, 4)
+    pixels[..., 3] = np.where(pixels[..., 3] > 128, 255, 0)
+    expected = np.where(pixels[..., 3:] == 255, pixels[..., :3], 255)
+    assert_boxes_equal(write(tmp_path / "a.tif", pixels, **TILED, extrasamples=["unassalpha"]), expected)
+    assert_boxes_equal(write(tmp_path / "b.tif", pixels, **TILED, extrasamples=["unspecified"]), pixels[..., :3])
+
+
+def test_tiles_that_the_file_leaves_out_are_white(tmp_path):
+    def tiles():
+        for index in range(4):
+            yield None if index == 2 else np.full((32, 32, 3), index, np.uint8)
+
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, tiles(), shape=(64, 64, 3), dtype=np.uint8, photometric="rgb", compression="zlib", **TILED)
+    corners = open_image(path).read(*whole(64, 64))[::32, ::32, 0]
+    assert corners.tolist() == [[0, 1], [255, 3]]
+
+
+def pyramid(path, pixels, bigtiff):
+    with tifffile.TiffWriter(path, bigtiff=bigtiff) as file:
+        for step in (1, 2, 4):
+            level = pixels[::step, ::step]
+            file.write(level, tile=(32, 32), photometric="rgb", compression="zlib", subfiletype=int(step > 1))
+    return path
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_a_pyramid_is_read_at_full_resolution(tmp_path, bigtiff):
+    pixels = noise_image(HEIGHT, WIDTH)
+    assert_boxes_equal(pyramid(tmp_path / "a.tif", pixels, bigtiff), pixels)
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("kept", [0.001, 0.3, 0.7, 0.8, 0.94])
+def test_a_truncated_pyramid_is_rejected_whichever_box_is_wanted(tmp_path, bigtiff, kept):
+    path = pyramid(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), bigtiff)
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(BadImage, match=r"a\.tif: (is truncated|has no readable TIFF header)"):
+        open_image(path)
+
+
+def test_a_cut_off_page_directory_is_told_apart_from_missing_tiles(tmp_path):
+    path = pyramid(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), bigtiff=True)
+    with tifffile.TiffFile(path) as file:
+        second, last = file.pages[1].offset, file.pages[2].offset
+    content = path.read_bytes()
+    path.write_bytes(content[: last + 20])
+    with pytest.raises(BadImage, match="is truncated: the directory of page 3 lies beyond its"):
+        open_image(path)
+    path.write_bytes(content[: second // 2])
+    with pytest.raises(BadImage, match=r"is truncated: \d+ of 25 tiles lie beyond its"):
+        open_image(path)
+
+
+def test_a_damaged_tile_is_named(tmp_path):
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED, compression="zlib")
+    with tifffile.TiffFile(path) as file:
+        offset, num_bytes = file.pages[0].dataoffsets[7], file.pages[0].databytecounts[7]
+    content = bytearray(path.read_bytes())
+    content[offset : offset + num_bytes] = bytes(num_bytes)
+    path.write_bytes(content)
+    image = open_image(path)
+    image.read(Interval(0, 32), Interval(0, WIDTH))
+    with pytest.raises(BadImage, match=r"a\.tif: tile 7 cannot be decoded"):
+        image.read(Interval(32, 64), Interval(64, 96))
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED)
+    image = open_image(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(BadImage, match=r"is truncated: tile 0 has \d+ of 3072 bytes"):
+        image.read(Interval(0, 1), Interval(0, 1))
+    path.unlink()
+    with pytest.raises(BadImage, match=r"cannot be read: No such file"):
+        image.read(Interval(0, 1), Interval(0, 1))
+
+
+def test_five_channels_are_refused(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, noise_image(HEIGHT, WIDTH, 5), **TILED, photometric="minisblack", planarconfig="contig")
+    with pytest.raises(BadImage, match=r"has 5 channels; expected 1 \(grey\) or 3 \(colour\), and alpha"):
+        open_image(path)
+
+
+def test_floating_point_samples_are_refused(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.zeros((64, 64), np.float32), photometric="minisblack")
+    with pytest.raises(BadImage, match=r"a\.tif: cannot be decoded: stores floating-point pixels"):
+        open_image(path).read(*whole(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "tiles"),
+    [
+        (Interval(0, 32), Interval(0, 32), 1),
+        (Interval(31, 33), Interval(0, 32), 2),
+        (Interval(40, 41), Interval(0, WIDTH), 5),
+        (Interval(33, 95), Interval(33, 95), 4),
+        (Interval(9, 9), Interval(0, 9), 0),
+    ],
+)
+def test_only_the_tiles_that_a_box_touches_are_read(tmp_path, monkeypatch, rows, cols, tiles):
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED, compression="zlib")
+    image = open_image(path)
+    offsets = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, offset: offsets.append(offset) or pread(file, count, offset))
+    image.read(rows, cols)
+    assert len(offsets) == len(set(offsets)) == tiles
+
+
+def test_no_file_stays_open(tmp_path):
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED)
+    image = open_image(path)
+    image.read(*whole(HEIGHT, WIDTH))
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(path) not in opened
+
+
+def test_threads_read_one_image_at_the_same_time(tmp_path):
+    pixels = noise_image(HEIGHT, WIDTH)
+    image = open_image(write(tmp_path / "a.tif", pixels, **TILED, compression="zlib"))
+    wrong = []
+
+    def work():
+        for _ in range(10):
+            for rows, cols in BOXES:
+                expected = pixels[rows.start : rows.stop, cols.start : cols.stop]
+                if not np.array_equal(image.read(rows, cols), expected):
+                    wrong.append((rows, cols))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
