@@ -83,9 +83,9 @@ def load_tissue(part: int) -> Tissue:
     half = slice(0, middle) if part == 0 else slice(middle, None)
     brown = (rgb2hed(image)[..., 2] > BROWN)[:, half]
     glass = (image.min(axis=2) > 225)[:, half]
-    plain = (_window_mean(brown, PIECE_PX) < 0.005) & (_window_mean(glass, PIECE_PX) < 0.5)
+    plain = (_window_mean(brown, PIECE_PX) < 0.005) & (_window_mean(glass, PIECE_PX) < 0.3)
     cells = _window_mean(brown, CELL_PX[1]) > 0.98
-    regions = _window_mean(brown, REGION_PX[1]) > 0.8
+    regions = _window_mean(brown, REGION_PX[1]) > 0.9
     return Tissue(
         np.ascontiguousarray(image[:, half]),
         Corners(PIECE_PX, np.argwhere(plain)),
@@ -116,7 +116,7 @@ def compose(tissue: Tissue, size_px: int, positive: bool, random: np.random.Gene
 
 def _stain_strength(pixels: npt.NDArray[np.uint8], random: np.random.Generator) -> Canvas:
     """Make all stains stronger or weaker, as staining varies: optical density is -log(intensity), here multiplied."""
-    strength = random.uniform(0.8, 1.2) * random.uniform(0.95, 1.05, 3)
+    strength = random.uniform(0.7, 1.3) * random.uniform(0.95, 1.05, 3)
     return (255.0 * (pixels / 255.0) ** strength).astype(np.float32)
 
 
@@ -197,7 +197,7 @@ def write_all(out: Path, counts: tuple[int, int], size_px: int, seed: int) -> No
     """Write every slide into a folder beside `out`, and rename it when it is complete.
 
     Raises:
-        ValueError: `out` exists but was not written by this program with the same settings.
+        FileExistsError: `out` exists but was not written by this program with the same settings.
     """
     settings = f"train={counts[0]} val={counts[1]} size_px={size_px} seed={seed}\n"
     note = f"Synthetic compositions of real tissue (skimage.data.immunohistochemistry); no diagnostic data.\n{settings}"
@@ -207,7 +207,7 @@ def write_all(out: Path, counts: tuple[int, int], size_px: int, seed: int) -> No
             print(f"{out}: already there, nothing to do ({settings.strip()})")
             return
         what = f"exists, but is not this set of slides ({settings.strip()})"
-        raise ValueError(f"{out}: {what}: remove it or choose another --out")
+        raise FileExistsError(f"{out}: {what}: remove it or choose another --out")
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
     try:
         _write_slides(unfinished, plan(unfinished, counts, size_px, seed))
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         write_all(options.out, (options.train, options.val), options.size, options.seed)
-    except ValueError as error:
+    except FileExistsError as error:
         parser.error(str(error))
 
 

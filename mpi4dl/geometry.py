@@ -5,7 +5,7 @@ Everything is in global pixel coordinates and half-open. A `Box` is an interval 
 `TransposedWindow`, a `Resampling`) says how the rows of an operator's output depend on the rows of its input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -192,7 +192,7 @@ def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
     return tuple(tiling.owned(rank) for rank in ranks), tuple(tiling.held(rank) for rank in ranks)
 
 
-class AxisMap(Protocol):
+class AxisMap(Hashable, Protocol):
     """How an operator's output rows (or columns) depend on its input rows."""
 
     def output_size(self, size: int) -> int:

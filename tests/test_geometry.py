@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import (
@@ -14,8 +14,6 @@ from mpi4dl.geometry import (
     BATCH,
     COLS,
     ROWS,
-    AxisMap,
-    AxisPlan,
     Box,
     Grid,
     Interval,
@@ -25,126 +23,27 @@ from mpi4dl.geometry import (
     TransposedWindow,
     Window,
     even_cuts,
-    plan_axis,
+)
+from tests.brute_force import (
+    inside,
+    intervals,
+    patient,
+    quick,
+    resampling_scale,
+    resamplings,
+    rows_read,
+    sizes,
+    slab,
+    splits,
+    thorough,
+    transposed_windows,
+    window_taps,
+    windows,
+    windows_that_fit,
 )
 
-thorough = settings(max_examples=400, deadline=None)
-quick = settings(max_examples=150, deadline=None)
 
-sizes = st.integers(1, 200)
-intervals = st.builds(Interval, st.integers(-20, 20), st.integers(-20, 20))
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> Window:
-    """Any window: padded, cropped, or neither; its padding may even be wider than the window itself."""
-    return Window(
-        kernel=draw(st.integers(1, 9)),
-        stride=draw(st.integers(1, 6)),
-        before=draw(st.integers(-6, 12)),
-        after=draw(st.integers(-6, 12)),
-        dilation=draw(st.integers(1, 4)),
-        ceil_mode=draw(st.booleans()),
-    )
-
-
-@st.composite
-def transposed_windows(draw: st.DrawFn) -> TransposedWindow:
-    stride, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    return TransposedWindow(
-        kernel=draw(st.integers(1, 7)),
-        stride=stride,
-        padding=draw(st.integers(0, 6)),
-        output_padding=draw(st.integers(0, max(stride, dilation) - 1)),
-        dilation=dilation,
-    )
-
-
-@st.composite
-def splits(draw: st.DrawFn, size: int) -> Split:
-    """Cuts anywhere (some parts may be empty), and what each part holds beyond them."""
-    parts = draw(st.integers(1, 8))
-    if draw(st.booleans()):
-        split = Split.at(even_cuts(size, parts))
-    else:
-        inner = draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1))
-        split = Split.at([0, *sorted(inner), size])
-    return split.widen(draw(st.sampled_from([0, 0, 1, 2, 5, 11, 40])))
-
-
-@st.composite
-def resamplings(draw: st.DrawFn, size: int) -> Resampling:
-    mode = draw(st.sampled_from(["nearest", "nearest-exact", "linear", "cubic"]))
-    output = draw(st.integers(1, 300))
-    aligned = mode in ("linear", "cubic") and draw(st.booleans())
-    return Resampling(size, output, mode, aligned, resampling_scale(size, output, aligned))
-
-
-def resampling_scale(size: int, output: int, aligned: bool) -> float:
-    if not aligned:
-        return size / output
-    return (size - 1) / (output - 1) if output > 1 else 0.0
-
-
-def window_taps(window: Window, row: int) -> list[int]:
-    """The rows that an output row reads, those in the padding included."""
-    return [row * window.stride - window.before + window.dilation * k for k in range(window.kernel)]
-
-
-def windows_that_fit(window: Window, size: int) -> int:
-    """Slide the window over the padded rows and count its stops."""
-    end = size - 1 + window.after
-    count = 0
-    if not window.ceil_mode:
-        while window_taps(window, count)[-1] <= end:
-            count += 1
-        return count
-    while count == 0 or window_taps(window, count - 1)[-1] < end:
-        count += 1
-    return count - 1 if window_taps(window, count - 1)[0] >= size else count
-
-
-def transposed_sources(window: TransposedWindow, row: int, size: int) -> set[int]:
-    """The input rows that add to an output row."""
-    return {
-        i
-        for i in range(size)
-        for k in range(window.kernel)
-        if i * window.stride - window.padding + window.dilation * k == row
-    }
-
-
-def rows_read(mapping: AxisMap, output: Interval, size: int) -> set[int]:
-    """The rows inside the image that these output rows read, one output row and one tap at a time."""
-    read: set[int] = set()
-    for row in range(*output):
-        if isinstance(mapping, Window):
-            read.update(window_taps(mapping, row))
-        elif isinstance(mapping, TransposedWindow):
-            read.update(transposed_sources(mapping, row, size))
-        elif isinstance(mapping, Resampling):
-            read.update(tap for tap, _ in mapping.taps(row))
-    return {row for row in read if 0 <= row < size}
-
-
-def slab(mapping: AxisMap, output: Interval, size: int) -> set[int]:
-    """The contiguous block of image rows that an operator must be given to compute these output rows.
-
-    It reaches from the first tap to the last, so it holds the rows that a dilated or a strided window skips too.
-    """
-    if output.empty:
-        return set()
-    if isinstance(mapping, Window):
-        taps = window_taps(mapping, output.start) + window_taps(mapping, output.stop - 1)
-        return set(range(max(0, min(taps)), min(size, max(taps) + 1)))
-    read = rows_read(mapping, output, size)
-    return set(range(min(read), max(read) + 1)) if read else set()
-
-
-def inside(rows: set[int], interval: Interval) -> bool:
-    return all(interval.start <= row < interval.stop for row in rows)
-
-
+@patient
 @given(intervals, intervals)
 def test_intervals_behave_as_the_sets_they_stand_for(a: Interval, b: Interval) -> None:
     here, there = set(range(*a)), set(range(*b))
@@ -160,6 +59,7 @@ def test_growing_an_interval_moves_each_end_outwards() -> None:
     assert Interval(3, 5).grow(1, 2) == Interval(2, 7)
 
 
+@patient
 @given(st.tuples(*[intervals] * 3), st.tuples(*[intervals] * 3))
 def test_boxes_behave_as_the_pixels_they_stand_for(a: tuple[Interval, ...], b: tuple[Interval, ...]) -> None:
     first, second = Box(*a), Box(*b)
@@ -170,6 +70,7 @@ def test_boxes_behave_as_the_pixels_they_stand_for(a: tuple[Interval, ...], b: t
     assert first.covers(second) == (second.empty or lengths == [j.length for j in b])
 
 
+@patient
 @given(st.integers(0, 200), st.integers(1, 12))
 def test_even_cuts_differ_by_at_most_one(size: int, parts: int) -> None:
     cuts = even_cuts(size, parts)
@@ -181,6 +82,7 @@ def test_even_cuts_differ_by_at_most_one(size: int, parts: int) -> None:
     assert min(lengths) >= 0
 
 
+@patient
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 def test_grid_numbers_ranks_with_columns_fastest(batch: int, rows: int, cols: int) -> None:
     grid = Grid(batch, rows, cols)
@@ -189,6 +91,7 @@ def test_grid_numbers_ranks_with_columns_fastest(batch: int, rows: int, cols: in
     assert [grid.coordinates(rank) for rank in range(grid.size)] == in_order
 
 
+@patient
 @given(st.data(), sizes, st.integers(0, 30))
 def test_a_wide_split_holds_its_own_rows_and_up_to_the_halo_on_both_sides(
     data: st.DataObject, size: int, halo: int
@@ -321,8 +224,7 @@ def test_a_transposed_window_needs_every_row_that_adds_to_its_output(
     needed = window.needs(output, size)
     assert inside(read, needed)
     assert needed.empty or (needed.start >= 0 and needed.stop <= size)
-    if read and window.dilation == 1:
-        assert needed == Interval(min(read), max(read) + 1)
+    assert set(range(*needed)) == slab(window, output, size)
 
 
 @quick
@@ -371,108 +273,18 @@ def test_nearest_taps_are_those_of_interpolate(size: int, output: int, mode: str
 @thorough
 @given(
     st.integers(4, 55),
-    st.sampled_from([0.5, 0.7, 0.9, 1.01, 1.1, 4 / 3, 1.5, 2.0, 2.05, 2.3]),
+    st.sampled_from([0.5, 0.7, 0.9, 1.01, 1.1, 4 / 3, 1.5, 2.0, 2.3]),
     st.sampled_from(["nearest", "nearest-exact", "linear", "cubic"]),
 )
 @example(9, 1.1, "linear")
 @example(9, 1.1, "nearest")
-@example(20, 2.05, "nearest")
 def test_taps_follow_a_scale_factor_that_the_caller_gave(size: int, factor: float, mode: str) -> None:
-    """PyTorch copies where the size stays the same, and `nearest` repeats rows where it doubles, for any factor."""
+    """`nearest` and `linear` copy where the size stays the same, whatever the factor."""
     column = random_column(size)
     torch_mode = mode if mode.startswith("nearest") else f"bi{mode}"
     expected = F.interpolate(column[None, None, :, None], scale_factor=(factor, 1.0), mode=torch_mode)
     resampling = Resampling(size, expected.shape[2], mode, scale=1 / factor)
     torch.testing.assert_close(resampled(resampling, column), expected.flatten(), rtol=0, atol=1e-12)
-
-
-def check_plan(mapping: AxisMap, split: Split) -> AxisPlan:
-    """Hold every promise of `plan_axis` against enumerated rows."""
-    size, output_size = split.size, mapping.output_size(split.size)
-    plan = plan_axis(mapping, split)
-    output = plan.output
-    assert list(output.cuts) == sorted(output.cuts)
-    assert (output.cuts[0], output.cuts[-1]) == (0, output_size)
-    assert [row for part in range(split.parts) for row in range(*output.owned(part))] == list(range(output_size))
-    assert len(plan.needed) == output.parts == split.parts
-
-    short = [not inside(slab(mapping, output.owned(i), size), split.held[i]) for i in range(split.parts)]
-    assert plan.exchange == any(short)
-    for part in range(split.parts):
-        computed = output.held[part]
-        assert computed.covers(output.owned(part))
-        assert inside(slab(mapping, computed, size), plan.needed[part])
-        if computed.empty:
-            assert plan.needed[part].empty
-        if plan.exchange:
-            assert computed == output.owned(part)
-            continue
-        assert Interval(0, output_size).covers(computed)
-        assert inside(slab(mapping, computed, size), split.held[part])
-        if computed.empty:
-            continue
-        longer = [computed.grow(1, 0)] * (computed.start > 0) + [computed.grow(0, 1)] * (computed.stop < output_size)
-        assert not any(inside(slab(mapping, rows, size), split.held[part]) for rows in longer)
-    return plan
-
-
-@thorough
-@given(st.data(), windows(), sizes)
-def test_a_plan_of_a_window_holds_its_promises(data: st.DataObject, window: Window, size: int) -> None:
-    assume(window.output_size(size) >= 1)
-    check_plan(window, data.draw(splits(size)))
-
-
-@quick
-@given(st.data(), transposed_windows(), st.integers(1, 60))
-def test_a_plan_of_a_transposed_window_holds_its_promises(
-    data: st.DataObject, window: TransposedWindow, size: int
-) -> None:
-    assume(window.output_size(size) >= 1)
-    check_plan(window, data.draw(splits(size)))
-
-
-@quick
-@given(st.data(), sizes)
-def test_a_plan_of_a_resampling_holds_its_promises(data: st.DataObject, size: int) -> None:
-    check_plan(data.draw(resamplings(size)), data.draw(splits(size)))
-
-
-def test_a_3x3_convolution_exchanges_one_row_with_each_neighbour() -> None:
-    plan = plan_axis(Window(3, before=1, after=1), Split.at([0, 4, 8, 10]))
-    assert plan == AxisPlan(
-        Split.at([0, 4, 8, 10]), needed=(Interval(-1, 5), Interval(3, 9), Interval(7, 11)), exchange=True
-    )
-
-
-def test_a_stack_of_convolutions_uses_up_a_wide_halo_and_then_exchanges() -> None:
-    split = Split.at([0, 8, 16]).widen(2)
-    held = []
-    for _ in range(3):
-        plan = check_plan(Window(3, before=1, after=1), split)
-        held.append((plan.exchange, plan.output.held))
-        split = plan.output
-    assert held == [
-        (False, (Interval(0, 9), Interval(7, 16))),
-        (False, (Interval(0, 8), Interval(8, 16))),
-        (True, (Interval(0, 8), Interval(8, 16))),
-    ]
-
-
-def test_a_tile_that_becomes_empty_needs_nothing() -> None:
-    plan = check_plan(Window(3, stride=8, before=1, after=1), Split.at(even_cuts(16, 8)))
-    assert plan.output.size == 2
-    empty = [part for part in range(8) if plan.output.owned(part).empty]
-    assert len(empty) == 6
-    assert all(plan.needed[part].empty for part in empty)
-
-
-def test_the_window_of_a_strided_stack_keeps_97_rows_over_4_ranks_complete() -> None:
-    """The stem of a ResNet on an odd size, down to fewer rows than ranks."""
-    split = Split.at(even_cuts(97, 4))
-    for window in [Window(7, 2, 3, 3)] + [Window(3, 2, 1, 1)] * 5:
-        split = check_plan(window, split).output
-    assert split.size == 2
 
 
 def test_random_rows_are_read_where_the_formula_says() -> None:

@@ -48,7 +48,7 @@ def copy(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     return linear(x, lambda t: _broadcast(t, comm, root), lambda t: _reduce(t, comm, root))
 
 
-def sum(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:  # noqa: A001
+def sum(x: Tensor, comm: Communicator, root: int = 0) -> Tensor:
     """The sum of x over all ranks on the root, zeros elsewhere. Its adjoint is `copy`."""
     return linear(x, lambda t: _reduce(t, comm, root), lambda t: _broadcast(t, comm, root))
 

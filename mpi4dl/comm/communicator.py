@@ -49,10 +49,9 @@ class Pending:
             finish()
         self._requests, self._buffers, self._finish = [], [], []
 
-    def poke(self) -> None:
-        """Let MPI make progress, without waiting."""
-        for request in self._requests:
-            request.Test()
+    def ready(self) -> bool:
+        """Let MPI make progress, without waiting; whether all is complete."""
+        return all([request.Test() for request in self._requests])
 
     @classmethod
     def all(cls, node: Node, parts: "Sequence[Pending]") -> "Pending":
@@ -82,6 +81,13 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
+
+    @property
+    def library(self) -> str:
+        """What the MPI library says of itself."""
+        from mpi4py import MPI
+
+        return MPI.Get_library_version().strip("\0\n ")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Communicator":
         return self
@@ -253,9 +259,7 @@ class Communicator:
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Give entry i of dim 0, which counts `size`, to rank i; entry i of the result came from rank i."""
-        return self._rearrange(
-            tensor, self.size, lambda a, b: self.mpi.Ialltoall(self._bytes(a), self._bytes(b))
-        )
+        return self._rearrange(tensor, self.size, lambda a, b: self.mpi.Ialltoall(self._bytes(a), self._bytes(b)))
 
     def gather(self, tensor: Tensor, root: int = 0) -> Tensor | None:
         """The tensors of all ranks stacked, (size, *shape), on the root; None elsewhere."""
@@ -321,12 +325,12 @@ class Communicator:
                     )
 
     @contextlib.contextmanager
-    def together(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Do something that may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message."""
+    def together(self, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+        """Do what may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message."""
         error = None
         try:
             yield
-        except kinds or (ValueError, OSError) as problem:
+        except kinds as problem:
             error = problem
         try:
             self.agree(None if error is None else str(error))

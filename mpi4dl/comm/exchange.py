@@ -120,9 +120,7 @@ class Exchange:
     def start_adjoint(self, gradient: Tensor) -> tuple[Tensor, list[Tensor], Pending]:
         """Send the gradients of strips back to their owners; `finish_adjoint` adds what comes back to this rank."""
         returned = [gradient.new_empty(self.shape(gradient, slab.box)) for slab in self.plan.sends]
-        pending = self._post(
-            gradient, self.plan.needed, self.plan.receives, returned, self.plan.sends, BACKWARD_TAG
-        )
+        pending = self._post(gradient, self.plan.needed, self.plan.receives, returned, self.plan.sends, BACKWARD_TAG)
         return gradient, returned, pending
 
     def finish_adjoint(self, started: tuple[Tensor, list[Tensor], Pending]) -> Tensor:
@@ -148,9 +146,7 @@ class Exchange:
     def _post(
         self, x: Tensor, origin: Box, sends: Sequence[Slab], into: list[Tensor], receives: Sequence[Slab], tag: int
     ) -> Pending:
-        pending = [
-            self.comm.irecv(strip, slab.peer, tag) for strip, slab in zip(into, receives, strict=True)
-        ]
+        pending = [self.comm.irecv(strip, slab.peer, tag) for strip, slab in zip(into, receives, strict=True)]
         pending += [self.comm.isend(narrow(x, self.dims, origin, slab.box), slab.peer, tag) for slab in sends]
         return Pending.all(self.comm.node, pending)
 

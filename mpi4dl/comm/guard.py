@@ -1,4 +1,4 @@
-"""No hang, ever: a rank that fails ends the whole job with one readable message, and so does a rank that waits too long.
+"""No hang, ever: a rank that fails, or waits too long, ends the whole job with one readable message.
 
 MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys.exit(3)`.
 """
@@ -47,7 +47,7 @@ def install(comm: "Communicator") -> None:
 
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
-    sys.exit = remember_and_exit  # type: ignore[assignment]
+    sys.exit = remember_and_exit
     atexit.register(on_exit)
 
 

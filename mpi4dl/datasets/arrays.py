@@ -1,6 +1,7 @@
 """Images that are already arrays in memory, and the .npz files that hold them."""
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,12 @@ def load_npz(path: Path) -> tuple[ArrayDataset, ArrayDataset | None]:
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # NumPy leaves a damaged file open where it opened it itself.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files if name in _NAMES}
     except FileNotFoundError as error:
         raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}") from error
-    except (OSError, ValueError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, KeyError, TypeError, zlib.error, zipfile.BadZipFile) as error:
         raise DatasetError(f"{path}: is no readable .npz file, it is damaged or something else: {error}") from error
 
 

@@ -59,13 +59,20 @@ class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return _empty_array
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
+        if module == "numpy" and name == "dtype":
+            return _dtype
+        if module == "numpy" and name == "ndarray":
+            return np.ndarray
         raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file needs")
 
 
 def _empty_array(kind: type, shape: tuple[int, ...], code: bytes) -> Any:
     return np.ndarray(shape, code.decode())
+
+
+def _dtype(code: bytes | str, align: int = 0, copy: int = 0) -> np.dtype[Any]:
+    # The files of 2009 pass 0 and 1 where NumPy now insists on False and True.
+    return np.dtype(code.decode() if isinstance(code, bytes) else code, bool(align), bool(copy))
 
 
 def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:

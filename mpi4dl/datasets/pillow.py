@@ -30,7 +30,8 @@ class PillowImage:
             with PIL.Image.open(path) as image:
                 self.width, self.height = image.size
         except _TOO_LARGE as error:
-            raise BadImage(path, too_large(error)) from error
+            reason = f"is too large to be decoded whole ({error})"
+            raise BadImage(path, f"{reason}: convert it to a tiled TIFF, of which boxes can be read") from error
         except _DAMAGED as error:
             raise BadImage(path, _describe(path, error)) from error
 
@@ -44,10 +45,6 @@ class PillowImage:
 
     def read(self, rows: Interval, cols: Interval) -> Pixels:
         return self._pixels[rows.start : rows.stop, cols.start : cols.stop]
-
-
-def too_large(error: Exception) -> str:
-    return f"is too large to be decoded whole ({error}): convert it to a tiled TIFF, of which boxes can be read"
 
 
 def _describe(path: Path, error: Exception) -> str:

@@ -148,7 +148,7 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         if text[:1] in tuple("([{\"'"):
-            raise
+            raise ValueError(text) from None
         return text
 
 
@@ -193,6 +193,10 @@ def dump(raw: Any) -> str:
     if isinstance(raw, Sequence):
         return f"[{', '.join(map(dump, raw))}]"
     if isinstance(raw, dict):
-        pairs = ", ".join(f"{dump(key)} = {dump(value)}" for key, value in sorted(raw.items()))
+        pairs = ", ".join(f"{_dump_key(key)} = {dump(value)}" for key, value in sorted(raw.items()))
         return f"{{ {pairs} }}" if pairs else "{}"
     return repr(raw)
+
+
+def _dump_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else dump(key)

@@ -83,7 +83,8 @@ def _parser(config_type: type, usage: str, description: str) -> argparse.Argumen
     return parser
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: `; did you mean ...?`, or nothing where no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -95,7 +96,7 @@ def _refuse_unknown_argument(argument: str, options: dict[str, Option]) -> NoRet
     flags = ["--help", "--config"]
     for item in options.values():
         flags += [item.flag, item.flag.replace("--", "--no-", 1)] if item.kind is BOOLEAN else [item.flag]
-    raise ConfigError(f"there is no flag {name}{_nearest(name, flags) or '; --help lists every flag'}")
+    raise ConfigError(f"there is no flag {name}{nearest(name, flags) or '; --help lists every flag'}")
 
 
 def _type_name(value: Any) -> str:
@@ -137,7 +138,7 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
         if section not in sections:
             if section in allowed and not isinstance(table, dict):
                 raise ConfigError(f"{path}: the key {section} belongs in the section [{allowed[section].section}]")
-            hint = _nearest(section, sections) or f"; the sections are {', '.join(sections)}"
+            hint = nearest(section, sections) or f"; the sections are {', '.join(sections)}"
             raise ConfigError(f"{path}: there is no section [{section}]{hint}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
@@ -149,7 +150,7 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
             elif name in options:
                 raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
             else:
-                raise ConfigError(f"{path}: there is no key {name} in [{section}]{_nearest(name, allowed)}")
+                raise ConfigError(f"{path}: there is no key {name} in [{section}]{nearest(name, allowed)}")
     return values
 
 

@@ -138,8 +138,22 @@ def test_a_truncated_slide(tmp_path):
     path = tmp_path / "a.svs"
     tifffile.imwrite(path, noise_image(300, 200), tile=(64, 64), photometric="rgb", compression="zlib")
     path.write_bytes(path.read_bytes()[:100_000])
+    with pytest.raises(BadImage, match=r"is no slide that OpenSlide can open .*: the file is damaged"):
+        open_image(path)
+
+
+def test_a_damaged_tile_of_a_slide_does_not_spoil_later_reads(tmp_path):
+    path = tmp_path / "a.svs"
+    pixels = noise_image(300, 200)
+    tifffile.imwrite(path, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
+    with tifffile.TiffFile(path) as file:
+        offset, num_bytes = file.pages[0].dataoffsets[-1], file.pages[0].databytecounts[-1]
+    content = bytearray(path.read_bytes())
+    content[offset : offset + num_bytes] = bytes(num_bytes)
+    path.write_bytes(content)
     with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded"):
         read_all(path)
+    assert np.array_equal(open_image(path).read(Interval(0, 64), Interval(0, 64)), pixels[:64, :64])
 
 
 def test_a_picture_above_pillows_limit_is_named_and_the_limit_stays(tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
 """Gradients of replicated parameters, added up over the ranks that hold them, while backward still runs.
 
-    parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      flat buckets; each p.grad is a view into one
-                                  |        |         |
-    backward fills them           v        v         v               a full bucket's all-reduce starts at once,
-                              reduce    reduce    reduce             in this order on every rank
+parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      flat buckets; each p.grad is a view into one
+                              |        |         |
+backward fills them           v        v         v               a full bucket's all-reduce starts at once,
+                          reduce    reduce    reduce             in this order on every rank
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,9 @@ class Reducer:
     took no part in the loss has a gradient of zero. `reduce()` does the same for gradients that exist already.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.comm = comm
         widest = max((p.element_size() for p in self.parameters), default=4)
@@ -69,7 +72,7 @@ class Reducer:
         """Watch the parameters' gradients from now on."""
         for number, bucket in enumerate(self.buckets):
             for i in bucket.members:
-                self.parameters[i].register_post_accumulate_grad_hook(lambda _, b=number, i=i: self._arrived(b, i))  # type: ignore[misc]
+                self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, i))
         return self
 
     def prepare(self) -> None:
@@ -86,12 +89,12 @@ class Reducer:
         self._missing = [set(bucket.members) for bucket in self.buckets]
         self._started = []
 
-    def _arrived(self, number: int, i: int) -> None:
+    def _arrived(self, number: int, i: int, parameter: Tensor) -> None:
         if not self._missing:
             return
         self._missing[number].discard(i)
         for pending in self._started:
-            pending.poke()
+            pending.ready()
         # Non-blocking collectives must start in the same order on all ranks, whatever order the buckets fill in.
         while len(self._started) < len(self.buckets) and not self._missing[len(self._started)]:
             self._start_next()
@@ -105,8 +108,18 @@ class Reducer:
         Pending.all(self.comm.node, self._started).wait()
         self._missing, self._started = [], []
 
+    def norm(self) -> float:
+        """The norm of the whole gradient, the same on every rank. For use after `finish()`."""
+        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2 for flat in self._flat]
+        return float(torch.stack([s.cpu() for s in squares]).sum().sqrt()) if squares else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradient by a factor."""
+        for flat in self._flat:
+            flat.mul_(factor)
+
     def reduce(self) -> None:
-        """Sum gradients that are there already, in place; where a rank has none it counts as zero, and becomes the sum."""
+        """Sum gradients that are there already, in place. A rank that has none of a parameter counts as zero."""
         for bucket in self.buckets:
             members = [self.parameters[i] for i in bucket.members]
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]

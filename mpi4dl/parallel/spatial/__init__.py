@@ -1,16 +1,17 @@
 """Spatial parallelism: tiles of an image over ranks, and models that use them as if they were the whole image.
 
-    from mpi4dl.comm import world
-    from mpi4dl.parallel import spatial
+from mpi4dl.comm import world
+from mpi4dl.parallel import spatial
 
-    grid = spatial.Grid(world(), rows=2, cols=2)
-    logits = spatial.gather(model(spatial.shard(image, grid)))
-    loss = F.cross_entropy(logits, labels) / grid.size      # every rank computes it, each contributes its share
-    loss.backward()
-    spatial.sum_gradients(model, grid)
+grid = spatial.Grid(world(), rows=2, cols=2)
+logits = spatial.gather(model(spatial.shard(image, grid)))
+loss = F.cross_entropy(logits, labels) / grid.size      # every rank computes it, each contributes its share
+loss.backward()
+spatial.sum_gradients(model, grid)
 """
 
 from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
+from mpi4dl.parallel.spatial.explain import explain
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.sharding import from_tile, shard, sum_gradients
@@ -21,6 +22,7 @@ __all__ = [
     "Layout",
     "NoRule",
     "SpatialTensor",
+    "explain",
     "from_tile",
     "gather",
     "register",

@@ -1,22 +1,24 @@
-"""What a model costs on a grid: the operators that communicate, and how much. Nothing is computed and nothing is sent.
+"""What a model costs on a grid: the operators that communicate, and how much. Nothing is computed, nothing is sent.
 
 The model runs on meta tensors, once for every rank of the grid, on a communicator that counts instead of sending.
 """
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.geometry import Box
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.geometry import BATCH, Tiling
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.sharding import image_dims
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
-MAX_RANKS = 64
+COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
 
 
 @dataclass
@@ -33,68 +35,141 @@ class Operator:
 
     @property
     def communicates(self) -> bool:
-        return bool(self.messages or self.gathered_bytes or self.reduced_bytes)
+        return any(getattr(self, count) for count in COUNTS)
 
 
 @dataclass
 class Explanation:
-    """The operators of one forward pass, in order. `print` shows those that communicate as a table."""
+    """The operators of one forward pass, in order; printed, a table of those that communicate.
+
+    Backward sends the halos' gradients back: the same messages and bytes again. `saved_bytes` is what autograd keeps of
+    the forward pass on the rank that keeps most.
+    """
 
     operators: list[Operator] = field(default_factory=list)
+    saved_bytes: int = 0
 
-    @property
-    def halo_bytes(self) -> int:
-        return sum(operator.halo_bytes for operator in self.operators)
-
-    @property
-    def messages(self) -> int:
-        return sum(operator.messages for operator in self.operators)
+    def total(self, count: str) -> int:
+        return sum(getattr(operator, count) for operator in self.operators)
 
     def __str__(self) -> str:
-        head = ("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")
-        rows = [
-            (o.module, o.name, "x".join(map(str, o.output)), *map(str, (o.halo_bytes, o.messages, o.gathered_bytes, o.reduced_bytes)))
-            for o in self.operators
-            if o.communicates
-        ]
-        total = (
-            f"{len(self.operators)} operators", f"{len(rows)} communicate", "",
-            *(str(sum(getattr(o, name) for o in self.operators)) for name in ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")),
-        )
-        table = [head, *rows, total]
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-        lines = ["  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in table]
-        return "\n".join(line.rstrip() for line in lines)
+        rows = [("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")]
+        for o in self.operators:
+            if o.communicates:
+                rows.append((o.module, o.name, "x".join(map(str, o.output)), *_cells(partial(getattr, o))))
+        rows.append((f"{len(self.operators)} operators", f"{len(rows) - 1} communicate", "", *_cells(self.total)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            cells = [row[i].ljust(widths[i]) if i < 3 else row[i].rjust(widths[i]) for i in range(len(row))]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:
+    halo, messages, gathered, reduced = (f"{value(count):,}" for count in COUNTS)
+    return halo, messages, gathered, reduced
 
 
 class Ledger(Communicator):
-    """A communicator of ranks that need not exist. It counts what this rank would send."""
+    """A communicator of ranks that need not exist: it counts what this rank would send."""
 
     def __init__(self, rank: int, size: int, counts: dict[str, int] | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.counts = counts if counts is not None else {}
+        self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
         self.node = None  # type: ignore[assignment]
 
-    def _count(self, what: str, amount: int) -> None:
-        self.counts[what] = self.counts.get(what, 0) + amount
-
     def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
-        self._count("halo_bytes", tensor.nbytes)
-        self._count("messages", 1)
+        self.counts["halo_bytes"] += tensor.nbytes
+        self.counts["messages"] += 1
+        return Pending(self.node)
+
+    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
         return Pending(self.node)
 
     def _ireduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
-        self._count("reduced_bytes", tensor.nbytes)
+        self.counts["reduced_bytes"] += tensor.nbytes
         return Pending(self.node)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        self._count("reduced_bytes", tensor.nbytes)
+        self.counts["gathered_bytes"] += tensor.nbytes
         return tensor.new_empty((self.size, *tensor.shape))
-
-    def agree(self, error: str | None = None, **facts: Any) -> None:
-        if error is not None:
-            raise ValueError(error)
 
     def split(self, color: int, key: int = 0) -> "Ledger":
         return Ledger(0, self.size, self.counts)
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes every function that the model calls on a SpatialTensor, with what it made the ledger count."""
+
+    def __init__(self, ledger: Ledger, path: list[str]) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.path = path
+        self.operators: list[Operator] = []
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = dict(self.ledger.counts)
+        result = function(*args, **(kwargs or {}))
+        name = function_name(function).removeprefix("torch.nn.functional.").removeprefix("torch.")
+        if isinstance(result, Tensor) and any(issubclass(kind, SpatialTensor) for kind in types):
+            counts = {count: self.ledger.counts[count] - before[count] for count in COUNTS}
+            self.operators.append(Operator(self.path[-1], name, tuple(result.shape), **counts))
+        return result
+
+
+def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
+    """The operators of the model on images of `size`, (H, W) or (N, C, H, W), cut over the grid, and what they send."""
+    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+    shape = tuple(size) if len(size) == 4 else (grid.shape.batch, channels, *size)
+    values = {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad)
+        for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
+    most = Explanation()
+    for rank in range(grid.size):
+        ledger = Ledger(rank, grid.size)
+        operators, saved = _forward(model, values, shape, Grid(ledger, grid.rows, grid.cols, grid.shape.batch))
+        most.saved_bytes = max(most.saved_bytes, saved)
+        most.operators = most.operators or operators
+        for known, operator in zip(most.operators, operators, strict=True):
+            for count in COUNTS:
+                setattr(known, count, max(getattr(known, count), getattr(operator, count)))
+    return most
+
+
+def _forward(
+    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: Grid
+) -> tuple[list[Operator], int]:
+    """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
+    dims = image_dims(grid, 4)
+    tiling = Tiling.even(grid.shape, (shape[0], shape[2], shape[3]))
+    layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
+    dtype = next(model.parameters()).dtype
+    x = SpatialTensor(torch.empty(layout.local_shape(shape), dtype=dtype, device="meta"), layout)
+    path = [""]
+    saved: dict[int, torch.UntypedStorage] = {}
+    parameters = {value.untyped_storage()._cdata for value in values.values()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = storage
+        return tensor
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: path.pop() and None))
+    try:
+        assert isinstance(grid.comm, Ledger)
+        recorder = _Recorder(grid.comm, path)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), recorder:
+            torch.func.functional_call(model, values, (x,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder.operators, sum(storage.nbytes() for storage in saved.values())

@@ -135,5 +135,7 @@ class Layout:
 
     def exchange_to(self, tiling: Tiling, fill: float = 0.0) -> Exchange:
         """The exchange after which each rank holds what `tiling` says, beyond the edge of the image if it says so."""
-        plan = plan_exchange(self.grid.rank, self.tiling.all_owned, self.tiling.all_held, tiling.all_held, self.tiling.whole)
+        plan = plan_exchange(
+            self.grid.rank, self.tiling.all_owned, self.tiling.all_held, tiling.all_held, self.tiling.whole
+        )
         return Exchange(plan, self.grid.comm, self.dims, fill)

@@ -1,10 +1,10 @@
 """From what an operator reads to what has to be exchanged: the halo of every operator that looks at neighbours.
 
-              held by this rank            an operator says by its AxisMap which input rows
-          ___|________________|___         its output rows need; the plan says whether what is
-             |                |            held suffices, and if not, which boxes to exchange
-          ___|________________|___
-        needed: may reach over several neighbours, and beyond the edge of the image, where `fill` is
+      held by this rank            an operator says by its AxisMap which input rows
+  ___|________________|___         its output rows need; the plan says whether what is
+     |                |            held suffices, and if not, which boxes to exchange
+  ___|________________|___
+needed: may reach over several neighbours, and beyond the edge of the image, where `fill` is
 """
 
 from collections.abc import Mapping
@@ -43,9 +43,7 @@ class Reach:
         return narrow(x, self.source.dims, self.source.held, self.needed)
 
 
-def reach(
-    x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()
-) -> Reach:
+def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()) -> Reach:
     """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
 
     Along the axes in `itself`, which are not cut, the operator does its own padding. Elsewhere `fill` is what it finds

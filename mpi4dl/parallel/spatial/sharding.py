@@ -11,7 +11,8 @@ from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
-def _image_dims(grid: Grid, ndim: int) -> Dims:
+def image_dims(grid: Grid, ndim: int) -> Dims:
+    """The dims of batch, rows and columns of images of so many dims; a batch that is not cut counts as any other."""
     return (0 if grid.shape.batch > 1 and ndim > 3 else None, ndim - 2, ndim - 1)
 
 
@@ -29,7 +30,7 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     gradient of `image` is the sum over ranks.
     """
     _agree(grid, tuple(image.shape), str(image.dtype))
-    dims = _image_dims(grid, image.dim())
+    dims = image_dims(grid, image.dim())
     size = (image.shape[0], image.shape[-2], image.shape[-1])
     tiling = _tiling(grid, dims, Tiling.even(grid.shape, size).splits)
     layout = Layout(grid, tiling, dims)
@@ -55,7 +56,7 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     wide, and together they make up the image; `Grid.box` gives the even cut. With a grid that cuts the batch, N may
     differ from replica to replica. Raises `Refusal` on all ranks otherwise.
     """
-    dims = _image_dims(grid, tile.dim())
+    dims = image_dims(grid, tile.dim())
     answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
     shapes = [shape for shape, _, _ in answers]
     splits, problem = [], None

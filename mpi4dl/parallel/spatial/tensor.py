@@ -81,7 +81,7 @@ class SpatialTensor(Tensor):
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
         shape = layout.global_shape(tuple(local.shape))
         # requires_grad lets autograd mark a wrapper that slipped through a custom autograd.Function: see `local`.
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         self._local = local
@@ -98,10 +98,10 @@ class SpatialTensor(Tensor):
         return self._local
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]
         return self._layout
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"SpatialTensor(shape={tuple(self.shape)}, held={self._layout.held}, dtype={self.dtype})"
 
@@ -118,7 +118,7 @@ class SpatialTensor(Tensor):
         return rule(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))

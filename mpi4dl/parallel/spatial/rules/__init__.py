@@ -1,16 +1,17 @@
-"""One small rule per family of operators: what PyTorch's function does on a tensor that is spread over ranks."""
+"""One small rule per family of operators: what PyTorch's function does on a tensor that is spread over ranks.
 
-from mpi4dl.parallel.spatial.rules import (  # noqa: F401  (importing a module registers its rules)
-    attributes,
-    convolution,
-    indexing,
-    losses,
-    normalization,
-    padding,
-    pointwise,
-    pooling,
-    randomness,
-    reductions,
-    resampling,
-    views,
-)
+Importing a module registers its rules.
+"""
+
+import mpi4dl.parallel.spatial.rules.attributes
+import mpi4dl.parallel.spatial.rules.convolution
+import mpi4dl.parallel.spatial.rules.indexing
+import mpi4dl.parallel.spatial.rules.losses
+import mpi4dl.parallel.spatial.rules.normalization
+import mpi4dl.parallel.spatial.rules.padding
+import mpi4dl.parallel.spatial.rules.pointwise
+import mpi4dl.parallel.spatial.rules.pooling
+import mpi4dl.parallel.spatial.rules.randomness
+import mpi4dl.parallel.spatial.rules.reductions
+import mpi4dl.parallel.spatial.rules.resampling
+import mpi4dl.parallel.spatial.rules.views

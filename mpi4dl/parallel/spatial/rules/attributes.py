@@ -26,7 +26,8 @@ OF_THE_WHOLE = [
     *(
         getattr(Tensor, name).__get__
         for name in (
-            "shape ndim dtype device layout itemsize nbytes is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu"
+            "shape ndim dtype device itemsize nbytes "
+            "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu"
         ).split()
     ),
 ]
@@ -65,4 +66,3 @@ for function in OF_THE_PART:
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     x.local.requires_grad_(requires_grad)
     return x
-

@@ -67,9 +67,7 @@ class _Convolution(torch.autograd.Function):
                 bias_gradient = gradient.sum(dim=[d for d in range(gradient.dim()) if d != gradient.dim() - 3])
                 return padded.new_zeros(padded.shape), weight.new_zeros(weight.shape), bias_gradient
             bias_sizes = [gradient.shape[-3]] if ctx.has_bias else None
-            return torch.ops.aten.convolution_backward(
-                gradient, padded, weight, bias_sizes, *ctx.options, mask
-            )
+            return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *ctx.options, mask)
 
         gradient_x = gradient_weight = gradient_bias = None
         if need_x:
@@ -79,7 +77,14 @@ class _Convolution(torch.autograd.Function):
             _, gradient_weight, gradient_bias = part(False, need_weight, need_bias)
         if need_x and exchange is not None and sent is not None:
             gradient_x = exchange.finish_adjoint(sent)
-        return gradient_x, gradient_weight if need_weight else None, gradient_bias if need_bias else None, None, None, None
+        return (
+            gradient_x,
+            gradient_weight if need_weight else None,
+            gradient_bias if need_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int) -> tuple[int, int]:
@@ -106,9 +111,7 @@ def conv2d(
     x = check_image(input, "torch.conv2d")
     stride, dilation = pair(stride), pair(dilation)
     around = [_padding(padding, weight.shape[2 + i], dilation[i], i) for i in (0, 1)]
-    windows = tuple(
-        Window(weight.shape[2 + i], stride[i], around[i][0], around[i][1], dilation[i]) for i in (0, 1)
-    )
+    windows = tuple(Window(weight.shape[2 + i], stride[i], around[i][0], around[i][1], dilation[i]) for i in (0, 1))
     reached, own = slide(x, (windows[0], windows[1]))
     if any(itself and before != after for itself, (before, after) in zip(own, around, strict=True)):
         # An even kernel with padding "same" on an axis that is not cut: the operator cannot pad one side alone.
@@ -170,4 +173,3 @@ def conv_transpose2d(
 @register(torch.conv1d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose3d)
 def other_convolutions(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     raise refusal("convolutions in one or three dimensions", "tiles are two-dimensional")
-

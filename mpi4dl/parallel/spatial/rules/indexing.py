@@ -114,4 +114,3 @@ def setitem(input: SpatialTensor, index: Any, value: Any) -> None:
     elif isinstance(value, Tensor) and value.dim():
         raise refusal("Tensor.__setitem__", "the value is a plain tensor")
     input.local[index] = value
-

@@ -1,4 +1,4 @@
-"""Losses of dense predictions: each rank's own pixels, then the sum or mean over the whole image, alike on every rank."""
+"""Losses of dense predictions: each rank's own pixels, then the sum or mean over the whole image."""
 
 from typing import Any
 

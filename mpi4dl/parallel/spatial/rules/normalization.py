@@ -41,11 +41,14 @@ def _merge(own: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance (float64) of each channel (dim 1) of all ranks' tensors, and the count behind them."""
     channels = own.shape[1]
     count = own.numel() // max(channels, 1)
+    if own.is_meta:
+        comm.all_gather(own.new_empty(2 * channels + 1, dtype=torch.float64))
+        return own.new_empty(channels), own.new_empty(channels), count
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=own.device)
     if count:
         mine[:channels], mine[channels:-1] = _moments(own, count)
         mine[-1] = count
-    if comm.size == 1 or own.is_meta:
+    if comm.size == 1:
         return mine[:channels], mine[channels:-1], count
     parts = comm.all_gather(mine)  # (ranks, 2 channels + 1)
     means, variances, counts = parts[:, :channels], parts[:, channels:-1], parts[:, -1:]
@@ -83,7 +86,16 @@ class _Normalize(torch.autograd.Function):
         invstd = torch.rsqrt(variance + ctx.eps)
         if x.numel():
             _, sum_scaled, total = aten.native_batch_norm_backward(
-                gradient.contiguous(), x, torch.ones_like(mean), mean, variance, None, None, False, ctx.eps, [False, True, True]
+                gradient.contiguous(),
+                x,
+                torch.ones_like(mean),
+                mean,
+                variance,
+                None,
+                None,
+                False,
+                ctx.eps,
+                [False, True, True],
             )
         else:
             sum_scaled, total = torch.zeros_like(mean), torch.zeros_like(mean)
@@ -218,7 +230,9 @@ def layer_norm(
 
 
 @register(F.rms_norm)
-def rms_norm(input: SpatialTensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    input: SpatialTensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     if any(input.layout.cut(dim) for dim in range(input.dim() - len(normalized_shape), input.dim())):
         raise refusal("torch.nn.functional.rms_norm", "the normalized dims are spread over ranks")
     return wrap(F.rms_norm(input.local, normalized_shape, weight, eps), input.layout)

@@ -64,7 +64,9 @@ def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) 
     split = x.layout.tiling.splits[axis]
     cuts = [0, *(cut + window.before for cut in split.cuts[1:-1]), size + window.before + window.after]
     output = Split.at(cuts)
-    sources = [[_source(row - window.before, size, mode) for row in range(*output.owned(i))] for i in range(split.parts)]
+    sources = [
+        [_source(row - window.before, size, mode) for row in range(*output.owned(i))] for i in range(split.parts)
+    ]
     needed = tuple(Interval(min(rows), max(rows) + 1) if rows else Interval(0, 0) for rows in sources)
     tiling = x.layout.narrow.tiling
     local = x.layout.exchange_to(tiling.replace(axis, Split(split.cuts, needed)))(x.local)
@@ -80,4 +82,4 @@ def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence
     over = [dims] if isinstance(dims, int) else dims
     if over is None or any(input.layout.axis(dim % input.dim()) is not None for dim in over):
         raise refusal("torch.roll", "it rolls along a dim that is spread over ranks")
-    return wrap(torch.roll(input.local, shifts, dims), input.layout)
+    return wrap(torch.roll(input.local, shifts, list(over)), input.layout)

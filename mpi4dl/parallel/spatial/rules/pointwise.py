@@ -116,7 +116,9 @@ def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
         if dim is None or present[axis] is not None or dim - offset < 0 or part.shape[dim - offset] == 1:
             continue
         if part.shape[dim - offset] != layout.tiling.splits[axis].size:
-            raise refusal(function, f"a plain operand has shape {tuple(x.shape)} where the image is {layout.tiling.size}")
+            raise refusal(
+                function, f"a plain operand has shape {tuple(x.shape)} where the image is {layout.tiling.size}"
+            )
         crop[axis] = dim - offset
     whole = Box(*(Interval(0, split.size) for split in layout.tiling.splits))
     return narrow(part, crop, whole, layout.held)

@@ -53,12 +53,12 @@ class _Pool(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _windows(kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool) -> tuple[Window, Window]:
+def _windows(
+    kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
+) -> tuple[Window, Window]:
     kernel, padding, dilation = pair(kernel), pair(padding), pair(dilation)
     stride = kernel if stride is None or stride == [] else pair(stride)
-    rows, cols = (
-        Window(kernel[i], stride[i], padding[i], padding[i], dilation[i], ceil_mode) for i in (0, 1)
-    )
+    rows, cols = (Window(kernel[i], stride[i], padding[i], padding[i], dilation[i], ceil_mode) for i in (0, 1))
     return rows, cols
 
 
@@ -68,7 +68,9 @@ def _pool(x: SpatialTensor, windows: tuple[Window, Window], maximum: bool) -> tu
     kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
     padding = [window.before if itself else 0 for window, itself in zip(windows, own, strict=True)]
     ceil_mode = windows[0].ceil_mode
-    options = (kernel, stride, padding, dilation, ceil_mode) if maximum else (kernel, stride, padding, ceil_mode, True, 1)
+    options = (
+        (kernel, stride, padding, dilation, ceil_mode) if maximum else (kernel, stride, padding, ceil_mode, True, 1)
+    )
     return _Pool.apply(local, reached.exchange, maximum, options, output_shape(reached, local, windows)), reached
 
 

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
-def _tile_generator(x: SpatialTensor) -> torch.Generator:
+def _tile_generator(x: SpatialTensor) -> torch.Generator | None:
+    if x.is_meta:
+        return None
     seed = int(torch.randint(2**62, ()))
     return torch.Generator(x.local.device).manual_seed((seed + 0x9E3779B97F4A7C15 * (x.layout.grid.rank + 1)) % 2**63)
 
@@ -23,7 +25,9 @@ def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace
     if not training or p == 0:
         return input
     if input.layout.wide:
-        raise refusal("torch.nn.functional.dropout", "the halo that is held would be dropped otherwise than its owner's")
+        raise refusal(
+            "torch.nn.functional.dropout", "the halo that is held would be dropped otherwise than its owner's"
+        )
     keep = torch.empty_like(input.local).bernoulli_(1 - p, generator=_tile_generator(input))
     scaled = keep.div_(1 - p) if p < 1 else keep
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)

@@ -44,7 +44,7 @@ def total(x: SpatialTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dty
     """The sum over these dims; over axes of the image, the sum over all ranks' owned pixels."""
     axes = reduced_axes(x.layout, dims)
     part = _owned_along(x, axes)
-    y = part.sum(dims, keepdim=keepdim, dtype=dtype)
+    y = part.sum(tuple(dims), keepdim=keepdim, dtype=dtype)
     if any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = collectives.all_reduce(y, x.layout.grid.along(axes))
     return wrap(y, reduced_layout(x.layout, dims, keepdim))
@@ -87,8 +87,8 @@ def _variance(function: Any) -> Callable[..., Any]:
         correction: int | None = None,
     ) -> Any:
         if isinstance(dim, bool):
-            dim, unbiased = None, dim
-        dims = normalize_dims(input, dim)
+            unbiased = dim
+        dims = normalize_dims(input, None if isinstance(dim, bool) else dim)
         count = 1
         for d in dims:
             count *= input.shape[d]
@@ -190,11 +190,11 @@ def along_dim(function: Any) -> Callable[..., Any]:
 
 DIM_POSITION = {"norm": 1, "normalize": 1, "renorm": 1, "topk": 1, "kthvalue": 1, "quantile": 1, "vector_norm": 1}
 DEFAULT_DIM = {"normalize": 1, "glu": -1, "topk": -1, "sort": -1, "argsort": -1}
-ALONG_ONE_DIM = (
-    "softmax log_softmax softmin logsumexp argmax argmin cumsum cumprod norm normalize glu topk sort "
-    "argsort median mode kthvalue prod any all vector_norm"
-).split()
-for function in named(*ALONG_ONE_DIM):
+ALONG_ONE_DIM = """
+    softmax log_softmax softmin logsumexp argmax argmin cumsum cumprod norm normalize glu topk sort argsort median mode
+    kthvalue prod any all vector_norm
+"""
+for function in named(*ALONG_ONE_DIM.split()):
     register(function)(along_dim(function))
 
 
@@ -237,16 +237,20 @@ def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
 
 @register(*named("adaptive_max_pool2d"))
 def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
-    """Maxima over bins. Where several pixels are equal, the gradient goes to the first in reading order, as PyTorch's."""
+    """Maxima over bins. Of equal pixels the first in reading order gets the gradient, as in PyTorch."""
     if return_indices:
-        raise refusal("torch.nn.functional.adaptive_max_pool2d(return_indices=True)", "indices would count within a tile")
+        raise refusal(
+            "torch.nn.functional.adaptive_max_pool2d(return_indices=True)", "indices would count within a tile"
+        )
     x = input
     rows, cols = _output_size(x, output_size)
     axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
     part = _owned_along(x, axes)
     comm = x.layout.grid.along(axes)
     height, width = x.shape[-2], x.shape[-1]
-    mine = [x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, x.shape[axis - 3]) for axis in (ROWS, COLS)]
+    mine = [
+        x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, x.shape[axis - 3]) for axis in (ROWS, COLS)
+    ]
     top, left = mine[0][0], mine[1][0]
     results = []
     for i in range(rows):
@@ -278,4 +282,3 @@ def _first_maximum(block: Tensor, corner: tuple[int, int], width: int, comm: Any
         return collectives.all_reduce(flat.sum(-1), comm)
     mine = flat.gather(-1, at.unsqueeze(-1)).squeeze(-1)
     return collectives.all_reduce(torch.where(winner, mine, 0), comm)
-

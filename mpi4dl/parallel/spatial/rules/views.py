@@ -152,4 +152,3 @@ def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
     if input.layout.axis(1) is not None:
         raise refusal("torch.channel_shuffle", "dim 1 is not the channels here")
     return wrap(F.channel_shuffle(input.local, groups), input.layout)
-

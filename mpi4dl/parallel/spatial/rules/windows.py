@@ -58,8 +58,7 @@ def output_shape(reached: Reach, x: Tensor, windows: tuple[AxisMap, AxisMap], ch
 def cast(*tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype that autocast wants for convolutions and matrix products; as they are without autocast."""
     kind = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
-

@@ -1,0 +1,187 @@
+"""Spatial parallelism against plain PyTorch: images/s and peak memory per rank, with the same number of cores in all.
+
+    python -m benchmarks.spatial --model resnet50 --size 1024 --grids 1x2,2x2 --cores 2
+
+Every grid is a job of its own under mpirun; they and plain PyTorch in one process take turns. Memory is the peak of the
+process (of a rank: the largest) over a training step, weights, gradients and all, without interpreter and libraries.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import save_json, table
+from benchmarks.turns import Contestant, answer_turns, median, ratios, take_turns
+
+PLAIN = "plain"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spatial", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="resnet50", help="a model of mpi4dl.models or torchvision")
+    parser.add_argument("--size", type=int, default=1024, help="height and width of the images, in pixels")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--grids", default="1x2,2x1,2x2", help="grids of tiles, such as 1x2,2x2")
+    parser.add_argument("--cores", type=int, default=2, help="threads of plain PyTorch; the ranks share as many")
+    parser.add_argument("--steps", type=int, default=1, help="training steps in a turn")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, default=Path("results/spatial"), help="where to write .json and .png")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def worker(options: argparse.Namespace) -> None:
+    """One contestant: a training step of plain PyTorch, or of the engine on a grid."""
+    import torch
+
+    from mpi4dl._torchvision import import_torchvision
+    from mpi4dl.comm import world
+    from mpi4dl.runtime.memory import MemoryMeter
+
+    import_torchvision()
+    comm = None if options.worker == PLAIN else world()
+    torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
+    device = torch.device(options.device)
+    meter = MemoryMeter(device)
+    step = plain_step(options, device) if comm is None else engine_step(options, device, comm)
+
+    def turn() -> dict[str, Any]:
+        began = time.perf_counter()
+        for _ in range(options.steps):
+            step()
+        seconds = time.perf_counter() - began
+        peak = torch.tensor([meter.peak_bytes()])
+        if comm is not None:
+            comm.all_reduce(peak, "max")
+        return {"images_per_second": options.batch_size * options.steps / seconds, "peak_bytes": int(peak)}
+
+    answer_turns(turn, comm)
+
+
+def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], None]:
+    import torch
+    from torch.nn import functional as F
+
+    from mpi4dl import models
+
+    model = models.build(options.model, 10).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    image = torch.randn(options.batch_size, 3, options.size, options.size, device=device)
+    labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(image), labels)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
+
+
+def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable[[], None]:
+    import torch
+    from torch.nn import functional as F
+
+    from mpi4dl import models
+    from mpi4dl.engine import Engine
+    from mpi4dl.parallel.plan import Plan
+
+    rows, cols = map(int, options.worker.split("x"))
+    model = models.build(options.model, 10).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = Engine(model, Plan((rows, cols)), optimizer, F.cross_entropy, comm=comm)
+    size = (options.size, options.size)
+    box = engine.grid.box(options.batch_size, size)
+    tile = torch.randn(options.batch_size, 3, box.rows.length, box.cols.length, device=device)
+    labels = torch.zeros(options.batch_size, dtype=torch.int64)
+    return lambda: engine.step(tile, labels, size) and None
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    if options.worker:
+        worker(options)
+        return
+    arguments = ["-m", "benchmarks.spatial", *sys.argv[1:], "--worker"]
+    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN])]
+    for grid in options.grids.split(","):
+        rows, cols = map(int, grid.split("x"))
+        contestants.append(Contestant(grid, rows * cols, [*arguments, grid]))
+    take_turns(contestants, options.rounds)
+    results = summarise(contestants)
+    title = (
+        f"{options.model}, {options.size} x {options.size} px, batch {options.batch_size}, {options.cores} cores in all"
+    )
+    print(title)
+    print(as_table(results))
+    settings = {name: value for name, value in vars(options).items() if name not in ("worker", "out")}
+    save_json(options.out.with_suffix(".json"), {"settings": settings, "contestants": results})
+    plot(results, title, options.out.with_suffix(".png"))
+    print(f"saved {options.out}.json and {options.out}.png")
+
+
+def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
+    """Medians, and the medians of the ratios to plain PyTorch in the same round."""
+    plain = contestants[0]
+    results = []
+    for contestant in contestants:
+        speed, memory = (ratios(contestant, plain, key) for key in ("images_per_second", "peak_bytes"))
+        results.append(
+            {
+                "name": contestant.name,
+                "ranks": contestant.ranks,
+                "images_per_second": median([answer["images_per_second"] for answer in contestant.answers]),
+                "peak_bytes": median([answer["peak_bytes"] for answer in contestant.answers]),
+                "speed_ratio": median(speed),
+                "speed_ratio_min": min(speed),
+                "speed_ratio_max": max(speed),
+                "memory_ratio": median(memory),
+            }
+        )
+    return results
+
+
+def as_table(results: list[dict[str, Any]]) -> str:
+    rows = [("", "ranks", "images/s", "ratio", "(min-max)", "peak MiB per rank", "ratio")]
+    for r in results:
+        spread = f"({r['speed_ratio_min']:.2f}-{r['speed_ratio_max']:.2f})"
+        speed, memory = f"{r['images_per_second']:.3f}", f"{r['peak_bytes'] / 2**20:.0f}"
+        rows.append(
+            (r["name"], str(r["ranks"]), speed, f"{r['speed_ratio']:.3f}", spread, memory, f"{r['memory_ratio']:.3f}")
+        )
+    return table(rows)
+
+
+def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Two bar charts side by side: speed, and memory of a rank, both over plain PyTorch's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    names = [f"{r['name']}\n{r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
+    colors = ["0.6"] + ["tab:blue"] * (len(results) - 1)
+    for axis, key, label in ((axes[0], "speed_ratio", "images/s"), (axes[1], "memory_ratio", "peak memory of a rank")):
+        bars = axis.bar(names, [r[key] for r in results], color=colors)
+        axis.bar_label(bars, fmt="%.2f", padding=2)
+        axis.axhline(1.0, color="0.3", linewidth=0.8, linestyle="--")
+        axis.set_ylabel(f"{label} / plain PyTorch's")
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    low = [r["speed_ratio"] - r["speed_ratio_min"] for r in results]
+    high = [r["speed_ratio_max"] - r["speed_ratio"] for r in results]
+    axes[0].errorbar(names, [r["speed_ratio"] for r in results], [low, high], fmt="none", ecolor="0.2", capsize=3)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

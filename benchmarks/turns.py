@@ -1,0 +1,114 @@
+"""Contestants that take turns: each is a job of its own, which works when told to and otherwise uses no core.
+
+driver (no MPI)      round 1            round 2
+  plain PyTorch      [====]             [====]            one job per contestant, all alive at once;
+  mpirun -n 2              [====]             [====]      a turn is a few steps, timed by the contestant
+  mpirun -n 4                    [====]             [====]
+"""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+IDLE_SECONDS = 0.02
+START_SECONDS = 300.0
+
+
+@dataclass
+class Contestant:
+    """A job of `ranks` processes that answers each line on its standard input with a line of JSON."""
+
+    name: str
+    ranks: int
+    arguments: list[str]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    _process: "subprocess.Popen[str] | None" = None
+
+    def start(self) -> None:
+        command = [sys.executable, *self.arguments]
+        if self.ranks > 1:
+            mpirun = Path(sys.executable).with_name("mpirun")
+            launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+            if launcher is None:
+                raise SystemExit("benchmarks need mpirun on the PATH: pip install 'mpi4dl[mpich]'")
+            command = [launcher, "-n", str(self.ranks), *command]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def turn(self) -> dict[str, Any]:
+        """Let it work, and return its answer."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended: exit code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        self.answers.append(answer)
+        return answer
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=60)
+
+
+def take_turns(contestants: list[Contestant], rounds: int) -> None:
+    """One turn to warm up, which is not counted, then `rounds` turns each, one after the other."""
+    for contestant in contestants:
+        contestant.start()
+        contestant.turn()
+        contestant.answers.clear()
+    for number in range(rounds):
+        for contestant in contestants:
+            contestant.turn()
+        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    for contestant in contestants:
+        contestant.stop()
+
+
+def answer_turns(work: Callable[[], dict[str, Any]], comm: Any = None) -> None:
+    """The contestant's side: work at each line of standard input, and print what `work` returns on rank 0.
+
+    Ranks that wait for their turn sleep: a waiting MPI would take the cores from the one whose turn it is.
+    """
+    while _told(comm):
+        answer = work()
+        if comm is None or comm.rank == 0:
+            print(json.dumps(answer), flush=True)
+
+
+def _told(comm: Any) -> bool:
+    """Whether there is another turn."""
+    import torch
+
+    if comm is None or comm.size == 1:
+        return bool(sys.stdin.readline())
+    word = torch.zeros(1, dtype=torch.int64)
+    if comm.rank == 0:
+        word += len(sys.stdin.readline())
+        for rank in range(1, comm.size):
+            comm.send(word, rank)
+    else:
+        arrival = comm.irecv(word, 0)
+        while not arrival.ready():
+            time.sleep(IDLE_SECONDS)
+        arrival.wait()
+    return bool(word)
+
+
+def ratios(ours: Contestant, theirs: Contestant, key: str) -> list[float]:
+    """Ours over theirs, round by round."""
+    return [a[key] / b[key] for a, b in zip(ours.answers, theirs.answers, strict=True)]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

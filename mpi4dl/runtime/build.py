@@ -1,0 +1,96 @@
+"""What a configuration names, built: the model, the images, the optimizer, the learning rate's schedule."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpi4dl import datasets, models
+from mpi4dl.runtime.config import Config, ConfigError
+from mpi4dl.runtime.options import nearest
+
+PER_STEP = ("OneCycleLR", "CyclicLR")
+
+
+def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **options: Any) -> Any:
+    """An instance of the class `name` of a torch module. Raises ConfigError for unknown names and options."""
+    known = [n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
+    if name not in known:
+        raise ConfigError(f"--{kind} {name}: {home.__name__} has no such class{nearest(name, known)}")
+    try:
+        return getattr(home, name)(*args, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--{kind} {name} does not take these options {dict(options)}: {error}") from None
+
+
+def build_datasets(config: Config) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The training and the validation images."""
+    held_out = max(1, round(config.data.num_samples * config.data.val_fraction))
+    return datasets.open(
+        config.data.images,
+        size=config.data.image_size,
+        num_classes=config.model.num_classes or 10,
+        num_train=config.data.num_samples,
+        num_val=held_out,
+        validation_fraction=config.data.val_fraction,
+        seed=config.training.seed,
+    )
+
+
+def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.View]:
+    """How training images are shown, varied at random, and how validation images are."""
+    data = config.data
+    augmentation = datasets.Augmentation(
+        crop=0.8 if data.random_crop else 1.0,
+        flip_rows=data.flip,
+        flip_cols=data.flip,
+        brightness=data.jitter,
+        contrast=data.jitter,
+        saturation=data.jitter,
+    )
+    common: Mapping[str, Any] = {"fit": data.fit, "mean": (data.mean,) * channels, "std": (data.std,) * channels}
+    training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
+    return training, datasets.View(data.image_size, **common)
+
+
+def build_model(config: Config, num_classes: int) -> nn.Module:
+    """The model, the same on every rank that uses the same seed."""
+    torch.manual_seed(config.training.seed)
+    return models.build(config.model.model, num_classes, **config.model.model_options)
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    chosen = config.optimizer
+    options = {"lr": chosen.lr, **chosen.optimizer_options}
+    base = torch.optim.Optimizer
+    return by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
+
+
+@dataclass
+class Schedule:
+    """The learning rate's schedule: most of torch's count epochs, a few count steps, one looks at the validation loss."""
+
+    scheduler: Any
+
+    def after_step(self) -> None:
+        if type(self.scheduler).__name__ in PER_STEP:
+            self.scheduler.step()
+
+    def after_epoch(self, validation_loss: float | None) -> None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if validation_loss is not None:
+                self.scheduler.step(validation_loss)
+        elif self.scheduler is not None and type(self.scheduler).__name__ not in PER_STEP:
+            self.scheduler.step()
+
+
+def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
+    chosen = config.optimizer
+    if not chosen.scheduler:
+        return Schedule(None)
+    home = torch.optim.lr_scheduler
+    options = dict(chosen.scheduler_options)
+    return Schedule(by_torch_name("scheduler", home, home.LRScheduler, chosen.scheduler, optimizer, **options))

@@ -1,0 +1,62 @@
+"""Activation recomputation for unmodified models: keep the inputs of blocks, and run each block again in backward.
+
+Chen et al., "Training deep nets with sublinear memory cost" (2016).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks: the outermost composite modules that stand in a row, in a Sequential or a ModuleList."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            in_a_row = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            composite = any(True for _ in child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList)
+            if in_a_row and composite:
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def recompute_blocks(model: nn.Module) -> int:
+    """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
+    chosen = blocks(model)
+    for block in chosen:
+        block.forward = partial(_forward, block, block.forward)
+    return len(chosen)
+
+
+def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not block.training:
+        return forward(*args, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _frozen_statistics(block)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    """The second run of a block must not update its running statistics once more."""
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+    before = [(m.momentum, m.num_batches_tracked) for m in norms]
+    for m in norms:
+        m.momentum = 0.0
+        m.num_batches_tracked = None if m.num_batches_tracked is None else m.num_batches_tracked.clone()
+    try:
+        yield
+    finally:
+        for m, (momentum, batches) in zip(norms, before, strict=True):
+            m.momentum, m.num_batches_tracked = momentum, batches

@@ -1,0 +1,122 @@
+"""mpi4dl.datasets.folder: one sub-folder per class, and messages for every way to get that wrong."""
+
+import re
+
+import numpy as np
+import PIL.Image
+import pytest
+import tifffile
+
+from mpi4dl.datasets import BadImage, DatasetError
+from mpi4dl.datasets.folder import ImageFolder
+from tests.datasets.boxes import noise_image, whole
+
+
+def put(path, value=0, size=(4, 5)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.new("RGB", size[::-1], (value,) * 3).save(path)
+
+
+def refused(message, *arguments):
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        ImageFolder(*arguments)
+
+
+def test_classes_and_files_are_in_order(tmp_path):
+    for name in ("dog/b.png", "dog/a.PNG", "cat/z.jpeg", "cat/deep/er/c.png", "cat/y.bmp"):
+        put(tmp_path / name)
+    (tmp_path / "dog/notes.txt").write_text("no image")
+    (tmp_path / "dog/._a.png").write_text("what a Mac leaves behind")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "README").write_text("no class")
+    dataset = ImageFolder(tmp_path)
+    assert dataset.classes == ("cat", "dog")
+    names = [str(dataset.path(i).relative_to(tmp_path)) for i in range(len(dataset))]
+    assert names == ["cat/deep/er/c.png", "cat/y.bmp", "cat/z.jpeg", "dog/a.PNG", "dog/b.png"]
+    assert [dataset.label(i) for i in range(len(dataset))] == [0, 0, 0, 1, 1]
+
+
+def test_sizes_and_formats_may_be_mixed(tmp_path):
+    put(tmp_path / "a/1.png", 10, (4, 5))
+    put(tmp_path / "b/2.png", 20, (7, 3))
+    pixels = noise_image(96, 80)
+    tifffile.imwrite(tmp_path / "b/3.tif", pixels, tile=(32, 32), photometric="rgb")
+    tifffile.imwrite(tmp_path / "b/4.svs", pixels, tile=(32, 32), photometric="rgb")
+    dataset = ImageFolder(tmp_path)
+    images = [dataset.image(i) for i in range(len(dataset))]
+    assert [(i.height, i.width, i.tiled) for i in images] == [
+        (4, 5, False),
+        (7, 3, False),
+        (96, 80, True),
+        (96, 80, True),
+    ]
+    assert (images[1].read(*whole(7, 3)) == 20).all()
+    for slide in images[2:]:
+        assert np.array_equal(slide.read(*whole(96, 80)), pixels)
+
+
+def test_a_class_may_be_a_link_to_a_folder(tmp_path):
+    put(tmp_path / "elsewhere/1.png")
+    put(tmp_path / "root/a/1.png")
+    (tmp_path / "root/b").symlink_to(tmp_path / "elsewhere")
+    assert len(ImageFolder(tmp_path / "root")) == 2
+
+
+def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
+    put(tmp_path / "a/1.png")
+    put(tmp_path / "b/1.png")
+    (tmp_path / "b/1.png").write_bytes(b"")
+    dataset = ImageFolder(tmp_path)
+    assert dataset.image(0).height == 4
+    with pytest.raises(BadImage, match=r"b/1\.png: is empty \(0 bytes\)"):
+        dataset.image(1)
+
+
+def test_no_such_folder(tmp_path):
+    layout = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
+    refused(f"{tmp_path / 'nowhere'}: no such folder; {layout}", tmp_path / "nowhere")
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    put(tmp_path / "a.png")
+    refused("a.png: is a file, not a folder of images; expected <folder>/<class>", tmp_path / "a.png")
+
+
+def test_nothing_in_the_folder(tmp_path):
+    refused(f"{tmp_path}: has no class folders; expected <folder>/<class>/*.png", tmp_path)
+
+
+def test_images_without_class_folders(tmp_path):
+    put(tmp_path / "a.png")
+    refused("has no class folders; it has images of its own: move them into one sub-folder per class", tmp_path)
+
+
+def test_a_class_without_images(tmp_path):
+    put(tmp_path / "a/1.png")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/1.gif").write_bytes(b"GIF89a")
+    refused(f"{tmp_path / 'b'}: this class has no images: add some, or remove the folder; files count as", tmp_path)
+    refused("if they end in .png .jpg .jpeg .bmp .webp .tif .tiff .svs .ndpi .mrxs", tmp_path)
+
+
+def test_only_one_class(tmp_path):
+    put(tmp_path / "a/1.png")
+    refused("has only one class folder, 'a'; a classifier needs two or more", tmp_path)
+
+
+def test_training_images_without_validation_images(tmp_path):
+    put(tmp_path / "train/a/1.png")
+    train, val = tmp_path / "train", tmp_path / "val"
+    refused(f"has only one class folder, 'train': add {val}, or give {train}; a classifier needs two", tmp_path)
+
+
+def test_given_classes_keep_their_numbers(tmp_path):
+    put(tmp_path / "c/1.png")
+    dataset = ImageFolder(tmp_path, ("a", "b", "c"))
+    assert dataset.classes == ("a", "b", "c")
+    assert dataset.label(0) == 2
+
+
+def test_a_class_that_is_not_among_the_given(tmp_path):
+    put(tmp_path / "z/1.png")
+    refused("has the class 'z', but the training set has only a, b: rename or remove it", tmp_path, ("a", "b"))

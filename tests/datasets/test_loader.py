@@ -1,0 +1,219 @@
+"""mpi4dl.datasets.loader: the tiles of all ranks make up the batch that one process reads."""
+
+import re
+import threading
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from mpi4dl import datasets
+from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Share, View
+from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.synthetic import Synthetic
+from mpi4dl.geometry import Box, Grid, Interval, Tiling
+
+SIZE = (12, 10)
+DATASET = Synthetic(11, (15, 13), num_classes=3)
+VARIED = View(SIZE, augmentation=Augmentation(flip_rows=True, contrast=0.3, saturation=0.3), seed=4)
+WHOLE = Share(Interval(0, SIZE[0]), Interval(0, SIZE[1]))
+
+
+def contents(batches):
+    return [(b.indices, b.labels.tolist(), b.tile.numpy().tobytes(), b.errors) for b in batches]
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2, 2), Grid(2, 1, 1), Grid(3, 2, 1), Grid(5, 1, 3)])
+def test_the_tiles_of_all_ranks_make_up_the_batch(grid):
+    def loader(box_of):
+        return Loader(DATASET, VARIED, 4, box_of, seed=1, shuffle=True)
+
+    def owned(rank):
+        return lambda n: Tiling.even(grid, (n, *SIZE)).owned(rank)
+
+    parts = [list(loader(owned(rank)).epoch(2)) for rank in range(grid.size)]
+    for number, batch in enumerate(loader(WHOLE).epoch(2)):
+        assert batch.tile.dtype == torch.float32
+        joined = torch.full_like(batch.tile, torch.nan)
+        for rank in range(grid.size):
+            part, box = parts[rank][number], owned(rank)(len(batch.indices))
+            assert part.indices == batch.indices
+            assert torch.equal(part.labels, batch.labels)
+            where = [slice(*interval) for interval in box]
+            joined[where[0], :, where[1], where[2]] = part.tile
+        assert torch.equal(joined, batch.tile)
+
+
+def test_a_share_cuts_every_batch_evenly():
+    rows, cols = Interval(2, 4), Interval(3, 9)
+    assert [Share(rows, cols, way, 3)(7).batch for way in range(3)] == [(0, 2), (2, 4), (4, 7)]
+    assert Share(rows, cols)(7) == Box(Interval(0, 7), rows, cols)
+
+
+def test_batches_hold_the_samples_that_they_name():
+    for batch in Loader(DATASET, View(SIZE), 4, WHOLE, shuffle=True).epoch(0):
+        for position, index in enumerate(batch.indices):
+            expected = View(SIZE).tile(DATASET.image(index), WHOLE.rows, WHOLE.cols)
+            assert np.array_equal(batch.tile[position].numpy(), expected)
+        assert batch.labels.dtype == torch.int64
+        assert batch.labels.tolist() == [DATASET.label(index) for index in batch.indices]
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 3]), (True, [4, 4])])
+def test_the_last_batch_is_smaller_or_left_out(drop_last, sizes):
+    loader = Loader(DATASET, View(SIZE), 4, WHOLE, drop_last=drop_last)
+    assert len(loader) == len(sizes)
+    assert [len(batch.indices) for batch in loader.epoch(0)] == sizes
+
+
+def order(**options):
+    epoch = options.pop("epoch", 0)
+    return [index for batch in Loader(DATASET, View(SIZE), 4, WHOLE, **options).epoch(epoch) for index in batch.indices]
+
+
+def test_shuffling_follows_seed_and_epoch():
+    assert order() == list(range(11))
+    assert sorted(order(shuffle=True)) == list(range(11))
+    assert order(shuffle=True, seed=3, epoch=1) == order(shuffle=True, seed=3, epoch=1)
+    orders = [order(shuffle=True, seed=seed, epoch=epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+
+
+def test_augmentation_follows_the_epoch():
+    loader = Loader(DATASET, VARIED, 11, WHOLE)
+    assert contents(loader.epoch(0)) == contents(loader.epoch(0))
+    assert contents(loader.epoch(0)) != contents(loader.epoch(1))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_number_of_workers_changes_nothing(num_workers):
+    options = {"shuffle": True, "seed": 2}
+    expected = contents(Loader(DATASET, VARIED, 2, WHOLE, **options).epoch(1))
+    assert contents(Loader(DATASET, VARIED, 2, WHOLE, num_workers=num_workers, **options).epoch(1)) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_can_be_resumed(num_workers):
+    loader = Loader(DATASET, VARIED, 2, WHOLE, shuffle=True, num_workers=num_workers)
+    assert contents(loader.epoch(3, start=4)) == contents(loader.epoch(3))[4:]
+    assert contents(loader.epoch(3, start=6)) == []
+    with pytest.raises(ValueError, match="start=7: the epoch has 6 batches, so start must be in 0 to 6"):
+        loader.epoch(3, start=7)
+
+
+def test_a_rank_without_pixels_reads_nothing_and_sees_the_labels():
+    class Unreadable(Synthetic):
+        def image(self, index):
+            raise AssertionError("read")
+
+    nothing = Interval(0, 0)
+    for box_of in (lambda n: Box(nothing, *WHOLE(n)[1:]), lambda n: Box(Interval(0, n), nothing, WHOLE.cols)):
+        batch = next(Loader(Unreadable(5, SIZE), View(SIZE), 4, box_of).epoch(0))
+        assert batch.labels.tolist() == [0, 1, 2, 3]
+        assert batch.tile.numel() == 0
+        assert batch.errors == {}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a/0", "a/1", "b/2", "b/3"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        PIL.Image.new("RGB", (20, 20), (int(name[-1]) + 1,) * 3).save(tmp_path / f"{name}.png")
+    (tmp_path / "a/1.png").write_bytes(b"")
+    damaged = tmp_path / "b/2.png"
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    return datasets.folder.ImageFolder(tmp_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_images_are_reported_and_zero(folder, num_workers):
+    loader = Loader(folder, View(SIZE), 4, WHOLE, num_workers=num_workers)
+    (batch,) = loader.epoch(0)
+    assert sorted(batch.errors) == [1, 2]
+    assert batch.errors[1] == f"{folder.path(1)}: is empty (0 bytes)"
+    assert batch.errors[2].startswith(f"{folder.path(2)}: cannot be decoded")
+    assert [bool(batch.tile[i].any()) for i in range(4)] == [True, False, False, True]
+    assert batch.labels.tolist() == [0, 0, 1, 1]
+
+
+def test_positions_of_errors_are_those_of_the_global_batch(folder):
+    errors = []
+    for way in range(2):
+        (batch,) = Loader(folder, View(SIZE), 4, Share(WHOLE.rows, WHOLE.cols, way, 2)).epoch(0)
+        assert batch.tile.shape == (2, 3, *SIZE)
+        errors.append(sorted(batch.errors))
+    assert errors == [[1], [2]]
+
+
+class Failing(Synthetic):
+    def image(self, index):
+        if index == 5:
+            raise DatasetError("tifffile is not installed")
+        return super().image(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_other_errors_surface_in_the_consumer(num_workers):
+    batches = Loader(Failing(20, SIZE), View(SIZE), 2, WHOLE, num_workers=num_workers, prefetch=4).epoch(0)
+    assert [next(batches).indices, next(batches).indices] == [(0, 1), (2, 3)]
+    with pytest.raises(DatasetError, match="tifffile is not installed"):
+        next(batches)
+
+
+def test_leaving_early_leaves_no_thread():
+    for _ in Loader(DATASET, View(SIZE), 1, WHOLE, num_workers=3, prefetch=5).epoch(0):
+        break
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mpi4dl-reader")]
+
+
+class Slow(Synthetic):
+    def image(self, index):
+        time.sleep(0.02)
+        return super().image(index)
+
+
+def test_waiting_is_measured_and_reading_ahead_shortens_it():
+    waits = []
+    for num_workers in (0, 1):
+        loader = Loader(Slow(5, SIZE), View(SIZE), 1, WHOLE, num_workers=num_workers)
+        for _ in loader.epoch(0):
+            time.sleep(0.06)
+        waits.append(loader.wait_seconds)
+    assert waits[0] >= 0.1
+    assert waits[1] < waits[0] * 0.7
+
+
+def test_images_of_one_channel():
+    class Grey(Synthetic):
+        channels = 1
+
+        def image(self, index):
+            return WholeImage(np.zeros((*SIZE, 1), np.uint8))
+
+    (batch,) = Loader(Grey(2, SIZE), View(SIZE, mean=(0.5,), std=(0.5,)), 2, WHOLE).epoch(0)
+    assert batch.tile.shape == (2, 1, *SIZE)
+    assert (batch.tile == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0, num_workers=0, prefetch=2: needs a batch_size and a prefetch of at least 1"),
+        ({"num_workers": -1}, "num_workers=-1, prefetch=2: needs a batch_size and a prefetch of at least 1, and 0 or"),
+        ({"prefetch": 0}, "prefetch=0: needs a batch_size"),
+        ({"batch_size": 12, "drop_last": True}, "11 images do not fill one batch of 12, and drop_last leaves out what"),
+    ],
+)
+def test_loaders_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Loader(DATASET, View(SIZE), **{"batch_size": 4, "box_of": WHOLE, **wrong})
+
+
+def test_bad_image_tells_the_path_and_survives_a_copy(tmp_path):
+    import pickle
+
+    error = pickle.loads(pickle.dumps(BadImage(tmp_path, "is empty")))
+    assert (error.path, error.reason, str(error)) == (tmp_path, "is empty", f"{tmp_path}: is empty")
+    assert isinstance(error, ValueError)

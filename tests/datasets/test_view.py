@@ -1,0 +1,124 @@
+"""mpi4dl.datasets.view: the tiles of a varied image are the varied image, bit for bit."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpi4dl.datasets import Augmentation, Variation, View
+from mpi4dl.datasets.base import WholeImage
+from mpi4dl.geometry import Interval
+from tests.datasets.boxes import cuts, noise_image, tiles, whole
+
+
+class Slide(WholeImage):
+    tiled = True
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tiles_join_to_the_whole(data):
+    sizes = st.tuples(st.integers(1, 50), st.integers(1, 50))
+    source, target = data.draw(sizes), data.draw(sizes)
+    image = WholeImage(noise_image(*source))
+    augmentation = data.draw(
+        st.builds(
+            Augmentation,
+            crop=st.floats(0.2, 1),
+            flip_rows=st.booleans(),
+            flip_cols=st.booleans(),
+            brightness=st.floats(0, 1),
+            contrast=st.floats(0, 1),
+            saturation=st.floats(0, 1),
+        )
+    )
+    view = View(target, data.draw(st.sampled_from(["resize", "crop"])), data.draw(st.none() | st.just(augmentation)))
+    variation = view.variation(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 9)))
+    expected = view.tile(image, *whole(*target), variation)
+    joined = np.full_like(expected, np.nan)
+    for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
+        joined[:, rows.start : rows.stop, cols.start : cols.stop] = view.tile(image, rows, cols, variation)
+    assert np.array_equal(joined, expected)
+
+
+@pytest.mark.parametrize("fit", ["crop", "resize"])
+def test_flips_mirror_the_whole_image(fit):
+    image, view = WholeImage(noise_image(31, 47)), View((31, 47), fit)
+    plain = view.pixels(image, *whole(31, 47))
+    assert np.array_equal(plain, noise_image(31, 47))
+    for rows, cols in ((True, False), (False, True), (True, True)):
+        flipped = view.pixels(image, *whole(31, 47), Variation(flip_rows=rows, flip_cols=cols))
+        assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
+
+
+def test_auto_crops_slides_and_resizes_pictures():
+    pixels, view = noise_image(40, 60), View((20, 30))
+    assert np.array_equal(view.pixels(Slide(pixels), *whole(20, 30)), pixels[10:30, 15:45])
+    resized = View((20, 30), "resize").pixels(Slide(pixels), *whole(20, 30))
+    assert np.array_equal(view.pixels(WholeImage(pixels), *whole(20, 30)), resized)
+    assert not np.array_equal(resized, pixels[10:30, 15:45])
+
+
+def test_a_small_slide_lies_in_the_middle_of_white():
+    pixels = View((11, 12), "crop").pixels(Slide(noise_image(4, 5)), *whole(11, 12))
+    assert np.array_equal(pixels[3:7, 3:8], noise_image(4, 5))
+    pixels[3:7, 3:8] = 255
+    assert (pixels == 255).all()
+
+
+def test_crops_reach_every_place_and_none_outside():
+    pixels, view = noise_image(5, 6), View((3, 3), augmentation=Augmentation(flip_cols=False))
+    corners = set()
+    for index in range(200):
+        variation = view.variation(index, 0)
+        window = view.pixels(Slide(pixels), *whole(3, 3), variation)
+        corners |= {(y, x) for y in range(3) for x in range(4) if np.array_equal(window, pixels[y : y + 3, x : x + 3])}
+    assert len(corners) == 12
+    last = view.pixels(Slide(pixels), *whole(3, 3), Variation(down=1.0, across=1.0))
+    assert np.array_equal(last, pixels[2:, 3:])
+
+
+def test_a_partial_crop_shows_a_part_enlarged():
+    pixels = noise_image(40, 40)
+    shown = View((20, 20), "resize").pixels(WholeImage(pixels), *whole(20, 20), Variation(crop=0.5, down=1.0, across=0))
+    assert np.array_equal(shown, pixels[20:, :20])
+
+
+def test_values_are_normalised_per_channel():
+    image = WholeImage(np.array([[[0, 127, 255]]], np.uint8))
+    tile = View((1, 1), mean=(0.0, 0.5, 0.2), std=(1.0, 0.5, 0.1)).tile(image, *whole(1, 1))
+    assert tile.dtype == np.float32
+    assert tile.shape == (3, 1, 1)
+    np.testing.assert_allclose(tile.ravel(), [0, (127 / 255 - 0.5) / 0.5, 8], rtol=1e-5, atol=1e-6)
+
+
+def test_one_channel():
+    tile = View((4, 4), mean=(0.0,), std=(1.0,)).tile(WholeImage(noise_image(4, 4, 1)), *whole(4, 4))
+    np.testing.assert_allclose(tile[0], noise_image(4, 4, 1)[..., 0] / 255, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"size": (0, 4)}, "size=(0, 4): height and width must be at least 1 pixel"),
+        ({"size": (4, 4), "fit": "squeeze"}, "fit='squeeze': expected one of auto, resize, crop"),
+        ({"size": (4, 4), "std": (1.0,)}, "one of each per channel, and every std above 0"),
+        ({"size": (4, 4), "std": (1.0, 1.0, 0.0)}, "one of each per channel, and every std above 0"),
+    ],
+)
+def test_views_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        View(**wrong)
+
+
+def test_boxes_outside_the_frame_are_refused():
+    message = r"rows .*start=0, stop=5.*columns .* lies outside the frame of 4 x 4 pixels"
+    with pytest.raises(ValueError, match=message):
+        View((4, 4)).tile(WholeImage(noise_image(9, 9)), Interval(0, 5), Interval(0, 4))
+
+
+def test_mean_and_std_must_fit_the_channels():
+    with pytest.raises(ValueError, match=r"is for 3 channels, the image has 1"):
+        View((4, 4)).tile(WholeImage(noise_image(4, 4, 1)), *whole(4, 4))

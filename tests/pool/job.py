@@ -1,0 +1,46 @@
+"""A fresh MPI job as a subprocess, for tests of how jobs start and end; `ranks` is faster for all else."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from tests.pool.ranks import ROOT, launcher
+
+
+class Finished(NamedTuple):
+    """How a job ended, what it printed, and how long it took."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def mpirun(num_ranks: int, *arguments: str, timeout: float = 60.0) -> Finished:
+    """Run `python *arguments` on ranks: `mpirun(2, "-c", program)`, `mpirun(4, "-m", "mpi4dl.train", "--help")`.
+
+    Raises:
+        TimeoutError: the job did not end in time. It was killed; the message holds what it had printed.
+    """
+    command = [launcher(), "-n", str(num_ranks), sys.executable, *arguments]
+    begin = time.monotonic()
+    job = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)
+        stdout, stderr = job.communicate(timeout=20)
+        raise TimeoutError(f"{command} did not end in {timeout} s; it had printed:\n{stdout}\n{stderr}") from None
+    return Finished(job.returncode, stdout, stderr, time.monotonic() - begin)

@@ -1,0 +1,114 @@
+"""The program of one rank of the pool: it connects to the test process and runs the bodies that it is sent.
+
+Every rank has a connection of its own, so that idle ranks sleep in a read instead of spinning in MPI, and so that a
+rank that fails can say so while the others still wait for it.
+"""
+
+import faulthandler
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from mpi4dl.comm import Communicator
+from mpi4dl.comm.node import Node
+
+ORPHAN_SECONDS = 30.0
+
+
+class Request(NamedTuple):
+    """A body for the first `num_ranks` ranks. `call` is the pickled pair of the function and its arguments."""
+
+    num_ranks: int
+    call: bytes
+    timeout: float
+
+
+class Report(NamedTuple):
+    """What became of it on one rank: the pickled result, or a traceback."""
+
+    result: bytes | None
+    error: str | None
+
+
+class PoolCommunicator(Communicator):
+    """Remembers what was split off it, so that it can be freed: MPI has no more than some thousand communicators."""
+
+    def __init__(self, mpi: MPI.Comm, node: Node) -> None:
+        super().__init__(mpi, node)
+        self.parts: list[Communicator] = []
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        part = super().split(color, key)
+        self.parts.append(part)
+        return part
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.mpi.Free()
+        self.mpi.Free()
+
+
+def perform(comm: PoolCommunicator, call: bytes) -> Report:
+    """Run a body as if it were the first in this process."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            body, args = load(call)
+            warnings.simplefilter("error")
+            return Report(pickle.dumps(body(comm, *args)), None)
+    except (Exception, SystemExit) as error:
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        return Report(None, "".join(traceback.format_exception(error.with_traceback(trace))))
+
+
+def load(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return pickle.loads(call)
+
+
+def serve(connection: Connection, node: Node) -> None:
+    """Run what comes in until the test process hangs up."""
+    world = MPI.COMM_WORLD
+    while True:
+        try:
+            request: Request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if world.rank >= request.num_ranks:
+            continue
+        faulthandler.dump_traceback_later(request.timeout + ORPHAN_SECONDS, exit=True)
+        members = world.group.Range_incl([(0, request.num_ranks - 1, 1)])
+        comm = PoolCommunicator(world.Create_group(members), node)
+        report = perform(comm, request.call)
+        if report.error is not None:
+            connection.send_bytes(pickle.dumps(report))
+        comm.barrier()
+        if report.error is None:
+            if comm.mpi.Iprobe():
+                report = Report(None, "the body returned, but a message that was sent to this rank was never received")
+            connection.send_bytes(pickle.dumps(report))
+        comm.free()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main(address: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    rank = MPI.COMM_WORLD.rank
+    node = Node.of(MPI.COMM_WORLD)
+    with Path(folder, f"stack{rank}.txt").open("w") as stack, Client(address, family="AF_UNIX") as connection:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        connection.send_bytes(pickle.dumps(rank))
+        serve(connection, node)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

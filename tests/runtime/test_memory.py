@@ -1,0 +1,79 @@
+"""Peak memory: a known allocation is seen, its release is not, and a reset forgets it."""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpi4dl.runtime import memory
+from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes
+
+MEBIBYTE = 2**20
+HELD = 64 * MEBIBYTE
+NOISE = 24 * MEBIBYTE
+
+
+@contextmanager
+def resident_memory(num_bytes: int) -> Iterator[None]:
+    """Fresh pages, written to so that they are resident, and given back at the end."""
+    with mmap.mmap(-1, num_bytes) as pages:
+        for page in range(0, num_bytes, mmap.PAGESIZE):
+            pages[page] = 1
+        yield
+
+
+def test_a_meter_sees_the_peak_and_not_what_was_there_before() -> None:
+    with resident_memory(HELD):
+        meter = MemoryMeter("cpu")
+        with resident_memory(HELD):
+            pass
+        assert abs(meter.peak_bytes() - HELD) < NOISE
+
+
+def test_a_reset_forgets_the_peak() -> None:
+    meter = MemoryMeter("cpu")
+    with resident_memory(HELD):
+        pass
+    if not meter.reset():
+        pytest.skip("this system does not let a process reset its peak")
+    assert meter.peak_bytes() < NOISE
+
+
+def test_the_peak_of_the_process_covers_everything() -> None:
+    with resident_memory(HELD):
+        assert peak_memory_bytes("cpu") > HELD
+        assert peak_memory_bytes("cpu") == peak_memory_bytes(torch.device("cpu"))
+
+
+def test_without_proc_the_system_call_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = peak_memory_bytes("cpu")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "absent")
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "absent" / "too")
+    assert abs(peak_memory_bytes("cpu") - expected) < NOISE
+    meter = MemoryMeter("cpu")
+    assert not meter.reset()
+    assert 0 <= meter.peak_bytes() < NOISE
+
+
+def test_on_a_gpu_the_allocator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[object] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123 if str(device) == "cuda:1" else 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    meter = MemoryMeter(torch.device("cuda:1"))
+    assert meter.peak_bytes() == 123
+    assert meter.reset()
+    assert resets == [torch.device("cuda:1")] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_real_gpu_only_tensors_count() -> None:
+    meter = MemoryMeter("cuda")
+    before = meter.peak_bytes()
+    block = torch.empty(HELD, dtype=torch.uint8, device="cuda")
+    assert meter.peak_bytes() - before == HELD
+    del block
+    meter.reset()
+    assert meter.peak_bytes() == before

@@ -1,0 +1,164 @@
+"""The floors of DESIGN, held over the source: who may import whom, who may import MPI, and how files look."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mpi4dl"
+MAX_LINES = 400
+
+FLOORS = {
+    "train": 5,
+    "predict": 5,
+    "plan": 5,
+    "doctor": 5,
+    "engine": 4,
+    "runtime": 4,
+    "parallel": 3,
+    "comm": 2,
+    "geometry": 1,
+    "models": 1,
+    "datasets": 1,
+    "_torchvision": 0,
+}
+# Beyond the floors: what a room on floor 1 may import at all, and the one import within a floor.
+FLOOR_1_MAY_IMPORT = {"geometry": set(), "models": {"_torchvision"}, "datasets": {"geometry"}}
+SAME_FLOOR = {("engine", "runtime")}
+
+
+def room_of(module: str) -> str:
+    """The part of the package that a module belongs to; empty for `mpi4dl` itself."""
+    return [*module.split("."), ""][1]
+
+
+def imported_modules(source: str, package: str) -> Iterator[str]:
+    """Every module that the source names in an import, wherever it stands; `package` is what a leading dot means."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if base == "mpi4dl" and alias.name in FLOORS)
+
+
+def may_import(room: str, other: str) -> bool:
+    if other in (room, ""):
+        return True
+    if room in FLOOR_1_MAY_IMPORT:
+        return other in FLOOR_1_MAY_IMPORT[room]
+    return FLOORS[other] < FLOORS[room] or (room, other) in SAME_FLOOR
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What the imports of one module break, in words."""
+    room = room_of(module)
+    if room and room not in FLOORS:
+        return [f"{module} has no floor: give {room} one in this test, as in DESIGN"]
+    found = []
+    for name in imported_modules(source, module if is_package else module.rpartition(".")[0]):
+        top, other = name.split(".")[0], room_of(name)
+        if top == "mpi4py" and room != "comm":
+            found.append(f"{module} imports {name}, which only mpi4dl.comm may")
+        if top != "mpi4dl":
+            continue
+        if other and other not in FLOORS:
+            found.append(f"{module} imports {name}, which has no floor")
+        elif not room and other:
+            found.append(f"{module} imports {name}, but importing the package must stay instant")
+        elif room and not may_import(room, other):
+            found.append(f"{module} (floor {FLOORS[room]}) imports {name} (floor {FLOORS[other]})")
+    return found
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def first_line_says_what_the_file_is_for(source: str) -> bool:
+    """True for an empty file too, which says by its name alone that a folder is a package."""
+    return not source or (source.startswith('"""') and bool(ast.get_docstring(ast.parse(source))))
+
+
+def test_every_module_imports_only_from_floors_below_its_own() -> None:
+    found = []
+    for path in python_files("mpi4dl"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        found += violations(".".join(parts[:-1] if is_package else parts), path.read_text(), is_package)
+    assert not found, "\n".join(found)
+
+
+def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
+    files = python_files("mpi4dl", "tests", "benchmarks", "examples")
+    assert PACKAGE / "geometry.py" in files
+    assert [str(path) for path in files if not first_line_says_what_the_file_is_for(path.read_text())] == []
+
+
+def test_no_file_is_longer_than_one_idea() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in python_files("mpi4dl")}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, mpi4dl; print(sorted({'torch', 'torchvision', 'mpi4py', 'numpy'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("mpi4dl.comm.exchange", "from mpi4dl.parallel import spatial", "(floor 2) imports mpi4dl.parallel (floor 3)"),
+        ("mpi4dl.comm.exchange", "from mpi4dl import engine", "imports mpi4dl.engine"),
+        ("mpi4dl.comm.exchange", "import mpi4dl.train as t", "imports mpi4dl.train"),
+        ("mpi4dl.comm.exchange", "def late():\n    import mpi4dl.engine", "imports mpi4dl.engine"),
+        ("mpi4dl.comm.exchange", "from ..parallel.spatial import tensor", "imports mpi4dl.parallel.spatial"),
+        ("mpi4dl.comm.exchange", "from .. import parallel", "imports mpi4dl.parallel"),
+        ("mpi4dl.models.resnet", "from mpi4dl.geometry import Box", "(floor 1) imports mpi4dl.geometry (floor 1)"),
+        ("mpi4dl.datasets.folder", "import mpi4dl._torchvision", "imports mpi4dl._torchvision"),
+        ("mpi4dl.geometry", "import mpi4dl.models", "imports mpi4dl.models"),
+        ("mpi4dl.runtime.folder", "import mpi4dl.engine", "(floor 4) imports mpi4dl.engine (floor 4)"),
+        ("mpi4dl.train", "import mpi4dl.predict", "(floor 5) imports mpi4dl.predict (floor 5)"),
+        ("mpi4dl.engine", "import mpi4dl.unheard_of", "imports mpi4dl.unheard_of, which has no floor"),
+        ("mpi4dl.unheard_of", "", "mpi4dl.unheard_of has no floor"),
+        ("mpi4dl.engine", "from mpi4py import MPI", "imports mpi4py, which only mpi4dl.comm may"),
+        ("mpi4dl.runtime.folder", "if True:\n    import mpi4py.MPI", "imports mpi4py.MPI, which only mpi4dl.comm may"),
+        ("mpi4dl", "from mpi4dl.engine import Engine", "must stay instant"),
+    ],
+)
+def test_the_checker_finds_what_breaks_the_floors(module: str, source: str, complaint: str) -> None:
+    (found,) = violations(module, source, is_package=module == "mpi4dl")
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("mpi4dl.train", "from mpi4dl.engine import Engine\nfrom mpi4dl.runtime.config import parse\nimport torch"),
+        ("mpi4dl.engine", "import mpi4dl.runtime.folder\nfrom mpi4dl import geometry"),
+        ("mpi4dl.runtime.folder", "from mpi4dl import __version__\nfrom mpi4dl.comm import world"),
+        ("mpi4dl.parallel.spatial.tensor", "from mpi4dl.parallel.replicas import reducer\nfrom . import rules"),
+        ("mpi4dl.comm.communicator", "from mpi4py import MPI\nfrom mpi4dl.geometry import Box"),
+        ("mpi4dl.models.registry", "from mpi4dl._torchvision import import_torchvision\nfrom .resnet import resnet"),
+        ("mpi4dl.datasets.folder", "from mpi4dl.geometry import Box"),
+    ],
+)
+def test_the_checker_allows_what_the_floors_allow(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_the_checker_of_first_lines_can_fail() -> None:
+    assert first_line_says_what_the_file_is_for('"""Adds."""\n')
+    assert first_line_says_what_the_file_is_for("")
+    assert not first_line_says_what_the_file_is_for("import os\n")
+    assert not first_line_says_what_the_file_is_for('\n"""Too late."""\n')
+    assert not first_line_says_what_the_file_is_for('""""""\n')
