@@ -119,13 +119,13 @@ class Engine:
         return StepResult(float(loss.detach()), norm)
 
     def _check_finite(self, loss: float, norm: float) -> None:
-        """All ranks stop together, before the optimizer steps. (An infinite fp16 gradient: the loss scaler skips it.)"""
+        """All ranks stop together, before the optimizer steps. (The loss scaler skips infinite gradients of fp16.)"""
         wrong = [not math.isfinite(loss), not math.isfinite(norm) and not self._scaler.is_enabled()]
         loss_is, norm_is = self.comm.all_reduce(torch.tensor(wrong, dtype=torch.int32), "max").tolist()
         if loss_is or norm_is:
             raise Refusal(
                 f"step {self.num_steps}: the {'loss' if loss_is else 'gradient'} is not finite (loss {loss}, "
-                f"gradient norm {norm}); the weights are those before this step: try a smaller --lr, --clip-norm or --precision fp32"
+                f"gradient norm {norm}); the weights are as before: try a smaller --lr, --clip-norm, or --precision fp32"
             )
 
     @torch.no_grad()

@@ -290,9 +290,11 @@ class Resampling:
     def taps(self, row: int) -> list[tuple[int, float]]:
         """The input rows that an output row reads, each with its weight; at the image's edge a row may repeat."""
         last = self.size - 1
+        if self.output == self.size and self.mode in ("nearest", "linear"):
+            return [(row, 1.0)]  # PyTorch copies, whatever scale factor led to this size
         if self.mode in ("nearest", "nearest-exact"):
             centre = np.float32(row if self.mode == "nearest" else row + 0.5)
-            # PyTorch rounds this product to float32 whatever the image's dtype is.
+            # PyTorch's own kernels round this product to float32, mostly for float64 images too.
             return [(min(floor(centre * np.float32(self.scale)), last), 1.0)]
         position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
         if self.mode == "linear":
@@ -359,6 +361,8 @@ def plan_axis(mapping: AxisMap, split: Split) -> AxisPlan:
     nothing is exchanged. Otherwise each part computes what it owns, from rows it has and rows it is sent.
     """
     size = mapping.output_size(split.size)
+    if size < 1:
+        raise ValueError(f"an image of {split.size} pixels along one axis is too small for {mapping}")
     cuts = [0, *(min(max(mapping.output_cut(cut), 0), size) for cut in split.cuts[1:-1]), size]
     output = Split.at(cuts)
     held = tuple(_computable(mapping, split.held[i], split.size, output.owned(i)) for i in range(split.parts))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl.runtime.config import Config, ConfigError, parse, to_toml
+from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
     """The configuration, which all ranks were started with; else all raise the same Refusal."""
-    from mpi4dl.runtime.options import shared_options
-
     config = Config()
     with comm.together((ConfigError,)):
         config = parse(argv)
@@ -116,15 +114,15 @@ class Run:
 
         self.config, self.engine, self.schedule = config, engine, schedule
         self.watchdog, self.meter = watchdog, meter
-        self.comm, self.size = engine.comm, config.data.image_size
+        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images[0].channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         box = engine.grid.box(1, self.size)
         self.share = Share(box.rows, box.cols, engine.grid.coordinates[0], config.parallel.data)
-        views = build_views(config, images[0].channels)
-        workers = {"seed": config.training.seed, "num_workers": config.data.num_workers}
+        views = build_views(config, self.channels)
+        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": config.data.num_workers}
         batch_size = config.data.batch_size
-        self.training = Loader(images[0], views[0], batch_size, self.share, shuffle=True, drop_last=True, **workers)
-        self.validation = Loader(images[1], views[1], batch_size, self.share, **workers)
+        self.training = Loader(images[0], views[0], batch_size, self.share, shuffle=True, drop_last=True, **common)
+        self.validation = Loader(images[1], views[1], batch_size, self.share, **common)
         limit = config.training.max_steps
         steps = config.training.epochs * len(self.training)
         self.num_steps = steps if limit is None else min(steps, limit)
@@ -157,17 +155,18 @@ class Run:
     def explain(self) -> None:
         """Say what training would take: parameters, activations, messages. Nothing is trained."""
         from mpi4dl.parallel import spatial
+        from mpi4dl.runtime.build import state_bytes
 
         model = self.engine.model
-        images = (self.config.data.batch_size, self.training.channels, *self.size)
+        images = (self.config.data.batch_size, self.channels, *self.size)
         if self.comm.rank == 0:
             found = spatial.explain(model.train(), images, self.engine.grid)
-            weights = sum(p.nbytes for p in model.parameters())
+            weights, states = sum(p.nbytes for p in model.parameters()), state_bytes(self.engine.optimizer)
             print(self.title())
             print(found)
             print(
-                f"a rank keeps {weights / 2**20:.1f} MiB of parameters, as much of gradients, what "
-                f"{self.config.optimizer.optimizer} keeps, and at most {found.saved_bytes / 2**20:.1f} MiB of activations"
+                f"memory of a rank: parameters {weights / 2**20:.1f} MiB, gradients {weights / 2**20:.1f} MiB, "
+                f"optimizer {states / 2**20:.1f} MiB, activations at most {found.saved_bytes / 2**20:.1f} MiB"
             )
             print(f"dry run: {self.num_steps} steps were not made")
         self.comm.barrier()

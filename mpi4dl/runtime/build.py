@@ -69,9 +69,24 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer will keep beside the parameters, found by a step on parameters without values."""
+    groups = [{**group, "params": [_weightless(p) for p in group["params"]]} for group in optimizer.param_groups]
+    trial = type(optimizer)(groups)
+    trial.step()
+    states = [value for state in trial.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+
+
+def _weightless(parameter: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_like(parameter, device="meta", requires_grad=True)
+    meta.grad = torch.empty_like(meta, requires_grad=False)
+    return meta
+
+
 @dataclass
 class Schedule:
-    """The learning rate's schedule: most of torch's count epochs, a few count steps, one looks at the validation loss."""
+    """The learning rate's schedule: most count epochs, a few count steps, one looks at the validation loss."""
 
     scheduler: Any
 

@@ -25,10 +25,10 @@ from mpi4dl.runtime.kinds import (
     choice,
     optional,
 )
-from mpi4dl.runtime.options import ConfigError, digest, option, parse_options, to_toml
+from mpi4dl.runtime.options import ConfigError, option, parse_options, shared_options, to_toml
 
 __all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training"]
-__all__ += ["digest", "parse", "to_toml"]
+__all__ += ["parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Train an unmodified PyTorch model on images that are spread over the ranks of an MPI job."

@@ -6,7 +6,6 @@ functions here work on any such config. The name of an option is unique over all
 
 import argparse
 import difflib
-import hashlib
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -186,10 +185,10 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def digest(config: Any) -> str:
-    """A hash of every option that all ranks must agree on, as 64 hexadecimal digits."""
-    shared = (item for item in options_of(type(config)).values() if not item.per_rank)
-    lines = (
-        f"{item.name} = {dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))}" for item in shared
-    )
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def shared_options(config: Any) -> dict[str, str]:
+    """Every option that all ranks must agree on, by its flag, as it would be written."""
+    return {
+        item.flag: dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))
+        for item in options_of(type(config)).values()
+        if not item.per_rank
+    }

@@ -13,30 +13,16 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import Node
+from tests.pool.ranks import Report, Request
 
 ORPHAN_SECONDS = 30.0
-
-
-class Request(NamedTuple):
-    """A body for the first `num_ranks` ranks. `call` is the pickled pair of the function and its arguments."""
-
-    num_ranks: int
-    call: bytes
-    timeout: float
-
-
-class Report(NamedTuple):
-    """What became of it on one rank: the pickled result, or a traceback."""
-
-    result: bytes | None
-    error: str | None
 
 
 class PoolCommunicator(Communicator):

@@ -6,7 +6,7 @@
     def test_sum(ranks: Ranks) -> None:
         assert ranks(3).run(body, 5) == [15.0, 15.0, 15.0]
 
-A body finds a communicator of its own, torch.manual_seed(0), the default dtype float32, and warnings that are errors. An
+A body finds a communicator of its own, torch.manual_seed(0), float32 as the default dtype, and warnings as errors. An
 exception on any rank fails the test with that rank's traceback. A body that hangs fails it with every rank's stack, and
 the next test gets a new pool.
 """
@@ -23,9 +23,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-from tests.pool.rank import Report, Request
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (4, 8)
@@ -33,6 +31,21 @@ START_SECONDS = 120.0
 BODY_SECONDS = 60.0
 GRACE_SECONDS = 2.0  # for the others, once a rank has failed
 DUMP_SECONDS = 0.5
+
+
+class Request(NamedTuple):
+    """A body for the first `num_ranks` ranks. `call` is the pickled pair of the function and its arguments."""
+
+    num_ranks: int
+    call: bytes
+    timeout: float
+
+
+class Report(NamedTuple):
+    """What became of it on one rank: the pickled result, or a traceback."""
+
+    result: bytes | None
+    error: str | None
 
 
 class RanksFailed(AssertionError):

@@ -1,0 +1,28 @@
+"""A fresh job returns its exit code and what it printed; one that hangs is killed."""
+
+import time
+
+import pytest
+
+from tests.pool.job import mpirun
+
+PROGRAM = """
+import sys
+from mpi4py import MPI
+print("rank", MPI.COMM_WORLD.rank, sys.argv[1:])
+print("complaint", file=sys.stderr)
+"""
+
+
+def test_a_job_returns_its_code_and_its_output() -> None:
+    job = mpirun(2, "-c", PROGRAM, "a", "b")
+    assert sorted(job.stdout.splitlines()) == ["rank 0 ['a', 'b']", "rank 1 ['a', 'b']"]
+    assert (job.code, job.stderr) == (0, "complaint\n" * 2)
+    assert mpirun(1, "-c", "raise SystemExit(3)").code == 3
+
+
+def test_a_job_that_hangs_is_killed_and_shows_what_it_printed() -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="(?s)did not end in 2.0 s.*before"):
+        mpirun(2, "-c", "import time; print('before', flush=True); time.sleep(60)", timeout=2.0)
+    assert time.monotonic() - begin < 20
