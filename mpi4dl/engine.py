@@ -125,7 +125,7 @@ class Engine:
         if loss_is or norm_is:
             raise Refusal(
                 f"step {self.num_steps}: the {'loss' if loss_is else 'gradient'} is not finite (loss {loss}, "
-                f"gradient norm {norm}); the weights are as before: try a smaller --lr, --clip-norm, or --precision fp32"
+                f"gradient norm {norm}); the weights are as before it: try a smaller --lr or --precision fp32"
             )
 
     @torch.no_grad()

@@ -72,7 +72,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What an optimizer will keep beside the parameters, found by a step on parameters without values."""
     groups = [{**group, "params": [_weightless(p) for p in group["params"]]} for group in optimizer.param_groups]
-    trial = type(optimizer)(groups)
+    trial: torch.optim.Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
     states = [value for state in trial.state.values() for value in state.values()]
     return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))

@@ -31,6 +31,7 @@ START_SECONDS = 120.0
 BODY_SECONDS = 60.0
 GRACE_SECONDS = 2.0  # for the others, once a rank has failed
 DUMP_SECONDS = 0.5
+STOP_SECONDS = 10.0
 
 
 class Request(NamedTuple):
@@ -173,15 +174,24 @@ class Pool:
         self._connections = {}
         if self._process is None:
             return
+        if kill:
+            self._kill()
         try:
-            self._process.wait(0 if kill else 10)
+            self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            for pid in self._pids():
-                os.kill(pid, signal.SIGKILL)
+            self._kill()
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._process = None
+
+
+    def _kill(self) -> None:
+        """Kill the ranks; then mpirun and its proxy end by themselves."""
+        while pids := self._pids():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 class Ranks:

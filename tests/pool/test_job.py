@@ -9,8 +9,8 @@ from tests.pool.job import mpirun
 PROGRAM = """
 import sys
 from mpi4py import MPI
-print("rank", MPI.COMM_WORLD.rank, sys.argv[1:])
-print("complaint", file=sys.stderr)
+sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} {sys.argv[1:]}\\n")
+sys.stderr.write("complaint\\n")
 """
 
 

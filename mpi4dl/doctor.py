@@ -1,0 +1,90 @@
+"""What this job runs on: `mpirun -n 2 python -m mpi4dl.doctor` shows what mpi4dl found, and how fast the wire is."""
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+
+MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+REPEAT_SECONDS = 0.2
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mpi4dl.doctor", description=(__doc__ or "").split(":")[0])
+    parser.add_argument(
+        "--gpu-wire", default="auto", choices=("auto", "direct", "staged"), help="how GPU tensors travel"
+    )
+    options = parser.parse_args(argv)
+
+    from mpi4dl.comm import guard, world
+
+    comm = world()
+    guard.run(comm, lambda: examine(comm, options.gpu_wire))
+
+
+def examine(comm: "Communicator", gpu_wire: str) -> None:
+    """Print, on rank 0, what all ranks found. Collective."""
+    import platform
+
+    import torch
+
+    from mpi4dl import __version__
+
+    comm.node.share_cores()
+    node = comm.node
+    device = node.device()
+    wire, why = comm.choose_gpu_wire(gpu_wire)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    places = comm.all_gather_object((platform.node(), node.local_rank, node.cores, node.threads, str(device), name))
+    measured = [measure(comm, size, device) for size in MESSAGE_BYTES]
+    if comm.rank:
+        return
+    print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"MPI: {comm.library.splitlines()[0]}")
+    for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
+        print(f"rank {rank}: {host}, local rank {local}, {cores} cores on the node, {threads} threads, {where} ({gpu})")
+    waiting = (
+        "sleep, since there are more ranks than cores" if node.oversubscribed else "spin, since every rank has a core"
+    )
+    print(f"waiting ranks {waiting}")
+    print(f"GPU tensors go {wire}: {why}")
+    if comm.size == 1:
+        print("wire: start at least 2 ranks to measure it, as in: mpirun -n 2 python -m mpi4dl.doctor")
+        return
+    print(f"wire, rank 0 to rank 1, tensors on {device.type}:")
+    for size, seconds in zip(MESSAGE_BYTES, measured, strict=True):
+        print(f"  {size >> 10:>6} KiB  {1e6 * seconds:>9.1f} us one way  {size / seconds / 1e9:>7.2f} GB/s")
+
+
+def measure(comm: "Communicator", size: int, device: Any) -> float:
+    """Seconds that a message of `size` bytes takes one way between ranks 0 and 1, the median of many. Collective."""
+    import statistics
+
+    import torch
+
+    times: list[float] = []
+    if comm.rank < 2 <= comm.size:
+        message, other = torch.zeros(size, dtype=torch.uint8, device=device), 1 - comm.rank
+        began = time.perf_counter()
+        more = torch.ones(1, dtype=torch.uint8)
+        while bool(more):
+            start = time.perf_counter()
+            for turn in (0, 1):
+                if comm.rank == turn:
+                    comm.send(message, other)
+                else:
+                    comm.recv(message, other)
+            times.append((time.perf_counter() - start) / 2)
+            if comm.rank == 0:
+                more.fill_(time.perf_counter() - began < REPEAT_SECONDS)
+                comm.send(more, 1)
+            else:
+                comm.recv(more, 0)
+    comm.barrier()
+    return statistics.median(times) if times else 0.0
+
+
+if __name__ == "__main__":
+    main()
