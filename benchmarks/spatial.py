@@ -17,6 +17,7 @@ from benchmarks.report import save_json, table
 from benchmarks.turns import Contestant, answer_turns, median, ratios, take_turns
 
 PLAIN = "plain"
+ALLOCATOR_HELP = "keep: all contestants keep freed memory, as the training command does; default: as the C library does"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -28,6 +29,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="threads of plain PyTorch; the ranks share as many")
     parser.add_argument("--steps", type=int, default=1, help="training steps in a turn")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--allocator", default="keep", choices=("keep", "default"), help=ALLOCATOR_HELP)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("results/spatial"), help="where to write .json and .png")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -40,9 +42,11 @@ def worker(options: argparse.Namespace) -> None:
 
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import MemoryMeter
+    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     import_torchvision()
+    if options.allocator == "keep":
+        keep_freed_memory()
     comm = None if options.worker == PLAIN else world()
     torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
     device = torch.device(options.device)

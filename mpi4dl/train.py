@@ -58,11 +58,12 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.runtime import build
     from mpi4dl.runtime.folder import RunFolder, default_path
-    from mpi4dl.runtime.memory import MemoryMeter
+    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     plan = Plan(config.parallel.tiles, config.parallel.data)
     comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
     comm.node.share_cores()
+    keep_freed_memory()
     watchdog = Watchdog(config.parallel.hang_timeout)
     with comm.together():
         device = comm.node.device(config.parallel.device)

@@ -68,7 +68,8 @@ def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tens
     for axis in AXES:
         dim = dims[axis]
         if dim is not None and origin[axis] != box[axis]:
-            x = x.narrow(dim, box[axis].start - origin[axis].start, box[axis].length)
+            start = 0 if box[axis].empty else box[axis].start - origin[axis].start
+            x = x.narrow(dim, start, box[axis].length)
     return x
 
 

@@ -1,5 +1,6 @@
 """How much memory a rank has used at most: the allocator's count on a GPU, the process' resident memory on a CPU."""
 
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -13,6 +14,21 @@ Device: TypeAlias = "torch.device | str"
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+KEPT_BYTES = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let freed memory stay with the process instead of going back to the system; False where there is no glibc.
+
+    By default glibc returns every large tensor at once, and the system clears its pages anew for the next one: on CPUs
+    that can take longer than training itself.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def _status_bytes(field: str) -> int | None:

@@ -73,7 +73,7 @@ def test_a_failure_of_one_rank_does_not_wait_for_the_others_to_time_out(pool: Po
     team = Team(pool, 2, 30.0)
     team.run(place, 1)
     starts, begin = pool.starts, time.monotonic()
-    with pytest.raises(RanksFailed, match="(?s)rank 1 of 2:.*the failing line.*rank 0 of 2 did not return.*in recv"):
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2:.*the failing line.*rank 0 of 2 did not return.*in recv"):
         team.run(fail_on, (1,), True)
     assert time.monotonic() - begin < 10
     assert [size for _, size, *_ in team.run(place, 1)] == [2, 2]
@@ -112,7 +112,7 @@ def die(comm: Communicator) -> None:
 
 
 def test_ranks_that_die_are_reported_with_what_they_printed(pool: Pool) -> None:
-    with pytest.raises(RanksFailed, match="(?s)the process ended.*last words"):
+    with pytest.raises(RanksFailed, match=r"(?s)the process ended.*last words"):
         Team(pool, 2, 30.0).run(die)
     assert [size for _, size, *_ in Team(pool, 2, 30.0).run(place, 1)] == [2, 2]
 

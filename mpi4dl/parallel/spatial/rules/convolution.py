@@ -118,6 +118,10 @@ def conv2d(
         (top, bottom), (left, right) = around
         return conv2d(F.pad(x, (left, right, top, bottom)), weight, bias, stride, 0, dilation, groups)
     remaining = tuple(before if itself else 0 for itself, (before, _) in zip(own, around, strict=True))
+    if weight.shape[2:] == (1, 1) and weight.is_cpu:
+        # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
+        # thread too, and not to an older kernel that takes twice the time.
+        dilation = (2, 2)
     options = Options(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
     local, weight, bias = cast(x.local, weight, bias)
     shape = output_shape(reached, local, (windows[0], windows[1]), weight.shape[0])

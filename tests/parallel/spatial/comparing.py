@@ -1,0 +1,214 @@
+"""Any function on tiles against the same function on the whole image: values, gradients, shapes, dtypes, buffers.
+
+A test module holds a table of cases, and `compare_table`, which runs on every rank of the pool, works through it. The
+reference is plain PyTorch on the whole image, computed on each rank beside the tiles, in float64.
+"""
+
+import copy
+import importlib
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Split, Tiling
+from mpi4dl.parallel import spatial
+from tests.pool.ranks import Ranks
+
+RELATIVE, ABSOLUTE = 1e-10, 1e-13
+SIZES = ((13, 17), (5, 9))
+Shape = tuple[int, ...]
+Function = Callable[[Tensor], Any]
+
+
+class Arrangement(NamedTuple):
+    """How an image is laid over the ranks. "uneven" leaves a tile without pixels, "wide" tiles hold a halo."""
+
+    rows: int
+    cols: int
+    batch: int = 1
+    style: str = "even"
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.cols * self.batch
+
+    def __str__(self) -> str:
+        batch = f"batch{self.batch}-" if self.batch > 1 else ""
+        return f"{batch}{self.rows}x{self.cols}{'' if self.style == 'even' else '-' + self.style}"
+
+
+ARRANGEMENTS = [
+    Arrangement(1, 2),
+    Arrangement(2, 1),
+    Arrangement(2, 2),
+    Arrangement(1, 4),
+    Arrangement(4, 1),
+    Arrangement(1, 2, batch=2),
+    Arrangement(2, 1, batch=2),
+    Arrangement(4, 1, style="uneven"),
+    Arrangement(2, 2, style="wide"),
+]
+
+
+class Case(NamedTuple):
+    """What makes the function, the shapes of image to try it on, and whether its result must stay spread over ranks."""
+
+    make: Callable[[], Function]
+    shapes: tuple[Shape, ...]
+    spread: bool = True
+
+
+def modules(
+    *makes: Callable[[], nn.Module], channels: int = 4, sizes: Iterable[Shape] = SIZES, spread: bool = True
+) -> dict[str, Case]:
+    """Cases that are modules, each under the name that it prints."""
+    shapes = tuple((3, channels, *size) for size in sizes)
+    return {repr(make()): Case(make, shapes, spread) for make in makes}
+
+
+def functions(
+    named: dict[str, Function], channels: int = 4, sizes: Iterable[Shape] = SIZES, spread: bool = True
+) -> dict[str, Case]:
+    """Cases that are functions, under names of the test's own."""
+    shapes = tuple((3, channels, *size) for size in sizes)
+    return {name: Case(lambda function=function: function, shapes, spread) for name, function in named.items()}
+
+
+def arrange(x: Tensor, comm: Communicator, arrangement: Arrangement) -> spatial.SpatialTensor:
+    """Spread an image as the arrangement says."""
+    grid = spatial.Grid(comm, arrangement.rows, arrangement.cols, arrangement.batch)
+    tiles = spatial.shard(x, grid)
+    if arrangement.style == "wide":
+        return spatial.widen(tiles, 2)
+    if arrangement.style == "even":
+        return tiles
+    batch, rows, cols = tiles.layout.tiling.splits
+    return spatial.retile(tiles, Tiling((batch, uneven(rows), uneven(cols))))
+
+
+def uneven(split: Split) -> Split:
+    """A first part with most of the pixels, a second one with none."""
+    size, parts = split.size, split.parts
+    inner = [min(size, 2 * size // 3 + max(0, i - 1)) for i in range(parts - 1)]
+    return Split.at([0, *inner, size])
+
+
+def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 0.0) -> list[str]:
+    """What is wrong with `ours`, in words; nothing if it equals `plain` up to rounding. `scale`: of its surroundings."""
+    if ours.shape != plain.shape or ours.dtype != plain.dtype:
+        return [f"{name}: {tuple(ours.shape)} {ours.dtype}, but plain {tuple(plain.shape)} {plain.dtype}"]
+    if plain.numel() == 0:
+        return []
+    if not plain.is_floating_point() and not plain.is_complex():
+        return [] if torch.equal(ours, plain) else [f"{name}: differs in {int((ours != plain).sum())} elements"]
+    if not torch.equal(ours.isfinite(), plain.isfinite()):
+        return [f"{name}: not finite at other places than plain"]
+    finite = plain.isfinite()
+    if not torch.equal(ours[~finite].nan_to_num(0.5), plain[~finite].nan_to_num(0.5)):
+        return [f"{name}: other infinities than plain"]
+    if not finite.any():
+        return []
+    error, size = (ours - plain)[finite].abs().max(), plain[finite].abs().max()
+    return [] if error <= RELATIVE * size + ABSOLUTE * max(scale, 1.0) else [f"{name}: off by {error:.1e} of {size:.1e}"]
+
+
+def compare(comm: Communicator, case: Case, shape: Shape, arrangement: Arrangement) -> list[str]:
+    """Everything that differs between the function on tiles and on the whole image."""
+    torch.manual_seed(1)
+    function = case.make()
+    plain_function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
+    image = torch.randn(shape)
+    plain_image, our_image = image.clone().requires_grad_(), image.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as PyTorch's of what padding="same" costs
+        plain_result = plain_function(plain_image)
+    our_result = function(arrange(our_image, comm, arrangement))
+    plain_leaves, plain_structure = pytree.tree_flatten(plain_result)
+    our_leaves, our_structure = pytree.tree_flatten(our_result)
+    wrong = [] if our_structure == plain_structure else [f"the result is {our_structure}, but plain {plain_structure}"]
+    plain_loss, our_loss = plain_image.sum() * 0, our_image.sum() * 0
+    for i, (ours, plain) in enumerate(zip(our_leaves, plain_leaves, strict=True)):
+        if not isinstance(plain, Tensor):
+            wrong += [] if ours == plain else [f"result {i}: {ours}, but plain {plain}"]
+            continue
+        if case.spread and not isinstance(ours, spatial.SpatialTensor):
+            wrong.append(f"result {i} is not spread over ranks")
+        if isinstance(ours, spatial.SpatialTensor):
+            if ours.shape != plain.shape:
+                wrong.append(f"result {i}: shape {tuple(ours.shape)}, but plain {tuple(plain.shape)}")
+            if tuple(ours.local.shape) != ours.layout.local_shape(tuple(ours.shape)):
+                wrong.append(f"result {i}: local shape {tuple(ours.local.shape)} in {ours.layout.held}")
+        whole = spatial.gather(ours)
+        wrong += difference(f"result {i}", whole, plain)
+        if plain.is_floating_point() and plain.shape == whole.shape:
+            weight = torch.randn_like(plain)
+            plain_loss = plain_loss + (plain * weight).sum()
+            our_loss = our_loss + (whole * weight).sum() / comm.size
+    plain_loss.backward()
+    our_loss.backward()
+    assert our_image.grad is not None
+    assert plain_image.grad is not None
+    wrong += difference("gradient of the image", comm.all_reduce(our_image.grad), plain_image.grad)
+    if isinstance(function, nn.Module) and isinstance(plain_function, nn.Module):
+        wrong += compare_models(comm, function, plain_function)
+    return wrong
+
+
+def compare_models(comm: Communicator, ours: nn.Module, plain: nn.Module) -> list[str]:
+    """The gradients of the parameters, summed over ranks, and the buffers."""
+    grid = spatial.Grid(comm, rows=comm.size)
+    spatial.sum_gradients(ours, grid)
+    wrong = []
+    scale = max([float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None], default=0.0)
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        if a.requires_grad:
+            reference = torch.zeros_like(b) if b.grad is None else b.grad
+            assert a.grad is not None
+            wrong += difference(f"gradient of {name}", a.grad, reference, scale)
+    for (name, a), b in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        wrong += difference(f"buffer {name}", a, b)
+    return wrong
+
+
+def all_arrive(comm: Communicator, seconds: float = 2.0) -> bool:
+    """A barrier that gives up: a rank that failed alone must not wait for those that wait for it."""
+    request, deadline = comm.mpi.Ibarrier(), time.monotonic() + seconds
+    while not (arrived := request.Test()) and time.monotonic() < deadline:
+        time.sleep(20e-6)
+    return arrived
+
+
+def compare_table(comm: Communicator, module: str, arrangement: Arrangement) -> dict[str, str]:
+    """What is wrong with each case of a test module's CASES on this rank; nothing for those that are right."""
+    torch.set_default_dtype(torch.float64)
+    failures = {}
+    for name, case in importlib.import_module(module).CASES.items():
+        for shape in case.shapes:
+            try:
+                wrong = compare(comm, case, shape, arrangement)
+            except Exception:
+                wrong = [traceback.format_exc(limit=-5)]
+            if not all_arrive(comm):
+                raise AssertionError(f"{name} on {shape}: {wrong}, while other ranks wait")
+            if wrong:
+                failures[f"{name} on {shape}"] = "\n    ".join(wrong)
+    return failures
+
+
+def check_table(ranks: Ranks, module: str, arrangement: Arrangement) -> None:
+    """Fail with all that is wrong in a test module's table of cases."""
+    results = ranks(arrangement.size).run(compare_table, module, arrangement)
+    found: dict[str, list[int]] = {}
+    for rank, failures in enumerate(results):
+        for name, text in failures.items():
+            found.setdefault(f"{name}:\n    {text}", []).append(rank)
+    assert not found, f"{len(found)} differences on {arrangement}\n" + "\n".join(
+        f"ranks {ranks}: {text}" for text, ranks in found.items()
+    )

@@ -1,0 +1,66 @@
+"""Convolutions on tiles, of many kernels, strides, paddings, dilations and groups, are those of the whole image."""
+
+import pytest
+from torch import nn
+
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, modules
+from tests.pool.ranks import Ranks
+
+CASES = {
+    **modules(
+        lambda: nn.Conv2d(4, 6, 1),
+        lambda: nn.Conv2d(4, 6, 1, stride=2),
+        lambda: nn.Conv2d(4, 6, 1, padding=1),
+        lambda: nn.Conv2d(4, 6, 2),
+        lambda: nn.Conv2d(4, 6, 2, stride=2),
+        lambda: nn.Conv2d(4, 6, 2, padding=1),
+        lambda: nn.Conv2d(4, 6, 3),
+        lambda: nn.Conv2d(4, 6, 3, padding=1, bias=False),
+        lambda: nn.Conv2d(4, 6, 3, stride=2),
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1),
+        lambda: nn.Conv2d(4, 6, 3, stride=3, padding=1),
+        lambda: nn.Conv2d(4, 6, 3, stride=4, padding=2),
+        lambda: nn.Conv2d(4, 6, 3, padding=4),
+        lambda: nn.Conv2d(4, 6, 4, stride=2, padding=1),
+        lambda: nn.Conv2d(4, 6, 5, padding=2),
+        lambda: nn.Conv2d(4, 6, 5, stride=3, padding=2),
+        lambda: nn.Conv2d(4, 6, 7, stride=2, padding=3, bias=False),
+        lambda: nn.Conv2d(4, 6, 7, stride=4, padding=3),
+        lambda: nn.Conv2d(4, 6, 11, stride=2, padding=5),
+        lambda: nn.Conv2d(4, 6, (1, 7), padding=(0, 3)),
+        lambda: nn.Conv2d(4, 6, (7, 1), padding=(3, 0)),
+        lambda: nn.Conv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 0)),
+        lambda: nn.Conv2d(4, 6, 3, padding=2, dilation=2),
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=4, dilation=3),
+        lambda: nn.Conv2d(4, 6, 2, padding=(2, 1), dilation=(3, 1)),
+        lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
+        lambda: nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
+        lambda: nn.Conv2d(4, 6, 3, padding="same"),
+        lambda: nn.Conv2d(4, 6, 4, padding="same"),
+        lambda: nn.Conv2d(4, 6, (2, 5), padding="same", dilation=(3, 1)),
+        lambda: nn.Conv2d(4, 6, 3, padding="valid"),
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        lambda: nn.Conv2d(4, 6, 5, stride=2, padding=2, padding_mode="reflect"),
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        lambda: nn.Conv2d(4, 6, 5, padding=(2, 1), padding_mode="circular"),
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate"),
+        lambda: nn.Conv2d(4, 6, 4, padding="same", padding_mode="reflect"),
+    ),
+    **modules(
+        lambda: nn.Conv2d(4, 6, 9, stride=8, padding=4),
+        lambda: nn.Conv2d(4, 6, 13),
+        lambda: nn.Conv2d(4, 6, 3, padding=6, dilation=6),
+        lambda: nn.Conv2d(4, 6, 3, padding=5, padding_mode="reflect"),
+        sizes=[(13, 17)],
+    ),
+    **modules(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)),
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)),
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 7, padding=6), nn.Conv2d(4, 4, 2), nn.Conv2d(4, 4, 5, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_convolutions_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)

@@ -1,0 +1,69 @@
+"""Max, average, Lp and adaptive pooling, and unfolding, on tiles are those of the whole image."""
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, functions, modules
+from tests.pool.ranks import Ranks
+
+CASES = {
+    **modules(
+        lambda: nn.MaxPool2d(2),
+        lambda: nn.MaxPool2d(3, stride=1, padding=1),
+        lambda: nn.MaxPool2d(3, stride=2),
+        lambda: nn.MaxPool2d(3, stride=2, padding=1),
+        lambda: nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True),
+        lambda: nn.MaxPool2d(2, ceil_mode=True),
+        lambda: nn.MaxPool2d(3, stride=1, padding=1, dilation=2),
+        lambda: nn.MaxPool2d((1, 3), stride=(2, 1), padding=(0, 1)),
+        lambda: nn.MaxPool2d(5, stride=3, padding=2, ceil_mode=True),
+        lambda: nn.AvgPool2d(2),
+        lambda: nn.AvgPool2d(2, ceil_mode=True),
+        lambda: nn.AvgPool2d(3, stride=1, padding=1),
+        lambda: nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False),
+        lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True),
+        lambda: nn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+        lambda: nn.AvgPool2d(3, stride=2, padding=1, divisor_override=5),
+        lambda: nn.AvgPool2d((3, 2), stride=(2, 1), padding=(1, 0), count_include_pad=False),
+        lambda: nn.AvgPool2d(5, stride=3, padding=2, ceil_mode=True),
+        lambda: nn.LPPool2d(2, 3),
+        lambda: nn.LPPool2d(2, 3, stride=1),
+        lambda: nn.LPPool2d(4, 2, stride=2, ceil_mode=True),
+        lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True), nn.AvgPool2d(2, 1)),
+    ),
+    **modules(
+        lambda: nn.AdaptiveAvgPool2d(1),
+        lambda: nn.AdaptiveAvgPool2d((1, 3)),
+        lambda: nn.AdaptiveAvgPool2d(7),
+        lambda: nn.AdaptiveAvgPool2d((None, 2)),
+        lambda: nn.AdaptiveMaxPool2d(1),
+        lambda: nn.AdaptiveMaxPool2d((1, 3)),
+        lambda: nn.AdaptiveMaxPool2d(7),
+        lambda: nn.AdaptiveMaxPool2d((None, 2)),
+        lambda: nn.Unfold(3, padding=1, stride=2),
+        lambda: nn.Unfold((2, 3)),
+        spread=False,
+    ),
+    **functions(
+        {
+            "unfold rows": lambda x: x.unfold(2, 3, 2),
+            "unfold columns and rows": lambda x: x.unfold(3, 2, 1).unfold(2, 3, 3),
+            "unfold channels": lambda x: x.unfold(1, 2, 1),
+            "max pool of equal pixels": lambda x: F.max_pool2d((x > 0).to(x.dtype) * x, 3, 2, 1),
+            "pooling a feature that is all negative": lambda x: F.max_pool2d(-x.exp(), 3, 1, 1),
+        }
+    ),
+    **functions(
+        {
+            "adaptive max of equal pixels": lambda x: F.adaptive_max_pool2d(x.clamp(-0.3, 0.3), 2),
+            "adaptive average of one row": lambda x: F.adaptive_avg_pool2d(x[:, :, 1:2], (2, 3)),
+        },
+        spread=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_pooling_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)
