@@ -23,6 +23,7 @@ from mpi4dl.parallel.replicas import Reducer
 from mpi4dl.runtime.recompute import recompute_blocks
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -80,13 +81,15 @@ class Engine:
         self._agree_on_model(precision=precision, recompute=recompute, clip_norm=clip_norm)
         for value in [*model.parameters(), *model.buffers()]:
             comm.broadcast(value.data)
-        if recompute:
-            recompute_blocks(model)
+        if recompute and not recompute_blocks(model):
+            raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
         self.reducer = Reducer(model.parameters(), comm).attach()
 
     def _agree_on_model(self, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
-        description = [(name, tuple(v.shape), str(v.dtype)) for name, v in self.model.state_dict().items()]
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        values = self.model.state_dict().items()
+        description = [(name, tuple(v.shape), str(v.dtype), name in trained) for name, v in values]
         digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         optimizer = f"{type(self.optimizer).__name__} {settings}"
@@ -111,8 +114,8 @@ class Engine:
         self._scaler.unscale_(self.optimizer)
         norm = self.reducer.norm()
         self._check_finite(float(loss.detach()), norm)
-        if self.clip_norm is not None and norm > self.clip_norm:
-            self.reducer.scale(self.clip_norm / norm)
+        if self.clip_norm is not None and norm + NORM_EPS > self.clip_norm:
+            self.reducer.scale(self.clip_norm / (norm + NORM_EPS))
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.num_steps += 1

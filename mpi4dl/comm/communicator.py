@@ -146,7 +146,7 @@ class Communicator:
         target = tensor.detach()
         if target.is_cuda and self.gpu_wire == "staged":
             buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        elif target.is_contiguous():
+        elif target.is_contiguous() and not target.is_conj() and not target.is_neg():
             if target.is_cuda:
                 torch.cuda.current_stream().synchronize()
             return target
@@ -288,8 +288,9 @@ class Communicator:
         target = self._writable(result, False, pending).view(rows, source.shape[1])
         step = max(1, self.max_message_bytes // (source.itemsize * self.size))
         for begin, end in self._chunks(source.shape[1], step):
-            received = target[:, begin:end].contiguous()
-            self.node.wait([start(source[:, begin:end].contiguous(), received)])
+            # Both have names because they must live until MPI is done with them.
+            sent, received = source[:, begin:end].contiguous(), target[:, begin:end].contiguous()
+            self.node.wait([start(sent, received)])
             if received.data_ptr() != target.data_ptr():
                 target[:, begin:end] = received
         pending.wait()

@@ -79,6 +79,9 @@ def run(comm: "Communicator", main: Callable[[], None]) -> None:
         main()
     except SystemExit as stop:
         if stop.code not in (None, 0):
+            if not isinstance(stop.code, int):
+                _wait_for_turn(comm)
+                print(stop.code, file=sys.stderr, flush=True)
             _end_job(comm, stop.code if isinstance(stop.code, int) else FAILURE)
         raise
     except BaseException as error:

@@ -14,13 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The model's blocks: the outermost composite modules that stand in a row, in a Sequential or a ModuleList."""
+    rows = nn.Sequential | nn.ModuleList | nn.ModuleDict
     found: list[nn.Module] = []
+
+    def is_block(module: nn.Module) -> bool:
+        """Composite, and not itself a row of blocks."""
+        nested = any(any(True for _ in child.children()) for child in module.children())
+        return any(True for _ in module.children()) and not (isinstance(module, rows) and nested)
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            in_a_row = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            composite = any(True for _ in child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList)
-            if in_a_row and composite:
+            if isinstance(module, rows) and is_block(child):
                 found.append(child)
             else:
                 visit(child)

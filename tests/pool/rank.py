@@ -52,7 +52,7 @@ def perform(comm: PoolCommunicator, call: bytes) -> Report:
             body, args = load(call)
             warnings.simplefilter("error")
             return Report(pickle.dumps(body(comm, *args)), None)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also SystemExit, and what pytest.raises raises
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         return Report(None, "".join(traceback.format_exception(error.with_traceback(trace))))
 

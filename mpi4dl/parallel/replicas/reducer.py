@@ -6,7 +6,7 @@ backward fills them           v        v         v               a full bucket's
                           reduce    reduce    reduce             in this order on every rank
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -52,8 +52,10 @@ class Reducer:
     """Sums the gradients of parameters over the ranks of `comm`, each of which holds all of these parameters.
 
     `prepare()` before backward gives every parameter a zero gradient that is a view into a bucket; hooks start a
-    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. A parameter that
-    took no part in the loss has a gradient of zero. `reduce()` does the same for gradients that exist already.
+    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. Behind the gradients, a
+    bucket has one number per parameter that says whether there was a gradient: one that took no part in the loss on any
+    rank has none afterwards, so that optimizers leave it alone, as they do in plain PyTorch. `reduce()` does the same
+    for gradients that exist already.
     """
 
     def __init__(
@@ -71,28 +73,33 @@ class Reducer:
     def attach(self) -> "Reducer":
         """Watch the parameters' gradients from now on."""
         for number, bucket in enumerate(self.buckets):
-            for i in bucket.members:
-                self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, i))
+            for slot, i in enumerate(bucket.members):
+                self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, slot))
         return self
 
     def prepare(self) -> None:
-        if not self._flat:
-            for bucket in self.buckets:
-                like = self.parameters[bucket.members[0]]
-                flat = torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
-                self._flat.append(flat)
+        self._flat = self._flat or [self._empty(bucket) for bucket in self.buckets]
         for bucket, flat in zip(self.buckets, self._flat, strict=True):
             flat.zero_()
-            for i, offset in zip(bucket.members, bucket.offsets, strict=True):
-                p = self.parameters[i]
-                p.grad = flat[offset : offset + p.numel()].view(p.shape)
-        self._missing = [set(bucket.members) for bucket in self.buckets]
+            for p, view in self._views(bucket, flat):
+                p.grad = view
+        self._missing = [set(range(len(bucket.members))) for bucket in self.buckets]
         self._started = []
 
-    def _arrived(self, number: int, i: int, parameter: Tensor) -> None:
+    def _empty(self, bucket: Bucket) -> Tensor:
+        like = self.parameters[bucket.members[0]]
+        return torch.empty(bucket.length + len(bucket.members), dtype=like.dtype, device=like.device)
+
+    def _views(self, bucket: Bucket, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for i, offset in zip(bucket.members, bucket.offsets, strict=True):
+            p = self.parameters[i]
+            yield p, flat[offset : offset + p.numel()].view(p.shape)
+
+    def _arrived(self, number: int, slot: int, parameter: Tensor) -> None:
         if not self._missing:
             return
-        self._missing[number].discard(i)
+        self._flat[number][self.buckets[number].length + slot] = 1
+        self._missing[number].discard(slot)
         for pending in self._started:
             pending.ready()
         # Non-blocking collectives must start in the same order on all ranks, whatever order the buckets fill in.
@@ -107,23 +114,36 @@ class Reducer:
             self._start_next()
         Pending.all(self.comm.node, self._started).wait()
         self._missing, self._started = [], []
+        for bucket, flat in zip(self.buckets, self._flat, strict=True):
+            for i, used in zip(bucket.members, flat[bucket.length :].tolist(), strict=True):
+                if not used:
+                    self.parameters[i].grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The buckets' gradients, flat. For use after `finish()`."""
+        return [flat[: bucket.length] for bucket, flat in zip(self.buckets, self._flat, strict=True)]
 
     def norm(self) -> float:
-        """The norm of the whole gradient, the same on every rank. For use after `finish()`."""
-        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2 for flat in self._flat]
-        return float(torch.stack([s.cpu() for s in squares]).sum().sqrt()) if squares else 0.0
+        """The norm of the whole gradient, the same on every rank."""
+        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64).cpu() ** 2 for flat in self.gradients()]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply the gradient by a factor."""
-        for flat in self._flat:
+        for flat in self.gradients():
             flat.mul_(factor)
 
     def reduce(self) -> None:
         """Sum gradients that are there already, in place. A rank that has none of a parameter counts as zero."""
         for bucket in self.buckets:
-            members = [self.parameters[i] for i in bucket.members]
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-            total = self.comm.all_reduce(torch.cat([g.reshape(-1) for g in gradients]))
-            for p, gradient, offset in zip(members, gradients, bucket.offsets, strict=True):
-                gradient.copy_(total[offset : offset + p.numel()].view(p.shape))
-                p.grad = gradient
+            flat = self._empty(bucket).zero_()
+            for slot, (p, view) in enumerate(self._views(bucket, flat)):
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                    flat[bucket.length + slot] = 1
+            used = self.comm.all_reduce(flat)[bucket.length :].tolist()
+            for (p, total), anywhere in zip(self._views(bucket, flat), used, strict=True):
+                if anywhere and p.grad is not None:
+                    p.grad.copy_(total)
+                elif anywhere:
+                    p.grad = total.clone()

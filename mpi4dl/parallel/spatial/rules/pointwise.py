@@ -113,9 +113,10 @@ def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
         part = x
     crop: list[int | None] = [None, None, None]
     for axis, dim in enumerate(layout.dims):
-        if dim is None or present[axis] is not None or dim - offset < 0 or part.shape[dim - offset] == 1:
+        size = layout.tiling.splits[axis].size
+        if dim is None or present[axis] is not None or dim < offset or (part.shape[dim - offset] == 1 and size != 1):
             continue
-        if part.shape[dim - offset] != layout.tiling.splits[axis].size:
+        if part.shape[dim - offset] != size:
             raise refusal(
                 function, f"a plain operand has shape {tuple(x.shape)} where the image is {layout.tiling.size}"
             )

@@ -1,0 +1,120 @@
+"""Batch, group, instance and layer norm on tiles use the statistics of the whole image."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, check_table, modules
+from tests.pool.ranks import Ranks
+
+
+class ChannelsLast(nn.Module):
+    """A module applied to (N, H, W, C), as ConvNeXt does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Twice(nn.Module):
+    """Two steps of a norm, so that running statistics are updated from updated ones."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.norm(3 * x.square() + 1)
+
+
+def randomized(norm: nn.Module) -> nn.Module:
+    """With weights, and statistics, that are not what norms begin with."""
+    for value in [*norm.parameters(), *(b for b in norm.buffers() if b.is_floating_point())]:
+        value.data.uniform_(0.5, 1.5)
+    return norm
+
+
+def large_layer_norm(*shape: int) -> Callable[[], nn.Module]:
+    return lambda: randomized(nn.LayerNorm(shape))
+
+
+CASES = {
+    **modules(
+        lambda: Twice(randomized(nn.BatchNorm2d(4))),
+        lambda: Twice(nn.BatchNorm2d(4, momentum=None)),
+        lambda: Twice(nn.BatchNorm2d(4, momentum=0.3, eps=1e-3, affine=False)),
+        lambda: Twice(nn.BatchNorm2d(4, track_running_stats=False)),
+        lambda: randomized(nn.BatchNorm2d(4)).eval(),
+        lambda: nn.BatchNorm2d(4, affine=False).eval(),
+        lambda: nn.BatchNorm2d(4, track_running_stats=False).eval(),
+        lambda: nn.SyncBatchNorm(4).eval(),
+        lambda: randomized(nn.GroupNorm(2, 4)),
+        lambda: nn.GroupNorm(1, 4, affine=False),
+        lambda: randomized(nn.GroupNorm(4, 4)),
+        lambda: nn.InstanceNorm2d(4),
+        lambda: randomized(nn.InstanceNorm2d(4, affine=True)),
+        lambda: randomized(nn.InstanceNorm2d(4, track_running_stats=True)).eval(),
+        lambda: ChannelsLast(randomized(nn.LayerNorm(4))),
+        lambda: ChannelsLast(nn.LayerNorm(4, elementwise_affine=False)),
+        lambda: ChannelsLast(nn.RMSNorm(4)),
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 3, 2, 1)),
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)),
+    ),
+    **modules(large_layer_norm(4, 13, 17), large_layer_norm(13, 17), sizes=[(13, 17)]),
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_norms_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)
+
+
+def normalize_far_from_zero(comm: Communicator, arrangement: Arrangement) -> tuple[float, float, float]:
+    """How far the mean, the standard deviation and the running variance are from those in float64."""
+    image = torch.randn(2, 3, 64, 48) + 1000
+    plain = nn.BatchNorm2d(3).double()
+    reference = plain(image.double()).detach()
+    norm = nn.BatchNorm2d(3)
+    y = spatial.gather(norm(arrange(image, comm, arrangement))).detach()
+    assert y.dtype is torch.float32
+    assert norm.running_var is not None
+    assert plain.running_var is not None
+    variance = (norm.running_var.double() - plain.running_var).abs().max()
+    return float(y.double().mean().abs()), float((y.double() - reference).abs().max()), float(variance)
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(4, 1, style="uneven")], ids=str)
+def test_a_mean_of_1000_keeps_its_digits_in_float32(ranks: Ranks, arrangement: Arrangement) -> None:
+    for mean, error, variance in ranks(4).run(normalize_far_from_zero, arrangement):
+        assert mean < 1e-4
+        assert error < 3e-4  # the image itself is rounded to 6e-5
+        assert variance < 1e-5
+
+
+def normalize_one_pixel(comm: Communicator) -> None:
+    grid = spatial.Grid(comm, cols=2)
+    norm = nn.BatchNorm2d(3)
+    one = spatial.shard(torch.randn(1, 3, 1, 2), grid)[..., :1]
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm(one)
+
+
+def test_one_value_per_channel_is_refused_as_by_pytorch(ranks: Ranks) -> None:
+    ranks(2).run(normalize_one_pixel)
+
+
+def group_channels_that_do_not_divide(comm: Communicator) -> None:
+    x = spatial.shard(torch.randn(1, 4, 4, 4), spatial.Grid(comm, cols=2))
+    with pytest.raises(ValueError, match=r"`num_channels` \(=4\) must be divisible by `num_groups` \(=3\)"):
+        nn.functional.group_norm(x, 3)
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(group_channels_that_do_not_divide)

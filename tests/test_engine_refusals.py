@@ -1,0 +1,158 @@
+"""mpi4dl.engine: what is not finite, or not alike on all ranks, stops all ranks together with one clear message."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+from tests.training import (
+    BOTH,
+    SMALL,
+    TILES_1x2,
+    TILES_2x2,
+    assert_like,
+    batch_of,
+    build,
+    digest_of,
+    plain,
+    tile_of,
+    train,
+)
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    momenta = {str(i): state["momentum_buffer"] for i, state in optimizer.state_dict()["state"].items()}
+    return digest_of(dict(model.named_parameters())), digest_of(momenta)
+
+
+def infinite_gradient(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss is 1, and the slope of the root at 0 is infinite."""
+    return (outputs - outputs.detach()).abs().sum().sqrt() + 1.0
+
+
+def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None) -> tuple[str, bool]:
+    """A good step; then one where a pixel of one rank's tile, or else the gradient, is not finite."""
+    model, optimizer = build(SMALL)
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
+    images, targets = batch_of(SMALL, 0)
+    tile = tile_of(images, engine)
+    engine.step(tile, targets, SMALL.size)
+    if bad_rank is None:
+        engine.loss = infinite_gradient
+    elif comm.rank == bad_rank:
+        tile[0, 0, 0, 0] = float("nan")
+    before = bits(model, optimizer)
+    with pytest.raises(Refusal) as caught:
+        engine.step(tile, targets, SMALL.size)
+    return str(caught.value), bits(model, optimizer) == before
+
+
+@pytest.mark.parametrize("plan", [TILES_2x2, BOTH], ids=str)
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_move(ranks: Ranks, plan: Plan) -> None:
+    results = ranks(4).run(refused_step, plan, 3)
+    assert len(set(results)) == 1
+    message, untouched = results[0]
+    assert untouched
+    assert re.match(r"step 1: the loss is not finite \(loss nan, gradient norm nan\); the weights are as", message)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_weights_move(ranks: Ranks) -> None:
+    results = ranks(4).run(refused_step, TILES_2x2, None)
+    assert len(set(results)) == 1
+    message, untouched = results[0]
+    assert untouched
+    assert re.match(r"step 1: the gradient is not finite \(loss 1.0, gradient norm (nan|inf)\)", message)
+
+
+def alike(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return build(SMALL)
+
+
+def with_another_width(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4 + comm.rank // 2, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_another_dtype(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(torch.float64 if comm.rank == 1 else torch.float32)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_a_layer_frozen(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3).requires_grad_(comm.rank != 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_another_learning_rate(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + comm.rank))
+
+
+def with_another_optimizer(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    kind = torch.optim.AdamW if comm.rank == 3 else torch.optim.Adam
+    return model, kind(model.parameters(), lr=0.1)
+
+
+Make = Callable[[Communicator], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def refused_engine(comm: Communicator, make: Make, options: dict[str, list[Any]]) -> str:
+    """The message with which an engine is refused whose ranks differ; `options` hold a value for each rank."""
+    model, optimizer = make(comm)
+    mine: dict[str, Any] = {name: values[comm.rank] for name, values in options.items()}
+    with pytest.raises(Refusal) as caught:
+        Engine(model, TILES_2x2, optimizer, F.cross_entropy, comm=comm, **mine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "rank"),
+    [
+        (with_another_width, "model", 2),
+        (with_another_dtype, "model", 1),
+        (with_a_layer_frozen, "model", 1),
+        (with_another_learning_rate, "optimizer", 1),
+        (with_another_optimizer, "optimizer", 3),
+    ],
+)
+def test_ranks_that_were_built_differently_are_refused(ranks: Ranks, make: Make, what: str, rank: int) -> None:
+    (message,) = set(ranks(4).run(refused_engine, make, {}))
+    assert re.match(rf"the ranks were started differently: {what} is .* on rank 0 but .* on rank {rank}: ", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("precision", ["bf16", "bf16", "bf16", "fp32"], "'bf16' on rank 0 but 'fp32' on rank 3"),
+        ("recompute", [False, True, True, True], "False on rank 0 but True on rank 1"),
+        ("clip_norm", [None, None, 1.0, 1.0], "None on rank 0 but 1.0 on rank 2"),
+    ],
+)
+def test_ranks_with_different_settings_are_refused(ranks: Ranks, name: str, values: list[Any], shown: str) -> None:
+    (message,) = set(ranks(4).run(refused_engine, alike, {name: values}))
+    assert message == f"the ranks were started differently: {name} is {shown}: start all ranks with the same command"
+
+
+def unknown_precision(comm: Communicator) -> None:
+    model, optimizer = build(SMALL)
+    with pytest.raises(ValueError, match="precision is 'fp8', but must be one of fp32, bf16, fp16"):
+        Engine(model, TILES_1x2, optimizer, F.cross_entropy, comm=comm, precision="fp8")
+
+
+def test_an_unknown_precision_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(unknown_precision)
+
+
+def test_the_values_of_rank_0_count(ranks: Ranks) -> None:
+    outcomes = ranks(4).run(train, SMALL, BOTH, True)
+    assert len({outcome.digest for outcome in outcomes}) == 1
+    assert_like(outcomes[0], plain(SMALL))

@@ -1,0 +1,219 @@
+"""A short training run by the engine on ranks, and the same one by a plain PyTorch loop: they should agree."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl import models
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine, Evaluation, StepResult
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+
+NUM_CLASSES = 3
+NUM_STEPS = 3
+EXACT = 1e-10
+
+TILES_1x2 = Plan((1, 2))
+TILES_2x2 = Plan((2, 2))
+DATA_2 = Plan(data=2)
+BOTH = Plan((1, 2), data=2)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key."""
+
+    model: str
+    size: tuple[int, int]
+    batch: int = 4
+    optimizer: str = "SGD"
+    dense: bool = False
+    model_options: tuple[tuple[str, Any], ...] = ()
+    engine_options: tuple[tuple[str, Any], ...] = ()
+
+    def with_engine(self, **options: Any) -> "Task":
+        return replace(self, engine_options=tuple(options.items()))
+
+    def __str__(self) -> str:
+        words = [self.model, self.optimizer, "x".join(map(str, self.size)), f"batch{self.batch}"]
+        return "-".join(words + [f"{name}={value}" for name, value in self.engine_options])
+
+
+@dataclass
+class Outcome:
+    """What a training run left behind; ranks other than 0 give no more than the digest of the state."""
+
+    steps: list[StepResult] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    digest: str = ""
+
+
+SMALL = Task("small_resnet", (66, 50), model_options=(("num_filters", 8),))
+UNEVEN = replace(SMALL, batch=3)
+NARROWING = replace(SMALL, size=(24, 20), batch=8)  # one pixel at the end: three of four tiles are empty there
+DEEP = Task("resnet_v2", (19, 14), optimizer="AdamW", model_options=(("depth", 20), ("num_filters", 4)))
+TORCHVISION = Task("resnet18", (71, 45))
+DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
+DROPPING = Task("dropping", (21, 17))
+UNUSED = Task("unused", (12, 10))
+
+
+class _Block(nn.Module):
+    """Two convolutions, and dropout whose mask differs from pixel to pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Dropout(0.3), nn.Conv2d(4, 4, 3), nn.ReLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Dropping(nn.Module):
+    """Dropout of pixels in a block that can be recomputed, and of features that all ranks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Block())
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, NUM_CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+class _Unused(nn.Module):
+    """Parameters that play no part, forgotten or frozen, between others that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+        self.forgotten = nn.Linear(4, 4)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.first(x)).relu().mean((2, 3)))
+
+
+OWN = {"dropping": _Dropping, "unused": _Unused}
+
+
+def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    options = dict(task.model_options)
+    model = OWN[task.model]() if task.model in OWN else models.build(task.model, NUM_CLASSES, **options)
+    model.double()
+    if task.optimizer == "AdamW":
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def batch_of(task: Task, number: int, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Whole images, float64, and the targets of all of them, or of all of their pixels."""
+    generator = torch.Generator().manual_seed(100 + number)
+    count = task.batch if count is None else count
+    images = torch.randn(count, 3, *task.size, generator=generator, dtype=torch.float64)
+    shape = (count, *task.size) if task.dense else (count,)
+    return images, torch.randint(NUM_CLASSES, shape, generator=generator)
+
+
+def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
+    """Batches for validation; the last one has a single image, fewer than there are replicas."""
+    return [batch_of(task, 50), batch_of(task, 51, count=1)]
+
+
+def tile_of(images: Tensor, engine: Engine) -> Tensor:
+    """The part of whole images that the engine's rank holds."""
+    box = engine.grid.box(len(images), (images.shape[2], images.shape[3]))
+    batch, rows, cols = (slice(part.start, part.stop) for part in (box.batch, box.rows, box.cols))
+    return images[batch, :, rows, cols].contiguous()
+
+
+def digest_of(values: Mapping[str, Tensor]) -> str:
+    """Equal for equal bits."""
+    digest = hashlib.sha256()
+    for name, value in values.items():
+        digest.update(name.encode() + value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) -> Outcome:
+    """A body: the task on ranks, whose models begin with the same values or each with its own."""
+    model, optimizer = build(task, seed=comm.rank if own_values else 0)
+    if own_values:
+        for value in model.buffers():
+            value += comm.rank
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **dict(task.engine_options))
+    torch.manual_seed(7)
+    outcome = Outcome()
+    for number in range(NUM_STEPS):
+        images, targets = batch_of(task, number)
+        outcome.steps.append(engine.step(tile_of(images, engine), targets, task.size))
+    batches = [(tile_of(images, engine), targets) for images, targets in held_out(task)]
+    outcome.evaluation = engine.evaluate(batches, task.size)
+    outcome.digest = digest_of(model.state_dict())
+    outcome.state = model.state_dict() if comm.rank == 0 else {}
+    return outcome
+
+
+@cache
+def plain(task: Task) -> Outcome:
+    """The reference: the loop of any PyTorch tutorial."""
+    model, optimizer = build(task)
+    clip_norm = dict(task.engine_options).get("clip_norm", float("inf"))
+    outcome = Outcome()
+    for number in range(NUM_STEPS):
+        images, targets = batch_of(task, number)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        outcome.steps.append(StepResult(float(loss.detach()), float(norm)))
+    model.eval()
+    total, correct, count = 0.0, 0, 0
+    with torch.no_grad():
+        for images, targets in held_out(task):
+            outputs = model(images)
+            total += float(F.cross_entropy(outputs, targets)) * len(targets)
+            correct += int((outputs.argmax(1) == targets).sum())
+            count += len(targets)
+    outcome.evaluation = Evaluation(total / count, None if task.dense else correct / count, count)
+    outcome.state = model.state_dict()
+    return outcome
+
+
+def assert_like(found: Outcome, expected: Outcome, tolerance: float = EXACT) -> None:
+    """Losses, norms, every weight and buffer, and the validation agree, each relative to its own size."""
+    for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
+        assert ours.loss == pytest.approx(theirs.loss, rel=tolerance), f"loss of step {number}"
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=tolerance), f"norm of step {number}"
+    assert list(found.state) == list(expected.state)
+    for name, value in expected.state.items():
+        error = float((found.state[name].double() - value.double()).abs().max())
+        assert error <= tolerance * float(value.double().abs().max()) + 1e-15, f"{name} is wrong by {error}"
+    assert found.evaluation is not None
+    assert expected.evaluation is not None
+    assert found.evaluation.loss == pytest.approx(expected.evaluation.loss, rel=tolerance)
+    assert found.evaluation.accuracy == expected.evaluation.accuracy
+    assert found.evaluation.count == expected.evaluation.count
+
+
+def check(ranks: Ranks, task: Task, plan: Plan) -> None:
+    """The task by this plan equals the plain loop, and all ranks end with the same bits."""
+    outcomes = ranks(plan.num_ranks).run(train, task, plan)
+    assert len({outcome.digest for outcome in outcomes}) == 1
+    assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
+    assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
+    assert_like(outcomes[0], plain(task))
