@@ -55,7 +55,7 @@ def register_fallback(choose: Callable[[Any], Rule | None]) -> None:
 
 
 def named(*names: str) -> list[Any]:
-    """All of PyTorch's functions of these names: torch.name, Tensor.name, Tensor.name_, torch.nn.functional.name."""
+    """All of PyTorch's functions of these names: torch.name, Tensor.name, torch.nn.functional.name, and the like."""
     places = (torch, Tensor, nn.functional, torch.special, torch.linalg)
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
@@ -71,11 +71,13 @@ class SpatialTensor(Tensor):
     """A tensor whose height and width (and batch) are spread over the ranks of a grid.
 
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
-    with `shard` or `from_tile`, and the whole of one with `gather`.
+    with `shard` or `from_tile`, and the whole of one with `gather`. `is_copy` says that PyTorch would have made a view
+    of another tensor here, so that writing in place would have to change both.
     """
 
     _local: Tensor
     _layout: Layout
+    is_copy: bool
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
@@ -86,6 +88,7 @@ class SpatialTensor(Tensor):
         )
         self._local = local
         self._layout = layout
+        self.is_copy = False
         return self
 
     @property

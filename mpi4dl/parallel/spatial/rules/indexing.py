@@ -25,7 +25,10 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     last = start + (length - 1) * step
     reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
     local = reached.fetch(x.local)
-    return wrap(local[(slice(None),) * dim + (slice(None, None, step),)], reached.output)
+    result = wrap(local[(slice(None),) * dim + (slice(None, None, step),)], reached.output)
+    if isinstance(result, SpatialTensor):
+        result.is_copy = True
+    return result
 
 
 @register(Tensor.__getitem__)

@@ -137,6 +137,8 @@ def pointwise(function: Any) -> Rule:
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         in_place = in_place or kwargs.get("inplace") is True
         operands = [leaves[i] for i in places]
+        if in_place and isinstance(operands[0], SpatialTensor) and operands[0].is_copy:
+            raise refusal(function_name(function), "it would write in place to a slice of another tensor")
         if len(operands) == 1 and isinstance(operands[0], SpatialTensor):
             parts, layout = [operands[0].local], operands[0].layout
         else:

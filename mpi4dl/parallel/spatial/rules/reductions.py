@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mpi4dl.comm import collectives
-from mpi4dl.geometry import AXES, BATCH, COLS, ROWS
-from mpi4dl.parallel.spatial.grid import Dims, Layout
+from mpi4dl.geometry import AXES
+from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.rules.pointwise import pointwise
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
@@ -43,14 +42,14 @@ def reduced_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
 def total(x: SpatialTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over these dims; over axes of the image, the sum over all ranks' owned pixels."""
     axes = reduced_axes(x.layout, dims)
-    part = _owned_along(x, axes)
+    part = owned_along(x, axes)
     y = part.sum(tuple(dims), keepdim=keepdim, dtype=dtype)
     if any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = collectives.all_reduce(y, x.layout.grid.along(axes))
     return wrap(y, reduced_layout(x.layout, dims, keepdim))
 
 
-def _owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
+def owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     """x without held halos along these axes."""
     tiling = x.layout.tiling
     for axis in axes:
@@ -67,6 +66,8 @@ def sum_(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, 
 def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     dims = normalize_dims(input, dim)
     dtype = dtype or input.dtype
+    if not dtype.is_floating_point and not dtype.is_complex:
+        raise RuntimeError(f"mean(): the dtype should be floating point or complex, but is {dtype}")
     # Sums of low precision overflow and lose digits; they are taken in float32, as PyTorch's own mean does.
     wider = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     count = 1
@@ -120,13 +121,16 @@ def _extremum(function: Any, maximum: bool) -> Callable[..., Any]:
         if not axes:
             return wrap(select(x.local, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
         comm = x.layout.grid.along(axes)
-        part = _owned_along(x, axes)
+        part = owned_along(x, axes)
         with torch.no_grad():
             worst = torch.finfo(part.dtype).min if part.is_floating_point() else torch.iinfo(part.dtype).min
             shape = [1 if d in dims else n for d, n in enumerate(part.shape)]
             empty = any(part.shape[d] == 0 for d in dims)
             best = part.new_full(shape, worst if maximum else -worst) if empty else select(part, dims, keepdim=True)
             best = comm.all_reduce(best.contiguous(), op)
+            if not part.is_floating_point():
+                y = best if keepdim else best.reshape([n for d, n in enumerate(best.shape) if d not in dims])
+                return wrap(y, reduced_layout(x.layout, dims, keepdim))
             chosen = part == best
             ties = comm.all_reduce(chosen.sum(dims, keepdim=True))
         share = torch.where(chosen, part, 0).sum(dims, keepdim=True) / ties
@@ -192,93 +196,25 @@ DIM_POSITION = {"norm": 1, "normalize": 1, "renorm": 1, "topk": 1, "kthvalue": 1
 DEFAULT_DIM = {"normalize": 1, "glu": -1, "topk": -1, "sort": -1, "argsort": -1}
 ALONG_ONE_DIM = """
     softmax log_softmax softmin logsumexp argmax argmin cumsum cumprod norm normalize glu topk sort argsort median mode
-    kthvalue prod any all vector_norm
+    kthvalue prod vector_norm
 """
 for function in named(*ALONG_ONE_DIM.split()):
     register(function)(along_dim(function))
 
 
-@register(F.adaptive_avg_pool2d)
-def adaptive_avg_pool2d(input: SpatialTensor, output_size: Any) -> Tensor:
-    """Means over bins of rows and columns; the result is small, and every rank has all of its rows and columns."""
-    size = _output_size(input, output_size)
-    if size == (1, 1):
-        return mean(input, (-2, -1), True)
-    return _over_bins(input, _bins(input, size))
+def _truth(function: Any, op: str) -> Callable[..., Any]:
+    """`any` and `all`."""
+
+    def rule(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False) -> Tensor:
+        dims = normalize_dims(input, dim)
+        axes = reduced_axes(input.layout, dims)
+        local = function(owned_along(input, axes), dims, keepdim)
+        return wrap(input.layout.grid.along(axes).all_reduce(local, op), reduced_layout(input.layout, dims, keepdim))
+
+    return rule
 
 
-def _output_size(x: Tensor, asked: Any) -> tuple[int, int]:
-    rows, cols = (asked, asked) if isinstance(asked, int) or asked is None else asked
-    return x.shape[-2] if rows is None else rows, x.shape[-1] if cols is None else cols
-
-
-def _bins(x: SpatialTensor, size: tuple[int, int]) -> list[Tensor]:
-    """For rows and for columns, the weight (bins, owned) of each owned one in each bin's mean."""
-    weights = []
-    for axis, dim, count in ((ROWS, -2, size[0]), (COLS, -1, size[1])):
-        pixels = x.shape[dim]
-        mine = x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, pixels)
-        weight = torch.zeros(count, pixels, dtype=x.dtype, device=x.device)
-        for i in range(count):
-            start, stop = i * pixels // count, -(-(i + 1) * pixels // count)
-            weight[i, start:stop] = 1 / (stop - start)
-        weights.append(weight[:, mine[0] : mine[1]])
-    return weights
-
-
-def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
-    axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
-    y = weights[0] @ _owned_along(x, axes) @ weights[1].mT
-    if any(x.layout.grid.shape[axis] > 1 for axis in axes):
-        y = collectives.all_reduce(y, x.layout.grid.along(axes))
-    dims: Dims = (x.layout.dims[BATCH], None, None)
-    return wrap(y, x.layout.with_dims(dims))
-
-
-@register(*named("adaptive_max_pool2d"))
-def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
-    """Maxima over bins. Of equal pixels the first in reading order gets the gradient, as in PyTorch."""
-    if return_indices:
-        raise refusal(
-            "torch.nn.functional.adaptive_max_pool2d(return_indices=True)", "indices would count within a tile"
-        )
-    x = input
-    rows, cols = _output_size(x, output_size)
-    axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
-    part = _owned_along(x, axes)
-    comm = x.layout.grid.along(axes)
-    height, width = x.shape[-2], x.shape[-1]
-    mine = [
-        x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, x.shape[axis - 3]) for axis in (ROWS, COLS)
-    ]
-    top, left = mine[0][0], mine[1][0]
-    results = []
-    for i in range(rows):
-        for j in range(cols):
-            r0, r1 = max(i * height // rows, top), min(-(-(i + 1) * height // rows), mine[0][1])
-            c0, c1 = max(j * width // cols, left), min(-(-(j + 1) * width // cols), mine[1][1])
-            block = part[..., max(r0 - top, 0) : max(r1 - top, 0), max(c0 - left, 0) : max(c1 - left, 0)]
-            results.append(_first_maximum(block, (r0, c0), width, comm))
-    y = torch.stack(results, -1).reshape(*x.local.shape[:-2], rows, cols)
-    return wrap(y, x.layout.with_dims((x.layout.dims[BATCH], None, None)))
-
-
-def _first_maximum(block: Tensor, corner: tuple[int, int], width: int, comm: Any) -> Tensor:
-    """The maximum over the last two dims of all ranks' blocks, taken from the first pixel that has it."""
-    flat = block.flatten(-2)
-    none = torch.iinfo(torch.int64).max
-    with torch.no_grad():
-        if flat.shape[-1]:
-            value, at = flat.max(-1)
-            row, col = at // block.shape[-1] + corner[0], at % block.shape[-1] + corner[1]
-            position = row * width + col
-        else:
-            value = flat.new_full(flat.shape[:-1], float("-inf"))
-            position = torch.full(flat.shape[:-1], none, dtype=torch.int64, device=flat.device)
-        best = comm.all_reduce(value.clone(), "max")
-        position = torch.where(value == best, position, none)
-        winner = comm.all_reduce(position.clone(), "min") == position
-    if not flat.shape[-1]:
-        return collectives.all_reduce(flat.sum(-1), comm)
-    mine = flat.gather(-1, at.unsqueeze(-1)).squeeze(-1)
-    return collectives.all_reduce(torch.where(winner, mine, 0), comm)
+for function in named("any"):
+    register(function)(_truth(torch.any, "max"))
+for function in named("all"):
+    register(function)(_truth(torch.all, "min"))

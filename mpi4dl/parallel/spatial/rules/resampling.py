@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mpi4dl.geometry import Resampling, TransposedWindow, Window
 from mpi4dl.parallel.spatial.halo import reach
-from mpi4dl.parallel.spatial.rules.reductions import adaptive_avg_pool2d
+from mpi4dl.parallel.spatial.rules.adaptive import adaptive_avg_pool2d
 from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 

@@ -1,0 +1,121 @@
+"""What one rank finds wrong, all ranks refuse together, with one message that names the rank or the values."""
+
+import pytest
+import torch
+
+from mpi4dl.comm import Communicator, Refusal
+from tests.pool.ranks import Ranks, RanksFailed
+
+
+def refusal_of_facts(comm: Communicator, facts: dict[str, list[object]]) -> str:
+    try:
+        comm.agree(None, **{name: values[comm.rank] for name, values in facts.items()})
+    except Refusal as refusal:
+        return str(refusal)
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome"),
+    [
+        ({"batch_size": [8, 8, 8], "tiles": [(2, 1), (2, 1), (2, 1)]}, "agreed"),
+        (
+            {"seed": [1, 1, 1], "batch_size": [8, 8, 16]},
+            "the ranks were started differently: batch_size is 8 on rank 0 but 16 on rank 2: "
+            "start all ranks with the same command",
+        ),
+        (
+            {"model": ["resnet", None, "unet"]},
+            "the ranks were started differently: model is 'resnet' on rank 0 but None on rank 1: "
+            "start all ranks with the same command",
+        ),
+    ],
+)
+def test_different_facts_are_refused_with_their_values(
+    ranks: Ranks, facts: dict[str, list[object]], outcome: str
+) -> None:
+    assert ranks(3).run(refusal_of_facts, facts) == [outcome] * 3
+
+
+def refusal_of_errors(comm: Communicator, failing: tuple[int, ...]) -> str:
+    try:
+        comm.agree(f"complaint {comm.rank}" if comm.rank in failing else None, rank=comm.rank)
+    except Refusal as refusal:
+        return str(refusal)
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "failing", "outcome"),
+    [
+        (3, (1,), "rank 1: complaint 1"),
+        (3, (2, 1), "rank 1: complaint 1"),
+        (3, (0, 1, 2), "complaint 0"),
+        (1, (0,), "complaint 0"),
+        (1, (), "agreed"),
+    ],
+)
+def test_an_error_comes_before_facts_and_the_first_rank_speaks(
+    ranks: Ranks, num_ranks: int, failing: tuple[int, ...], outcome: str
+) -> None:
+    assert ranks(num_ranks).run(refusal_of_errors, failing) == [outcome] * num_ranks
+
+
+def open_together(comm: Communicator, failing: tuple[int, ...]) -> tuple[str, str, float]:
+    cause, message = "", ""
+    try:
+        with comm.together():
+            if comm.rank in failing:
+                raise FileNotFoundError(2, "no such slide", f"tile{comm.rank}.tiff")
+    except Refusal as refusal:
+        cause, message = type(refusal.__cause__).__name__, str(refusal)
+    return cause, message, float(comm.all_reduce(torch.ones(())))
+
+
+def test_together_gives_all_ranks_the_message_of_the_one_that_failed(ranks: Ranks) -> None:
+    message = "rank 2: [Errno 2] no such slide: 'tile2.tiff'"
+    others = ("NoneType", message, 3.0)
+    assert ranks(3).run(open_together, (2,)) == [others, others, ("FileNotFoundError", message, 3.0)]
+    assert ranks(3).run(open_together, ()) == [("", "", 3.0)] * 3
+
+
+def nest(comm: Communicator) -> str:
+    try:
+        with comm.together():
+            comm.agree(None, rank=comm.rank)
+    except Refusal as refusal:
+        return str(refusal)
+    return "agreed"
+
+
+def test_a_refusal_inside_together_is_still_the_same_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2).run(nest)
+    assert first == second
+    assert "rank is 0 on rank 0 but 1 on rank 1" in first
+
+
+class Odd(Exception):
+    """Of a kind that nobody named."""
+
+
+def choose_kinds(comm: Communicator) -> str:
+    try:
+        with comm.together((Odd,)):
+            raise Odd(f"strange {comm.rank}")
+    except Refusal as refusal:
+        return str(refusal)
+
+
+def fail_otherwise(comm: Communicator) -> None:
+    with comm.together():
+        raise Odd("a bug, not a refusal")
+
+
+def test_together_catches_only_the_kinds_it_was_given(ranks: Ranks) -> None:
+    assert ranks(2).run(choose_kinds) == ["strange 0"] * 2
+    with pytest.raises(RanksFailed, match="Odd: a bug, not a refusal"):
+        ranks(2).run(fail_otherwise)
+
+
+def test_a_refusal_is_an_error_of_the_user() -> None:
+    assert issubclass(Refusal, ValueError)
