@@ -41,9 +41,8 @@ def install(comm: "Communicator") -> None:
         leave(status)
 
     def on_exit() -> None:
-        status = codes[0] if codes else None
-        if status not in (None, 0) and comm.size > 1:
-            _end_job(comm, status if isinstance(status, int) else FAILURE)
+        if codes and codes[0] not in (None, 0) and comm.size > 1:
+            leave_early(comm, codes[0] if isinstance(codes[0], int) else FAILURE)
 
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
@@ -73,16 +72,21 @@ def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
     _leave(USER_ERROR)
 
 
+def leave_early(comm: "Communicator", status: Any) -> NoReturn:
+    """End all ranks because this one called `sys.exit(status)`, which is a code or a message."""
+    _wait_for_turn(comm)
+    who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
+    print(f"{who}{f'ended by sys.exit({status})' if isinstance(status, int) else status}", file=sys.stderr, flush=True)
+    _end_job(comm, status if isinstance(status, int) else FAILURE)
+
+
 def run(comm: "Communicator", main: Callable[[], None]) -> None:
     """Run a command: `main` ends the job cleanly however it ends."""
     try:
         main()
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            if not isinstance(stop.code, int):
-                _wait_for_turn(comm)
-                print(stop.code, file=sys.stderr, flush=True)
-            _end_job(comm, stop.code if isinstance(stop.code, int) else FAILURE)
+            leave_early(comm, stop.code)
         raise
     except BaseException as error:
         fail(comm, error)

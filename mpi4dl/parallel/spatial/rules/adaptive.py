@@ -33,7 +33,7 @@ def _bins(x: SpatialTensor, size: tuple[int, int]) -> list[Tensor]:
     for axis, dim, count in ((ROWS, -2, size[0]), (COLS, -1, size[1])):
         pixels = x.shape[dim]
         mine = x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, pixels)
-        weight = torch.zeros(count, pixels, dtype=x.dtype, device=x.device)
+        weight = torch.zeros(count, pixels, dtype=_wide_dtype(x), device=x.device)
         for i in range(count):
             start, stop = i * pixels // count, -(-(i + 1) * pixels // count)
             weight[i, start:stop] = 1 / (stop - start)
@@ -41,13 +41,18 @@ def _bins(x: SpatialTensor, size: tuple[int, int]) -> list[Tensor]:
     return weights
 
 
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """What to add up in: not in 16 bits, as PyTorch does not either."""
+    return torch.float32 if x.itemsize < 4 else x.dtype
+
+
 def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
     axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
-    y = weights[0] @ owned_along(x, axes) @ weights[1].mT
+    y = weights[0] @ owned_along(x, axes).to(weights[0].dtype) @ weights[1].mT
     if any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = collectives.all_reduce(y, x.layout.grid.along(axes))
     dims: Dims = (x.layout.dims[BATCH], None, None)
-    return wrap(y, x.layout.with_dims(dims))
+    return wrap(y.to(x.dtype), x.layout.with_dims(dims))
 
 
 @register(*named("adaptive_max_pool2d"))
