@@ -50,12 +50,12 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             print(to_toml(config), end="")
         return
 
-    from torch.nn import functional as F
-
+    from mpi4dl.comm import Refusal
     from mpi4dl.comm.guard import Watchdog
     from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.plan import Plan
+    from mpi4dl.parallel.spatial import NoRule
     from mpi4dl.runtime import build
     from mpi4dl.runtime.folder import RunFolder, default_path
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
@@ -80,7 +80,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         model,
         plan,
         optimizer,
-        F.cross_entropy,
+        build.classification_loss,
         comm=comm,
         precision=config.training.precision,
         recompute=config.training.recompute,
@@ -101,7 +101,10 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         folder = RunFolder(comm.broadcast_object(folder.path if folder else None))
         closing.enter_context(folder.rank_log(comm.rank))
         run.open(folder, closing)
-        run.all_epochs()
+        try:
+            run.all_epochs()
+        except NoRule as problem:
+            raise Refusal(f"--model {config.model.model} cannot be cut into tiles: {problem}") from None
     watchdog.stop()
 
 

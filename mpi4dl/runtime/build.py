@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mpi4dl import datasets, models
+from mpi4dl.comm import Refusal
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.options import nearest
 
@@ -69,16 +71,35 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
 
 
+def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Cross entropy with one label per image; auxiliary classifiers, as GoogLeNet has them in training, count 0.3 each.
+
+    Raises Refusal if the model's outputs are not one row of logits per image.
+    """
+    logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+        raise Refusal(
+            f"the model's output has {found}, but images with one label each need (batch, classes): choose another "
+            "--model, or write your own loop for dense predictions around mpi4dl.engine.Engine"
+        )
+    loss = F.cross_entropy(logits, labels)
+    for other in auxiliary:
+        if other is not None:
+            loss = loss + 0.3 * F.cross_entropy(other, labels)
+    return loss
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What an optimizer will keep beside the parameters, found by a step on parameters without values."""
     groups = [{**group, "params": [_weightless(p) for p in group["params"]]} for group in optimizer.param_groups]
     trial: torch.optim.Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
     states = [value for state in trial.state.values() for value in state.values()]
-    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
-def _weightless(parameter: torch.Tensor) -> torch.Tensor:
+def _weightless(parameter: Tensor) -> Tensor:
     meta = torch.empty_like(parameter, device="meta", requires_grad=True)
     meta.grad = torch.empty_like(meta, requires_grad=False)
     return meta

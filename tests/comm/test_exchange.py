@@ -1,4 +1,4 @@
-"""Plans of exchanges are the slabs that were drawn by hand; their values are slices of the whole, and their adjoint holds.
+"""Plans of exchanges are the slabs drawn by hand; their values are slices of the whole, and their adjoint holds.
 
 The plans are tested without ranks. The exchanges run on random tilings of a random image, of which every rank knows
 the whole.
@@ -147,7 +147,7 @@ def random_case(rng: random.Random, grid: Grid, kind: str) -> Case:
     needed = []
     for owned, held in zip(tiling.all_owned, tiling.all_held, strict=True):
         if kind == "halo":
-            box = Box(owned.batch, *(side.grow(rng.randint(-1, 4), rng.randint(-1, 4)) for side in owned[1:]))
+            box = Box(*(side.grow(rng.randint(-1, 4), rng.randint(-1, 4)) for side in owned))
         elif kind == "any":
             corners = [sorted(rng.randint(-3, n + 3) for _ in range(2)) for n in size]
             box = Box(*(Interval(*pair) for pair in corners))
@@ -175,7 +175,7 @@ def exchange_cases(comm: Communicator, grid: Grid, kind: str, num_cases: int) ->
     rng, filled = random.Random(f"{grid} {kind}"), 0
     for case in range(num_cases):
         boxes = random_case(rng, grid, kind)
-        owned, held, needed, whole = boxes
+        _, held, needed, whole = boxes
         generator = torch.Generator().manual_seed(case)
         shape = (whole.batch.length, 2, whole.rows.length, whole.cols.length)
         x_whole = torch.randn(shape, generator=generator, dtype=torch.float64)

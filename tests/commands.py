@@ -1,0 +1,60 @@
+"""The training command on tiny folders of pictures, and what a refusal of it looks like."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from tests.pool.job import Finished, mpirun
+
+TRAIN = ("-m", "mpi4dl.train")
+TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0")
+REFUSAL = "mpi4dl: "
+REFUSAL_SECONDS = 10.0
+CLASS_COLOURS = (60, 190, 120)
+
+
+def write_images(root: Path, classes: Sequence[str] = ("dark", "light"), count: int = 8, side_px: int = 40) -> Path:
+    """A folder of noisy pictures, `count` of each class, which differ in brightness."""
+    random = np.random.default_rng(0)
+    for name, colour in zip(classes, CLASS_COLOURS, strict=False):
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.normal(colour, 40, (side_px, side_px + 6, 3)).clip(0, 255).astype(np.uint8)
+            PIL.Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
+
+
+def truncate(image: Path) -> Path:
+    """Cut a file off in its middle, as a copy does when the disk is full."""
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    return image
+
+
+def train_command(num_ranks: int, *flags: str) -> Finished:
+    return mpirun(num_ranks, *TRAIN, *flags)
+
+
+def another(num_ranks: int, *flags: str) -> tuple[str, ...]:
+    """More ranks in the same job, with flags of their own."""
+    return (":", "-n", str(num_ranks), sys.executable, *TRAIN, *flags)
+
+
+def refusal(job: Finished) -> str:
+    """The message of a job that was refused as it should be: said once, with exit code 2, soon, and no traceback."""
+    said = [line for line in job.stderr.splitlines() if line.strip()]
+    assert job.code == 2, f"exit code {job.code}:\n{job.stdout}\n{job.stderr}"
+    assert len(said) == 1, job.stderr
+    assert said[0].startswith(REFUSAL)
+    assert "Traceback" not in job.stdout + job.stderr
+    assert REFUSAL not in job.stdout
+    assert job.seconds < REFUSAL_SECONDS
+    return said[0].removeprefix(REFUSAL)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

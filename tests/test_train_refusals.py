@@ -1,0 +1,121 @@
+"""mpi4dl.train: what cannot be done is refused with one message, from one rank, that says what to do instead."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.runtime.config import ConfigError
+from mpi4dl.train import train
+from tests.commands import TINY, another, refusal, train_command, truncate, write_images
+from tests.pool.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"), classes=("a", "b", "c"), count=4)
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    assert refusal(train_command(2, "--batchsize", "3")) == "there is no flag --batchsize; did you mean --batch-size?"
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[data]\nbatchsize = 3\n", "{file}: there is no key batchsize in [data]; did you mean batch_size?"),
+        (
+            '[training]\nepochs = "three"\n',
+            '{file}: epochs in [training] is "three" (text), but must be a whole number of at least 1',
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file_and_the_key(tmp_path: Path, toml: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(toml)
+    assert refusal(train_command(2, "--config", str(file))) == message.format(file=file)
+
+
+def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
+    assert refusal(train_command(2, "--tiles", "1x2", "--data", "2")) == (
+        "tiles(1x2) x data(2) = 4 ranks, but mpirun started 2: start with mpirun -n 4, or change --tiles or --data"
+    )
+
+
+def test_more_tiles_than_rows_are_refused() -> None:
+    message = "--tiles 4x1 cuts images into 4 rows of tiles, but they have only 3 rows of pixels"
+    assert refusal(train_command(4, "--tiles", "4x1", "--image-size", "3x64")) == message
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "nowhere"
+    assert refusal(train_command(2, *TINY, "--data", "2", "--images", str(folder))).startswith(
+        f"{folder}: no such file or folder"
+    )
+
+
+def test_a_class_without_images_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert refusal(train_command(2, *TINY, "--data", "2", "--images", str(tmp_path))).startswith(
+        f"{tmp_path / 'empty'}: this class has no images: add some, or remove the folder"
+    )
+
+
+def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    """It is found in the middle of training, by the rank that reads it, which need not be the one that speaks."""
+    images = write_images(tmp_path / "images", count=2)
+    bad = truncate(images / "light" / "1.png")
+    truncate(images / "light" / "0.png").unlink()
+    flags = ("--batch-size", "2", "--val-fraction", "0.4", "--run-folder", str(tmp_path / "run"))
+    message = refusal(train_command(2, *TINY, "--tiles", "1x2", "--images", str(images), *flags))
+    assert message == f"{bad}: cannot be decoded: image file is truncated; --on-bad-image skip leaves such images out"
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (("--model", "resnet19"), r"model 'resnet19' is unknown; the nearest names are 'resnet18', .*"),
+        (
+            ("--optimizer", "AdamWW"),
+            r"--optimizer AdamWW: torch\.optim has no such class; did you mean AdamW\?",
+        ),
+        (
+            ("--scheduler", "CosineAnealingLR"),
+            r"--scheduler CosineAnealingLR: torch\.optim\.lr_scheduler has no such class; "
+            r"did you mean CosineAnnealingLR\?",
+        ),
+        (("--optimizer", "AdamW", "--optimizer-options", "weight_decy=0.1"), r"--optimizer AdamW .*weight_decay\?"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(flags: tuple[str, ...], pattern: str) -> None:
+    assert re.fullmatch(pattern, refusal(train_command(2, *TINY, "--data", "2", *flags)))
+
+
+def test_a_run_folder_with_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    job = train_command(2, *TINY, "--data", "2", "--run-folder", str(tmp_path))
+    assert refusal(job).startswith(f"the run folder {tmp_path} holds files already")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_ranks_with_different_commands_are_refused() -> None:
+    job = train_command(1, *TINY, "--lr", "0.1", *another(1, *TINY, "--lr", "0.2"))
+    assert refusal(job) == (
+        "the ranks were started differently: --lr is '0.1' on rank 0 but '0.2' on rank 1: "
+        "start all ranks with the same command"
+    )
+
+
+def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
+    job = train_command(1, *TINY, *another(1, *TINY, "--lrr", "0.2"))
+    assert refusal(job) == "rank 1: there is no flag --lrr; did you mean --lr?"
+
+
+def refused(comm: Communicator, flags: tuple[str, ...]) -> str:
+    """The message with which `train` stops this rank."""
+    with pytest.raises((Refusal, ConfigError)) as caught:
+        train(comm, [*TINY, "--data", "2", "--epochs", "2", "--num-samples", "4", *flags])
+    assert isinstance(caught.value, Refusal)
+    return str(caught.value)
