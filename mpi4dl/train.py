@@ -73,7 +73,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     with comm.together((DatasetError, OSError)):
         images = build.build_datasets(config)
     with comm.together((ValueError, TypeError)):
-        model = build.build_model(config, config.model.num_classes or len(images[0].classes)).to(device)
+        model = build.build_model(config, build.number_of_classes(config, images[0].classes)).to(device)
         optimizer = build.build_optimizer(config, model)
         schedule = build.build_schedule(config, optimizer)
     engine = Engine(
@@ -103,8 +103,10 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         run.open(folder, closing)
         try:
             run.all_epochs()
-        except NoRule as problem:
-            raise Refusal(f"--model {config.model.model} cannot be cut into tiles: {problem}") from None
+        except Refusal:
+            raise
+        except (NoRule, ValueError) as problem:  # of an operator, on all ranks alike: shapes are those of the whole
+            raise Refusal(f"--model {config.model.model}: {problem}") from problem
     watchdog.stop()
 
 
@@ -130,6 +132,8 @@ class Run:
         limit = config.training.max_steps
         steps = config.training.epochs * len(self.training)
         self.num_steps = steps if limit is None else min(steps, limit)
+        if schedule.num_steps is not None and schedule.num_steps < self.num_steps:
+            raise ValueError(f"--scheduler is for {schedule.num_steps} steps, but there will be {self.num_steps}")
         self.reporter: Any = None
         self.folder: Any = None
         self.evaluation: Evaluation | None = None

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.runtime.config import ConfigError
 from mpi4dl.train import train
 from tests.commands import TINY, another, refusal, train_command, truncate, write_images
 from tests.pool.ranks import Ranks
@@ -113,9 +114,70 @@ def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
     assert refusal(job) == "rank 1: there is no flag --lrr; did you mean --lr?"
 
 
-def refused(comm: Communicator, flags: tuple[str, ...]) -> str:
+def refused(comm: Communicator, *flags: str) -> str:
     """The message with which `train` stops this rank."""
-    with pytest.raises((Refusal, ConfigError)) as caught:
-        train(comm, [*TINY, "--data", "2", "--epochs", "2", "--num-samples", "4", *flags])
-    assert isinstance(caught.value, Refusal)
+    with pytest.raises(Refusal) as caught:
+        train(comm, [*TINY, "--data", "2", "--epochs", "2", "--num-samples", "8", *flags])
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (
+            "--model resnet_v2 --model-options dept=29",
+            "model 'resnet_v2' has no option 'dept'; its options are 'depth'",
+        ),
+        ("--model resnet_v2 --model-options depth=21", r"depth=21 is not possible: resnet_v2 has depth 9n\+2"),
+        ("--model resnet_v2 --model-options depth=abc", "--model resnet_v2 does not take these options .*'abc'"),
+        ("--optimizer AdamW --optimizer-options betas=0.9", "--optimizer AdamW does not take .*'betas': 0.9"),
+        ("--optimizer AdamW --optimizer-options betas=[0.9]", r"--optimizer AdamW does not take .*'betas': \[0.9\]"),
+        ("--optimizer SGD --optimizer-options momentum=abc", "--optimizer SGD does not take .*'momentum': 'abc'"),
+        ("--optimizer LBFGS", "--optimizer LBFGS .*closure"),
+        ("--optimizer SparseAdam", "--optimizer SparseAdam .*dense gradients"),
+        ("--scheduler StepLR", "--scheduler StepLR .*step_size"),
+        ("--scheduler StepLR --scheduler-options step_size=abc", "--scheduler StepLR .*'step_size': 'abc'"),
+        ("--scheduler StepLR --scheduler-options step_size=0", "--scheduler StepLR .*'step_size': 0"),
+        ("--scheduler OneCycleLR --scheduler-options max_lr=0.1,total_steps=3", "--scheduler OneCycleLR .*3"),
+        ("--batch-size 1", "--data 2 replicas cannot share a batch of 1: raise --batch-size"),
+        ("--batch-size 9", "8 images do not fill one batch of 9, .*: choose a smaller batch_size"),
+        ("--device cuda", "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"),
+        ("--model unet", r"the model's output has shape \(4, 10, 32, 32\), but .* need \(batch, classes\)"),
+        ("--lr 1e30", "step [12]: the loss is not finite .*try a smaller --lr"),
+        ("--model squeezenet1_0 --image-size 8", ".*too small"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_alike_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, flags: str, pattern: str
+) -> None:
+    folder = tmp_path / "run"
+    (message,) = set(ranks(2).run(refused, *flags.split(), "--run-folder", str(folder)))
+    assert re.match(pattern, message)
+
+
+def test_fewer_classes_than_the_images_have_are_refused(ranks: Ranks, images: Path, tmp_path: Path) -> None:
+    flags = ("--images", str(images), "--num-classes", "2", "--run-folder", str(tmp_path / "run"))
+    (message,) = set(ranks(2).run(refused, *flags))
+    assert re.match(r"--num-classes 2, but .* 3 classes", message)
+
+
+class Fourier(nn.Module):
+    """What no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(self.layer(x)).real.mean((2, 3))
+
+
+def refused_model(comm: Communicator, *flags: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl.models.build", lambda *_, **__: Fourier())
+        return refused(comm, *flags)
+
+
+def test_a_model_without_rules_is_refused_with_the_ways_out(ranks: Ranks, tmp_path: Path) -> None:
+    (message,) = set(ranks(2).run(refused_model, "--run-folder", str(tmp_path / "run")))
+    assert re.match(r".*fft_fft2 in module Fourier has no exact rule for .*Either gather first", message)

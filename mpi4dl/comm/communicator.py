@@ -28,7 +28,7 @@ def world() -> "Communicator":
     """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job."""
     from mpi4py import MPI
 
-    comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD))
+    comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD), meeting=MPI.COMM_WORLD.Dup())
     guard.install(comm)
     return comm
 
@@ -70,8 +70,9 @@ class Communicator:
     synchronises the stream. Meta tensors are accepted everywhere and move nothing.
     """
 
-    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None) -> None:
+    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None, meeting: "MPI.Comm | None" = None) -> None:
         self.mpi = mpi
+        self.meeting = meeting  # of the same ranks, for the guard alone: what it sends meets nothing else
         self.node = node
         self.rank = mpi.rank
         self.size = mpi.size

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 FAILURE = 1
+MEETING_SECONDS = 2.0
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
 
 
 def install(comm: "Communicator") -> None:
-    """Make an uncaught exception in any thread, and a `sys.exit` with a code other than 0, end all ranks of the job."""
+    """Make an uncaught exception in any thread, and a `sys.exit` with a code other than 0, end all ranks of the job.
+
+    Python calls nothing of ours for a bare `raise SystemExit(3)`: only `run` sees that.
+    """
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         fail(comm, error.with_traceback(trace))
@@ -67,9 +71,24 @@ def fail(comm: "Communicator", error: BaseException) -> NoReturn:
 
 def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
     """End all ranks, which all came here together, with the message alone and exit code 2."""
-    if comm.rank == 0:
+    together = _meet(comm)
+    if comm.rank == 0 or not together:
         print(f"mpi4dl: {error}", file=sys.stderr, flush=True)
+    if not together:
+        _end_job(comm, USER_ERROR)
     _leave(USER_ERROR)
+
+
+def _meet(comm: "Communicator") -> bool:
+    """Whether all ranks come here within a moment."""
+    if comm.meeting is None:
+        return False
+    arrival, deadline = comm.meeting.Ibarrier(), time.monotonic() + MEETING_SECONDS
+    while not arrival.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def leave_early(comm: "Communicator", status: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """What a configuration names, built: the model, the images, the optimizer, the learning rate's schedule."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,14 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
     known = [n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
     if name not in known:
         raise ConfigError(f"--{kind} {name}: {home.__name__} has no such class{nearest(name, known)}")
+    kind_of = getattr(home, name)
+    legal = list(inspect.signature(kind_of).parameters)[len(args) :]
+    for option in options:
+        if option not in legal:
+            raise ConfigError(f"--{kind} {name} has no option {option}{nearest(option, legal)}")
     try:
-        return getattr(home, name)(*args, **options)
-    except (TypeError, ValueError) as error:
+        return kind_of(*args, **options)
+    except Exception as error:  # torch raises anything for values that it cannot use
         raise ConfigError(f"--{kind} {name} does not take these options {dict(options)}: {error}") from None
 
 
@@ -61,14 +66,31 @@ def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.
 def build_model(config: Config, num_classes: int) -> nn.Module:
     """The model, the same on every rank that uses the same seed."""
     torch.manual_seed(config.training.seed)
-    return models.build(config.model.model, num_classes, **config.model.model_options)
+    name, options = config.model.model, config.model.model_options
+    try:
+        return models.build(name, num_classes, **options)
+    except TypeError as error:
+        raise ConfigError(f"--model {name} does not take these options {dict(options)}: {error}") from None
+
+
+def number_of_classes(config: Config, classes: Sequence[str]) -> int:
+    """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
+    asked = config.model.num_classes
+    if asked is not None and asked < len(classes):
+        raise ConfigError(f"--num-classes {asked}, but the images have {len(classes)}: {', '.join(classes[:10])}")
+    return asked or len(classes)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     chosen = config.optimizer
     options = {"lr": chosen.lr, **chosen.optimizer_options}
     base = torch.optim.Optimizer
-    return by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
+    optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
+    try:
+        state_bytes(optimizer)
+    except Exception as error:
+        raise ConfigError(f"--optimizer {chosen.optimizer} cannot make a step here: {error}") from None
+    return optimizer
 
 
 def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
@@ -111,6 +133,11 @@ class Schedule:
 
     scheduler: Any
 
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps the schedule is for; None if it goes on for ever."""
+        return getattr(self.scheduler, "total_steps", None)
+
     def after_step(self) -> None:
         if type(self.scheduler).__name__ in PER_STEP:
             self.scheduler.step()
@@ -129,4 +156,16 @@ def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule
         return Schedule(None)
     home = torch.optim.lr_scheduler
     options = dict(chosen.scheduler_options)
-    return Schedule(by_torch_name("scheduler", home, home.LRScheduler, chosen.scheduler, optimizer, **options))
+
+    def schedule(of: torch.optim.Optimizer) -> Schedule:
+        return Schedule(by_torch_name("scheduler", home, home.LRScheduler, chosen.scheduler, of, **options))
+
+    trial_optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr, momentum=0.9)
+    trial = schedule(trial_optimizer)
+    try:
+        trial_optimizer.step()
+        trial.after_step()
+        trial.after_epoch(1.0)
+    except Exception as error:
+        raise ConfigError(f"--scheduler {chosen.scheduler} cannot go on with {options}: {error}") from None
+    return schedule(optimizer)

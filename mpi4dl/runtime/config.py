@@ -13,7 +13,6 @@ from mpi4dl.runtime.kinds import (
     BOOLEAN,
     COUNT,
     COUNT_OR_ZERO,
-    FRACTION,
     GRID,
     IMAGE_SIZE,
     KEYWORDS,
@@ -21,6 +20,8 @@ from mpi4dl.runtime.kinds import (
     NOT_NEGATIVE,
     NUMBER,
     POSITIVE,
+    PROPER_FRACTION,
+    SHARE,
     TEXT,
     choice,
     optional,
@@ -47,11 +48,13 @@ class Data:
     image_size: tuple[int, int] = option((224, 224), "the height and width of every image, in pixels", IMAGE_SIZE)
     batch_size: int = option(4, "images per step, over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
-    val_fraction: float = option(0.1, "the share of the images that is kept for validation", FRACTION)
+    val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
     fit: str = option("auto", "how an image is brought to the image size", choice("auto", "resize", "crop"))
     flip: bool = option(True, "mirror training images at random", BOOLEAN)
     random_crop: bool = option(False, "crop training images at a random place", BOOLEAN)
-    jitter: float = option(0.0, "how far brightness and contrast of training images vary; 0: not at all", NOT_NEGATIVE)
+    jitter: float = option(
+        0.0, "how far brightness, contrast and saturation of training images vary; 0: not at all", SHARE
+    )
     mean: float = option(0.5, "subtracted from every pixel, whose range is 0 to 1", NUMBER)
     std: float = option(0.25, "what every pixel is divided by after that", POSITIVE)
     num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)

@@ -77,7 +77,8 @@ COUNT_OR_ZERO = integer("a whole number of at least 0", lambda n: n >= 0)
 NUMBER = number("a number", lambda x: True)
 POSITIVE = number("a number greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = number("a number of at least 0", lambda x: x >= 0)
-FRACTION = number("a number of at least 0 and less than 1", lambda x: 0 <= x < 1)
+PROPER_FRACTION = number("a number between 0 and 1", lambda x: 0 < x < 1)
+SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def choice(*choices: str) -> Kind:

@@ -84,7 +84,8 @@ def _parser(config_type: type, usage: str, description: str) -> argparse.Argumen
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: `; did you mean ...?`, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    candidates = {candidate.lower(): candidate for candidate in known}
+    close = [candidates[match] for match in difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.6)]
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -185,7 +185,6 @@ class Pool:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._process = None
 
-
     def _kill(self) -> None:
         """Kill the ranks; then mpirun and its proxy end by themselves."""
         while pids := self._pids():

@@ -95,9 +95,15 @@ CASES = {
             "a mean before": lambda x: x.mean(2, keepdim=True) - x,
             "rows by columns": lambda x: x.mean(3, keepdim=True) * x.mean(2, keepdim=True),
             "fewer dims": lambda x: x[:, 0] + x.sum(1) * x[:, :1].mean(0),
-            "cut differently": lambda x: F.conv2d(x, torch.ones(2, 4, 1, 1))[..., 2:] + F.avg_pool2d(x[:, :2], 1, 1)[..., :-2],
-            "residual of valid convolution": lambda x: x[..., 1:-1, 1:-1] + F.conv2d(x, torch.ones(4, 1, 3, 3), groups=4),
-            "branches of stride two": lambda x: F.max_pool2d(x, 3, 2, 1) + F.conv2d(x, torch.ones(4, 4, 1, 1), stride=2),
+            "cut differently": lambda x: (
+                F.conv2d(x, torch.ones(2, 4, 1, 1))[..., 2:] + F.avg_pool2d(x[:, :2], 1, 1)[..., :-2]
+            ),
+            "residual of valid convolution": lambda x: (
+                x[..., 1:-1, 1:-1] + F.conv2d(x, torch.ones(4, 1, 3, 3), groups=4)
+            ),
+            "branches of stride two": lambda x: (
+                F.max_pool2d(x, 3, 2, 1) + F.conv2d(x, torch.ones(4, 4, 1, 1), stride=2)
+            ),
             "branches of another alignment": lambda x: F.avg_pool2d(x, 5, 2, 2) * x[..., ::2, ::2],
             "type promotion": lambda x: x.float() + x,
             "type promotion of integers": lambda x: (3 * x).int() / 2 + (x > 0),

@@ -5,6 +5,7 @@ in float64 by the formula of Chan, Golub and LeVeque (1979), so that a mean of 1
 and every rank gets the same bits. Backward needs two sums per channel. What is saved is the input and two vectors.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -202,7 +203,8 @@ def _by_sample(
         raise ValueError(f"`num_channels` (={x.shape[1]}) must be divisible by `num_groups` (={groups})")
     x = retile(x, x.layout.narrow.tiling)
     local = x.local
-    rows = local.reshape(1, local.shape[0] * groups, -1, *local.shape[3:])
+    n, c, h, *rest = local.shape
+    rows = local.reshape(1, n * groups, c // groups * h, *rest)
     y = _Normalize.apply(rows, None, None, eps, x.layout, _communicator(x.layout, AXES[1:]))[0]
     return _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
 
@@ -224,7 +226,7 @@ def layer_norm(
     if any(x.layout.cut(dim) and x.layout.dims[BATCH] != dim for dim in range(last.start)):
         raise refusal("torch.nn.functional.layer_norm", "some of the image's axes are normalized, and some are not")
     axes = tuple(axis for axis in AXES if x.layout.dims[axis] in last)
-    rows = x.local.reshape(1, -1, *[x.local.shape[dim] for dim in last])
+    rows = x.local.reshape(1, prod(x.local.shape[: last.start]), *[x.local.shape[dim] for dim in last])
     y = _Normalize.apply(rows, None, None, eps, x.layout, x.layout.grid.along(axes))[0]
     return _affine(wrap(y.view(x.local.shape), x.layout), weight, bias, tuple(normalized_shape))
 

@@ -35,6 +35,7 @@ SPELLED = {
     "rtruediv": "div",
     "itruediv": "div",
     "floordiv": "floor_divide",
+    "rfloordiv": "floor_divide",
     "and": "bitwise_and",
     "or": "bitwise_or",
     "xor": "bitwise_xor",
@@ -49,7 +50,7 @@ def _is_pointwise(function: Any) -> bool:
         name = name.strip("_")
         names = [name, name[1:] if name[0] in "ir" else name, SPELLED.get(name, name)]
     else:
-        names = [name.removesuffix("_")]
+        names = [name.strip("_")]
     return any(_tagged(known) for known in names if known.isidentifier())
 
 
@@ -134,7 +135,7 @@ def pointwise(function: Any) -> Rule:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         name = getattr(function, "__name__", "")
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
         in_place = in_place or kwargs.get("inplace") is True
         operands = [leaves[i] for i in places]
         if in_place and isinstance(operands[0], SpatialTensor) and operands[0].is_copy:

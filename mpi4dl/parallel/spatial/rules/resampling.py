@@ -88,7 +88,10 @@ def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     x, r = check_image(input, "torch.nn.functional.pixel_shuffle"), upscale_factor
     window = TransposedWindow(r, r)
     reached = reach(x, {axis: window for axis in IMAGE_AXES if x.layout.dims[axis] is not None})
-    y = F.pixel_shuffle(reached.fetch(x.local), r)
+    local = reached.fetch(x.local)
+    *n, c, h, w = local.shape
+    blocks = local.reshape(*n, c // r**2, r, r, h, w).movedim((-4, -3), (-3, -1))  # (N, C, H, r, W, r)
+    y = blocks.reshape(*n, c // r**2, h * r, w * r)  # PyTorch's own fails where a tile has no pixels
     for axis, dim in zip(IMAGE_AXES, (-2, -1), strict=True):
         if x.layout.dims[axis] is not None:
             wanted = reached.output.held[axis]
@@ -102,4 +105,7 @@ def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
     if x.shape[-2] % r or x.shape[-1] % r:
         raise ValueError(f"height and width {tuple(x.shape[-2:])} must be divisible by `downscale_factor` (={r})")
     reached = reach(x, {axis: Window(r, r) for axis in IMAGE_AXES if x.layout.dims[axis] is not None})
-    return wrap(F.pixel_unshuffle(reached.fetch(x.local), r), reached.output)
+    local = reached.fetch(x.local)
+    *n, c, h, w = local.shape
+    blocks = local.reshape(*n, c, h // r, r, w // r, r).movedim((-3, -1), (-4, -3))  # (N, C, r, r, H, W)
+    return wrap(blocks.reshape(*n, c * r**2, h // r, w // r), reached.output)

@@ -36,6 +36,11 @@ def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     return permute(input, order)
 
 
+@register(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def mT(input: SpatialTensor) -> Tensor:
+    return transpose(input, -2, -1)
+
+
 @register(*named("movedim", "moveaxis"))
 def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
     places = torch.empty(tuple(range(2, 2 + input.dim())), device="meta").movedim(source, destination).shape

@@ -1,0 +1,285 @@
+"""Gradients are the sums over the ranks, in buckets that every rank starts in the same order."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator, Pending, collectives
+from mpi4dl.parallel.replicas.reducer import Bucket, Reducer, plan_buckets
+from tests.pool.ranks import Ranks
+
+F64, F32 = torch.float64, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kinds", "limit", "buckets"),
+    [
+        ([], "", 10, ()),
+        ([3], "a", 10, (Bucket((0,), (0,), 3),)),
+        # last first: 4 and 2 share a bucket, 3 would make it 9
+        ([3, 2, 4], "aaa", 8, (Bucket((2, 1), (0, 4), 6), Bucket((0,), (0,), 3))),
+        ([3, 2, 4], "aaa", 9, (Bucket((2, 1, 0), (0, 4, 6), 9),)),
+        # one that is larger than the limit has a bucket to itself, wherever it is
+        ([1, 20, 1], "aaa", 5, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 20), Bucket((0,), (0,), 1))),
+        ([1, 1, 20], "aaa", 5, (Bucket((2,), (0,), 20), Bucket((1, 0), (0, 1), 2))),
+        # a change of kind ends a bucket, and coming back to it begins another
+        ([1, 1, 1, 1], "aabb", 9, (Bucket((3, 2), (0, 1), 2), Bucket((1, 0), (0, 1), 2))),
+        ([1, 1, 1], "aba", 9, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 1), Bucket((0,), (0,), 1))),
+        ([2, 0, 1], "aaa", 3, (Bucket((2, 1, 0), (0, 1, 1), 3),)),
+    ],
+)
+def test_buckets(lengths: list[int], kinds: str, limit: int, buckets: tuple[Bucket, ...]) -> None:
+    assert plan_buckets(lengths, list(kinds), limit) == buckets
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("ab")), max_size=12), st.integers(1, 20))
+def test_buckets_hold_every_parameter_once_without_gaps(parameters: list[tuple[int, str]], limit: int) -> None:
+    lengths, kinds = [length for length, _ in parameters], [kind for _, kind in parameters]
+    buckets = plan_buckets(lengths, list(kinds), limit)
+    assert [i for bucket in buckets for i in bucket.members] == list(reversed(range(len(lengths))))
+    for bucket in buckets:
+        sizes = [lengths[i] for i in bucket.members]
+        assert bucket.offsets == tuple(sum(sizes[:slot]) for slot in range(len(sizes)))
+        assert bucket.length == sum(sizes)
+        assert bucket.length <= limit or len(bucket.members) == 1 or sizes[1:] == [0] * (len(sizes) - 1)
+        assert len({kinds[i] for i in bucket.members}) == 1
+    for first, second in pairwise(buckets):
+        fits = first.length + lengths[second.members[0]] <= limit
+        assert not (fits and kinds[first.members[0]] == kinds[second.members[0]])
+
+
+class Branches(nn.Module):
+    """A trunk, and branches of which each rank may use others. One parameter is frozen, one never takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 3, dtype=F64)
+        self.left = nn.Linear(3, 3, dtype=F64)
+        self.right = nn.Linear(3, 3, dtype=F64)
+        self.head = nn.Linear(3, 2, dtype=F64)
+        self.idle = nn.Parameter(torch.ones(2, dtype=F64))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=F64), requires_grad=False)
+
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        x = self.trunk(x)
+        for name in branches:
+            x = torch.tanh({"l": self.left, "r": self.right}[name](x))
+        return (self.head(x) * self.frozen) ** 2
+
+
+def model_and_images(num_ranks: int) -> tuple[Branches, Tensor]:
+    torch.manual_seed(3)
+    return Branches(), torch.randn(num_ranks, 5, 4, dtype=F64)
+
+
+def reference(images: Tensor, branches: list[str]) -> dict[str, Tensor | None]:
+    """The gradients of the sum of what the ranks compute, by plain autograd in one process."""
+    model, _ = model_and_images(len(images))
+    for image, used in zip(images, branches, strict=True):
+        model(image, used).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    for name, p in model.named_parameters():
+        wanted = expected[name]
+        assert (p.grad is None) == (wanted is None), name
+        if p.grad is not None and wanted is not None:
+            torch.testing.assert_close(p.grad, wanted, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Recording:
+    """Writes down the number of elements of every reduction that a communicator starts, in order."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.lengths: list[int] = []
+        self._reduce = comm.iall_reduce
+        comm.iall_reduce = self.start  # type: ignore[method-assign]
+
+    def start(self, tensor: Tensor, op: str = "sum") -> Pending:
+        self.lengths.append(tensor.numel())
+        return self._reduce(tensor, op)
+
+
+def reduce_branches(comm: Communicator, branches: list[str], bucket_bytes: int) -> tuple[list[int], int]:
+    """Two steps on different images; returns the reductions of a step, and how many began while backward still ran."""
+    model, images = model_and_images(comm.size)
+    reducer = Reducer(model.parameters(), comm, bucket_bytes).attach()
+    recording = Recording(reducer.comm)
+    for step in (0, 1):
+        recording.lengths.clear()
+        reducer.prepare()
+        model(images[comm.rank] + step, branches[comm.rank]).sum().backward()
+        early = len(recording.lengths)
+        reducer.finish()
+        compare(model, reference(images + step, branches))
+        check_views(reducer)
+    return recording.lengths, early
+
+
+def check_views(reducer: Reducer) -> None:
+    for bucket, flat in zip(reducer.buckets, reducer.gradients(), strict=True):
+        for i, offset in zip(bucket.members, bucket.offsets, strict=True):
+            gradient = reducer.parameters[i].grad
+            if gradient is not None:
+                assert gradient.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    "branches",
+    [["l"], ["lr", "lr"], ["lr", "rl"], ["l", "r"], ["", "lr", "l"], ["l", "l", "l"], ["r", "", "rl", "l"]],
+    ids=lambda branches: "-".join(branches),
+)
+def test_gradients_are_the_sum_over_ranks_whichever_branches_each_uses(
+    ranks: Ranks, branches: list[str], bucket_bytes: int
+) -> None:
+    """A parameter that no rank used has no gradient, as in plain PyTorch; the order of reductions is the plan's."""
+    model, _ = model_and_images(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plan = plan_buckets([p.numel() for p in trained], [0] * len(trained), bucket_bytes // 8)
+    results = ranks(len(branches)).run(reduce_branches, branches, bucket_bytes)
+    assert [lengths for lengths, _ in results] == [[b.length + len(b.members) for b in plan]] * len(branches)
+
+
+def overlap(comm: Communicator) -> tuple[int, int]:
+    """How many of a plain chain's reductions began before backward was over, and how many there are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    reducer = Reducer(model.parameters(), comm, bucket_bytes=2 * 9 * 4).attach()
+    recording, seen = Recording(reducer.comm), []
+    model[0].weight.register_hook(lambda gradient: seen.append(len(recording.lengths)))
+    reducer.prepare()
+    model(torch.ones(1, 3)).sum().backward()
+    reducer.finish()
+    return seen[0], len(recording.lengths)
+
+
+def test_full_buckets_are_under_way_while_backward_still_runs(ranks: Ranks) -> None:
+    assert ranks(2).run(overlap) == [(1, 2)] * 2
+
+
+def reduce_beside_other_collectives(comm: Communicator) -> None:
+    """Backward has collectives of its own, as batch normalisation does, while ranks fill their buckets unevenly."""
+    model, images = model_and_images(comm.size)
+    reducer = Reducer(model.parameters(), comm.split(0), bucket_bytes=1).attach()
+    reducer.prepare()
+    x = collectives.all_reduce(model.trunk(images[comm.rank]), comm)
+    x = (model.left if comm.rank == 0 else model.right)(x)
+    x = collectives.all_reduce(x, comm)
+    if comm.rank == 0:
+        x = x + model.idle.sum()
+    x = collectives.all_reduce(x.clone(), comm)
+    (model.head(x) ** 2).sum().backward()
+    reducer.finish()
+
+    plain, _ = model_and_images(comm.size)
+    x = torch.stack([plain.trunk(image) for image in images]).sum(0)
+    parts = [(plain.left if rank == 0 else plain.right)(x) for rank in range(comm.size)]
+    x = comm.size * torch.stack(parts).sum(0) + plain.idle.sum()
+    ((plain.head(x) ** 2).sum() * comm.size).backward()
+    compare(model, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_reductions_do_not_get_between_the_collectives_of_backward(ranks: Ranks) -> None:
+    ranks(3, timeout=15.0).run(reduce_beside_other_collectives)
+
+
+def reduce_existing(comm: Communicator) -> tuple[list[list[float]], bool]:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=F64)) for shape in ((2,), (1, 2), (2,), (2,))]
+    parameters.append(nn.Parameter(torch.zeros(2, dtype=F32)))
+    for i, p in enumerate(parameters):
+        if i != 1 and (i != 2 or comm.rank == 1):
+            p.grad = torch.full_like(p, float(comm.rank + 1 + 10 * i))
+    mine = parameters[0].grad
+    Reducer(parameters, comm, bucket_bytes=32).reduce()
+    found = [[] if p.grad is None else p.grad.flatten().tolist() for p in parameters]
+    return found, parameters[0].grad is mine
+
+
+def test_gradients_that_exist_already_are_summed_in_place(ranks: Ranks) -> None:
+    """The second has none on any rank, the third on one alone."""
+    expected = [[6.0] * 2, [], [22.0] * 2, [96.0] * 2, [126.0] * 2]
+    assert ranks(3).run(reduce_existing) == [(expected, True)] * 3
+
+
+def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
+    model, images = model_and_images(comm.size)
+    other = nn.Linear(2, 2)
+    model.register_module("other", other)
+    reducer = Reducer(model.parameters(), comm, bucket_bytes=100).attach()
+    reducer.prepare()
+    loss = model(images[comm.rank], "lr")
+    (loss.sum() + other(loss.float()).sum()).backward()
+    reducer.finish()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    plain = torch.stack([g.double().norm() for g in before.values()]).norm()
+    norm = reducer.norm()
+    torch.testing.assert_close(norm, float(plain), rtol=1e-12, atol=0.0)
+    reducer.scale(0.25)
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (name not in before)
+        assert p.grad is None or torch.equal(p.grad, before[name] * 0.25)
+    torch.testing.assert_close(reducer.norm(), float(plain) / 4, rtol=1e-12, atol=0.0)
+    return norm, len({p.dtype for p in reducer.parameters}) == 2
+
+
+def test_norm_and_scale_are_those_of_the_whole_gradient_alike_on_all_ranks(ranks: Ranks) -> None:
+    results = ranks(3).run(norm_and_scale)
+    assert results == [results[0]] * 3
+    assert results[0][0] > 0
+    assert results[0][1]
+
+
+def reduce_low_precision(comm: Communicator) -> list[float]:
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    reducer = Reducer([p], comm).attach()
+    reducer.prepare()
+    (p * (256.0 if comm.rank == 0 else 1.0)).sum().backward()
+    reducer.finish()
+    assert p.grad is not None
+    assert p.grad.dtype == torch.bfloat16
+    return p.grad.tolist()
+
+
+def test_low_precision_gradients_round_once(ranks: Ranks) -> None:
+    """256 + 1 + 1 + 1 = 259, of which bfloat16's neighbours are 258 and 260; added one by one it would stay 256."""
+    assert ranks(4).run(reduce_low_precision) == [[260.0, 260.0]] * 4
+
+
+def backward_without_prepare(comm: Communicator) -> float:
+    """An attached reducer leaves a backward pass that it was not prepared for alone."""
+    p = nn.Parameter(torch.ones(()))
+    reducer = Reducer([p], comm).attach()
+    (p * (comm.rank + 1)).backward()
+    assert p.grad is not None
+    plain = copy.copy(float(p.grad))
+    reducer.prepare()
+    (p * 10).backward()
+    reducer.finish()
+    assert float(p.grad) == 10.0 * comm.size
+    (p * 1).backward()
+    assert float(p.grad) == 10.0 * comm.size + 1
+    return plain
+
+
+def test_only_a_prepared_backward_is_reduced(ranks: Ranks) -> None:
+    assert ranks(2).run(backward_without_prepare) == [1.0, 2.0]
+
+
+def reduce_nothing(comm: Communicator) -> float:
+    reducer = Reducer([nn.Parameter(torch.ones(2), requires_grad=False)], comm).attach()
+    reducer.prepare()
+    reducer.finish()
+    reducer.scale(2.0)
+    reducer.reduce()
+    return reducer.norm()
+
+
+def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(ranks: Ranks) -> None:
+    assert ranks(2).run(reduce_nothing) == [0.0, 0.0]

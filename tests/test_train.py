@@ -1,0 +1,236 @@
+"""mpi4dl.train: a run records itself, repeats itself, and is the same for every plan."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import Batch, Loader, Share
+from mpi4dl.geometry import Interval
+from mpi4dl.runtime import build
+from mpi4dl.runtime.config import Config, parse
+from mpi4dl.train import train
+from tests.commands import TRAIN, read_metrics, train_command, write_images
+from tests.pool.job import Finished
+from tests.pool.ranks import ROOT, Ranks
+
+RUN = (
+    "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
+    "--val-fraction 0.3 --log-interval 2 --lr 0.02 --optimizer-options momentum=0.9 --jitter 0.2 --random-crop "
+    "--scheduler ExponentialLR --scheduler-options gamma=0.5"
+).split()
+TILES_2x2 = ("--tiles", "2x2")
+SINGLE = 1e-4
+STEP_LINE = (
+    r"step \d+  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  peak memory \d+ MiB"
+)
+VALIDATION_LINE = r"step \d+  epoch [12]  validation loss [\d.]+  accuracy [\d.]+ %"
+
+
+class Recorded(NamedTuple):
+    """A run under mpirun: how the job ended, the flags without those of its plan and folder, and the folder."""
+
+    job: Finished
+    flags: tuple[str, ...]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """18 images, of which 6 validate: 3 steps of 4 images in each of 2 epochs, and a last batch of 2."""
+    images = write_images(tmp_path_factory.mktemp("images") / "pictures", count=9)
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    flags = (*RUN, "--images", str(images))
+    return Recorded(train_command(4, *flags, *TILES_2x2, "--run-folder", str(folder)), flags, folder)
+
+
+def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
+    job, _, folder = recorded
+    assert (job.code, job.stderr) == (0, "")
+    title, *lines, done = job.stdout.splitlines()
+    assert title == (
+        "small_resnet, 45,122 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
+    )
+    kinds = [re.sub(r"\d.*", "", line.split("epoch")[1][4:]).strip() for line in lines]
+    assert kinds == ["loss", "loss", "validation loss"] * 2
+    assert all(re.fullmatch(VALIDATION_LINE if "validation" in line else STEP_LINE, line) for line in lines)
+    assert re.fullmatch(rf"done: validation accuracy [\d.]+ %, 6 steps in \d+ s; see {folder}", done)
+
+
+def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
+    job, flags, folder = recorded
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
+    logs = [f"log-rank{rank}.txt" for rank in range(4)]
+    assert names == sorted(["config.toml", "metrics.jsonl", "model.safetensors", "versions.json", *logs])
+    versions = json.loads((folder / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__
+    assert versions["mpi"]
+    assert versions["command"][3:] == [*flags, *TILES_2x2, "--run-folder", str(folder)]
+    log = (folder / "log-rank0.txt").read_text()
+    assert all(f"INFO mpi4dl: {line}\n" in log for line in job.stdout.splitlines())
+    metrics = read_metrics(folder)
+    assert [(m["phase"], m["step"], m["epoch"]) for m in metrics] == [
+        ("train", 2, 1), ("train", 3, 1), ("validation", 3, 1), ("train", 5, 2), ("train", 6, 2), ("validation", 6, 2),
+    ]  # fmt: skip
+    for m in metrics:
+        assert m["phase"] == "validation" or (
+            m["images_per_second"] > 0
+            and 0 <= m["data_wait"] <= 1
+            and 0 < m["comm_wait"] < 1
+            and m["peak_memory_bytes"] > 0
+        )
+
+
+def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) -> None:
+    events = EventAccumulator(str(recorded.folder))
+    events.Reload()
+    for metric in read_metrics(recorded.folder):
+        for name in metric.keys() - {"phase", "step"}:
+            found = {e.step: e.value for e in events.Scalars(f"{metric['phase']}/{name}")}
+            assert found[metric["step"]] == pytest.approx(metric[name])
+    (samples,) = events.Images("samples")
+    shown = np.asarray(PIL.Image.open(io.BytesIO(samples.encoded_image_string)))
+    first = next(whole_batches(parse(recorded.flags), 0)).tile * 0.25 + 0.5
+    assert shown.shape == (70, 4 * 62, 3)
+    expected = (first.clamp(0, 1) * 255).permute(2, 0, 3, 1).reshape(shown.shape).numpy()
+    assert np.abs(shown - expected).max() <= 1.01
+
+
+def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator[Batch]:
+    """The batches of one process that reads whole images."""
+    datasets = build.build_datasets(config)
+    views = build.build_views(config, 3)
+    height, width = config.data.image_size
+    share = Share(Interval(0, height), Interval(0, width))
+    which, options = (0, {"shuffle": True, "drop_last": True}) if training else (1, {})
+    batch_size, seed = config.data.batch_size, config.training.seed
+    yield from Loader(datasets[which], views[which], batch_size, share, seed=seed, **options).epoch(epoch)
+
+
+def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
+    """Loss and accuracy of a plain model."""
+    model.eval()
+    total, correct, count = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in whole_batches(config, 0, training=False):
+            outputs = model(batch.tile)
+            total += float(F.cross_entropy(outputs, batch.labels, reduction="sum"))
+            correct += int((outputs.argmax(1) == batch.labels).sum())
+            count += len(batch.labels)
+    return total / count, correct / count
+
+
+def plain_run(flags: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What the run reports of losses and accuracies, by a plain PyTorch loop."""
+    config = parse(flags)
+    model = build.build_model(config, 2)
+    optimizer = build.build_optimizer(config, model)
+    found: list[dict[str, Any]] = []
+    for epoch in range(config.training.epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * 0.5**epoch
+        model.train()
+        losses: list[Tensor] = []
+        for batch in whole_batches(config, epoch):
+            optimizer.zero_grad()
+            losses.append(F.cross_entropy(model(batch.tile), batch.labels))
+            losses[-1].backward()
+            optimizer.step()
+        values = [float(loss.detach()) for loss in losses]
+        found += [{"loss": sum(values[:2]) / 2}, {"loss": values[2]}]
+        loss, accuracy = validate(model, config)
+        found.append({"loss": loss, "accuracy": accuracy})
+    return found
+
+
+def assert_same_numbers(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for found, known in zip(metrics, expected, strict=True):
+        assert {name: found[name] for name in known} == pytest.approx(known, rel=SINGLE)
+
+
+def test_the_run_is_the_run_of_a_plain_pytorch_loop(recorded: Recorded) -> None:
+    assert_same_numbers(read_metrics(recorded.folder), plain_run(recorded.flags))
+
+
+def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
+    config = parse(recorded.flags)
+    torch.manual_seed(99)
+    model = build.models.build("small_resnet", 2, num_filters=8)
+    assert load_model(model, recorded.folder / "model.safetensors") == (set(), [])
+    loss, accuracy = validate(model, config)
+    last = read_metrics(recorded.folder)[-1]
+    assert (last["loss"], last["accuracy"]) == pytest.approx((loss, accuracy), rel=SINGLE)
+
+
+@pytest.mark.parametrize("plan", ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3"])
+def test_every_plan_gives_the_same_numbers(ranks: Ranks, recorded: Recorded, tmp_path: Path, plan: str) -> None:
+    config = parse(plan.split()).parallel
+    num_ranks = config.tiles[0] * config.tiles[1] * config.data
+    ranks(num_ranks).run(train, [*recorded.flags, *plan.split(), "--run-folder", str(tmp_path / "run")])
+    assert_same_numbers(read_metrics(tmp_path / "run"), [
+        {name: m[name] for name in ("loss", "accuracy") if name in m} for m in read_metrics(recorded.folder)
+    ])  # fmt: skip
+
+
+def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
+    ranks: Ranks, recorded: Recorded, tmp_path: Path
+) -> None:
+    file = recorded.folder / "config.toml"
+    assert parse(["--config", str(file)]) == parse([*recorded.flags, *TILES_2x2, "--run-folder", str(recorded.folder)])
+    ranks(4).run(train, ["--config", str(file), "--run-folder", str(tmp_path / "run")])
+    assert [m["loss"] for m in read_metrics(tmp_path / "run")] == [m["loss"] for m in read_metrics(recorded.folder)]
+    weights = "model.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (recorded.folder / weights).read_bytes()
+
+
+def test_help_starts_neither_mpi_nor_torch() -> None:
+    program = (
+        "import sys; from mpi4dl.train import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "print(sorted({'mpi4py', 'mpi4py.MPI', 'torch', 'torchvision', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
+    assert "--tiles RxC" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_printed_configuration_is_read_back(tmp_path: Path) -> None:
+    flags = ["--tiles", "1x2", "--lr", "0.3", "--model-options", "pool=max", "--no-flip"]
+    job = train_command(2, *flags, "--print-config")
+    assert (job.code, job.stderr) == (0, "")
+    assert job.stdout.count("[model]") == 1
+    (tmp_path / "run.toml").write_text(job.stdout)
+    assert parse(["--config", str(tmp_path / "run.toml")]) == parse(flags)
+
+
+def test_a_dry_run_says_what_training_would_take_and_trains_nothing(recorded: Recorded, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = train_command(4, *recorded.flags, *TILES_2x2, "--run-folder", str(folder), "--dry-run")
+    assert (job.code, job.stderr) == (0, "")
+    title, head, *lines = job.stdout.splitlines()
+    assert title == recorded.job.stdout.splitlines()[0]
+    assert re.match(r"module +operator +output +halo bytes +messages", head)
+    stem = next(line for line in lines if line.startswith("stem.0"))
+    halo_bytes, messages = stem.split()[3:5]
+    assert int(halo_bytes.replace(",", "")) > 0
+    assert int(messages) == 3
+    memory = next(line for line in lines if line.startswith("memory of a rank: "))
+    assert "parameters 0.2 MiB, gradients 0.2 MiB, optimizer 0.2 MiB, activations at most " in memory
+    assert lines[-1] == "dry run: 6 steps were not made"
+    assert not folder.exists()

@@ -1,0 +1,66 @@
+"""mpi4dl.train: however a run ends before its time, no rank is left waiting."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpi4dl.comm import Communicator
+from mpi4dl.train import train
+from tests.commands import TINY, read_metrics, refusal, truncate, write_images
+from tests.pool.job import Finished, mpirun
+from tests.pool.ranks import Ranks
+
+FAILING_STEP = """
+import os, signal, time
+from mpi4dl import engine, train
+
+step = engine.Engine.step
+
+def third_is_fatal(self, *arguments):
+    if self.num_steps == 2 and self.comm.rank == 1:
+        {action}
+    return step(self, *arguments)
+
+engine.Engine.step = third_is_fatal
+train.main()
+"""
+SOON_SECONDS = 30.0
+
+
+def failing(action: str, folder: Path, *flags: str) -> Finished:
+    """A run of 2 ranks, of which one meets its fate at the third step."""
+    plan = ("--tiles", "1x2", "--run-folder", str(folder), "--log-interval", "1", "--max-steps", "100")
+    return mpirun(2, "-c", FAILING_STEP.format(action=action), *TINY, *plan, *flags)
+
+
+def steps_said(job: Finished) -> list[str]:
+    return re.findall(r"^step (\d+)  epoch 1  loss", job.stdout, re.MULTILINE)
+
+
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    job = failing("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert job.code != 0
+    assert steps_said(job) == ["1", "2"]
+    assert job.seconds < SOON_SECONDS
+
+
+def test_a_rank_that_raises_ends_the_job_and_says_why_once(tmp_path: Path) -> None:
+    job = failing("raise RuntimeError('no such luck')", tmp_path)
+    assert job.code == 1
+    assert steps_said(job) == ["1", "2"]
+    assert job.stderr.count("[rank 1 of 2] Traceback (most recent call last)") == 1
+    assert job.stderr.count("RuntimeError: no such luck") == 1
+    assert job.stderr.count("Traceback") == 1
+    assert "in third_is_fatal" in job.stderr
+    assert job.seconds < SOON_SECONDS
+    assert "RuntimeError: no such luck" in (tmp_path / "log-rank1.txt").read_text()
+
+
+def test_a_run_that_is_stuck_ends_and_shows_where(tmp_path: Path) -> None:
+    job = failing("time.sleep(1000)", tmp_path, "--hang-timeout", "3")
+    assert job.code != 0
+    assert steps_said(job) == ["1", "2"]
+    assert "Timeout (0:00:03)!" in job.stderr
+    assert "in third_is_fatal" in job.stderr or "in wait" in job.stderr
+    assert job.seconds < SOON_SECONDS
