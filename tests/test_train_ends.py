@@ -3,13 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
-from mpi4dl.comm import Communicator
-from mpi4dl.train import train
-from tests.commands import TINY, read_metrics, refusal, truncate, write_images
+from tests.commands import TINY
 from tests.pool.job import Finished, mpirun
-from tests.pool.ranks import Ranks
 
 FAILING_STEP = """
 import os, signal, time

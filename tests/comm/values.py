@@ -50,6 +50,7 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "with an offset", flat[3:].view(x.shape)
     if x.is_complex():
         yield "conjugate", x.conj().resolve_conj().conj()
+        yield "negated", torch._neg_view(-x)
 
 
 class Counting:

@@ -98,7 +98,7 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--fit stretch", "--fit is 'stretch', but must be one of auto, resize, crop"),
         ("--tiles 4", "--tiles is '4', but must be a grid such as 2x2 (rows x columns)"),
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
-        ("--val-fraction 1", "--val-fraction is '1', but must be a number of at least 0 and less than 1"),
+        ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
         ("--lr -1", "--lr is '-1', but must be a number of at least 0"),
         ("--lr", "argument --lr: expected one argument; --help lists every flag"),
         ("--config none.toml", "--config none.toml: No such file or directory"),
