@@ -1,261 +1,185 @@
-"""How GPU tensors travel is decided by what MPI claims and a child process proves; on a GPU, both ways are tried."""
+"""How GPU tensors travel: decided from what MPI claims, what a test proves, and what the user asked for."""
 
-import time
+import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mpi4dl.comm import Communicator, gpu
-from tests.comm.values import DTYPES, layouts, whole_numbers
 from tests.pool.ranks import Ranks
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+class OtherRanks:
+    """A communicator on which the other ranks answer `others`, in the order in which they are asked."""
 
-class Ranked:
-    """The answers of several ranks to the calls of `decide`, in order, for a rank that answers like the first."""
-
-    def __init__(self, *others: list[bool]) -> None:
+    def __init__(self, *others: bool) -> None:
         self.others = list(others)
         self.asked: list[bool] = []
 
     def allgather(self, mine: bool) -> list[bool]:
         self.asked.append(mine)
-        return [mine, *(self.others.pop(0) if self.others else [True])]
+        return [mine, self.others[len(self.asked) - 1] if self.others else True]
 
 
-class Machine:
-    """A machine with or without GPUs, an MPI that claims something, and a proof that succeeds or fails."""
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Whether there is a GPU, what MPI claims, and whether the proof succeeds; `proofs` counts how often it was run."""
+    state = SimpleNamespace(gpu=True, claim="MPIX_Query_cuda_support", proof=True, proofs=0)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, available: bool, claim: str | None, proved: bool) -> None:
-        self.num_proofs = 0
-        self.proved = proved
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-        monkeypatch.setattr(gpu, "claims", lambda comm: claim)
-        monkeypatch.setattr(gpu, "proves", self.proves)
+    def proves() -> bool:
+        state.proofs += 1
+        return state.proof
 
-    def proves(self) -> bool:
-        self.num_proofs += 1
-        return self.proved
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: state.gpu)
+    monkeypatch.setattr(gpu, "claims", lambda comm: state.claim)
+    monkeypatch.setattr(gpu, "proves", proves)
+    return state
 
 
-@pytest.mark.parametrize(
-    ("available", "claim", "proved", "decision", "num_proofs"),
-    [
-        (False, "an MPI", True, ("staged", "no GPU on every rank"), 0),
-        (True, None, True, ("staged", "this MPI does not claim to be CUDA-aware"), 0),
-        (True, "an MPI", False, ("staged", "an MPI says CUDA-aware, but the self-test failed"), 1),
-        (True, "an MPI", True, ("direct", "an MPI says CUDA-aware, and the self-test proved it"), 1),
-    ],
-)
-def test_direct_needs_a_gpu_a_claim_and_a_proof(
-    monkeypatch: pytest.MonkeyPatch,
-    available: bool,
-    claim: str | None,
-    proved: bool,
-    decision: tuple[str, str],
-    num_proofs: int,
+def decide(others: OtherRanks, local_rank: int = 0, asked: str = "auto") -> tuple[str, str]:
+    return gpu.decide(others, local_rank, asked)  # type: ignore[arg-type]
+
+
+def test_a_claim_that_is_proved_is_direct(machine: SimpleNamespace) -> None:
+    assert decide(OtherRanks()) == (
+        "direct",
+        "MPIX_Query_cuda_support says CUDA-aware, and the self-test proved it",
+    )
+    assert machine.proofs == 1
+
+
+def test_a_claim_that_fails_the_proof_is_staged(machine: SimpleNamespace) -> None:
+    machine.proof = False
+    assert decide(OtherRanks()) == ("staged", "MPIX_Query_cuda_support says CUDA-aware, but the self-test failed")
+
+
+def test_without_a_claim_or_a_gpu_nothing_is_tried(machine: SimpleNamespace) -> None:
+    machine.claim = None
+    assert decide(OtherRanks()) == ("staged", "this MPI does not claim to be CUDA-aware")
+    machine.gpu = False
+    assert decide(OtherRanks()) == ("staged", "no GPU on every rank")
+    assert machine.proofs == 0
+
+
+@pytest.mark.parametrize("others", [(False,), (True, False), (True, True, False)])
+def test_all_ranks_agree_on_staged_if_one_of_them_cannot_do_direct(
+    machine: SimpleNamespace, others: tuple[bool, ...]
 ) -> None:
-    machine = Machine(monkeypatch, available, claim, proved)
-    comm: Any = Ranked()
-    assert gpu.decide(comm, 0) == decision
-    assert machine.num_proofs == num_proofs
+    ranks = OtherRanks(*others)
+    assert decide(ranks)[0] == "staged"
+    assert len(ranks.asked) == len(others)
+
+
+def test_one_rank_of_a_machine_runs_the_proof_for_all(machine: SimpleNamespace) -> None:
+    assert decide(OtherRanks(), local_rank=1)[0] == "direct"
+    assert machine.proofs == 0
 
 
 @pytest.mark.parametrize("asked", ["direct", "staged"])
-def test_a_forced_way_is_taken_without_a_look(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    machine = Machine(monkeypatch, False, None, False)
-    comm: Any = Ranked()
-    assert gpu.decide(comm, 0, asked) == (asked, "forced")
-    assert (comm.asked, machine.num_proofs) == ([], 0)
+def test_what_was_asked_for_is_done_without_a_test(machine: SimpleNamespace, asked: str) -> None:
+    machine.gpu = False
+    assert decide(OtherRanks(), asked=asked) == (asked, "forced")
+    assert machine.proofs == 0
 
 
-@pytest.mark.parametrize(
-    ("others", "why"),
-    [
-        (([False],), "no GPU on every rank"),
-        (([True], [False]), "this MPI does not claim to be CUDA-aware"),
-        (([True], [True], [False]), "an MPI says CUDA-aware, but the self-test failed"),
-    ],
-)
-def test_one_rank_that_cannot_decides_for_all(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[list[bool], ...], why: str
-) -> None:
-    Machine(monkeypatch, True, "an MPI", True)
-    comm: Any = Ranked(*others)
-    assert gpu.decide(comm, 0) == ("staged", why)
+def test_another_word_is_refused(machine: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="gpu wire is 'fast', but must be one of auto, direct, staged"):
+        decide(OtherRanks(), asked="fast")
 
 
-def test_one_rank_of_each_machine_runs_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, True, "an MPI", False)
-    comm: Any = Ranked()
-    assert gpu.decide(comm, local_rank=1)[0] == "direct"
-    assert machine.num_proofs == 0
+class Info(dict[str, str]):
+    """MPI's information about a communicator."""
 
-
-def test_an_unknown_way_is_refused() -> None:
-    comm: Any = Ranked()
-    with pytest.raises(ValueError, match=r"gpu wire is 'fast', but must be one of auto, direct, staged"):
-        gpu.decide(comm, 0, "fast")
-
-
-@pytest.mark.parametrize(
-    ("program", "proved"),
-    [
-        ("print('proved')", True),
-        ("print('something else')", False),
-        ("raise SystemExit('no device')", False),
-        ("print('proved', flush=True); import os; os.abort()", False),
-    ],
-)
-def test_only_a_child_that_ends_well_proves_it(monkeypatch: pytest.MonkeyPatch, program: str, proved: bool) -> None:
-    monkeypatch.setattr(gpu, "PROOF", program)
-    assert gpu.proves() is proved
-
-
-def test_a_child_that_hangs_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PROOF", "print('proved', flush=True); import time; time.sleep(60)")
-    monkeypatch.setattr(gpu, "PROOF_SECONDS", 0.5)
-    begin = time.monotonic()
-    assert gpu.proves() is False
-    assert time.monotonic() - begin < 10
-
-
-@pytest.mark.parametrize("name", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID"])
-def test_the_child_does_not_take_itself_for_a_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("KEPT", "yes")
-    monkeypatch.setattr(
-        gpu, "PROOF", f"import os; assert {name!r} not in os.environ; print(os.environ['KEPT'] + ' proved')"
-    )
-    assert gpu.proves() is True
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_proof_fails_without_a_gpu() -> None:
-    assert gpu.proves() is False
-
-
-class Info:
-    """What an MPI library says of its communicators."""
-
-    def __init__(self, kinds: str | None) -> None:
-        self.kinds = kinds
-
-    def Get(self, key: str) -> str | None:
-        assert key == "mpi_memory_alloc_kinds"
-        return self.kinds
+    Get = dict.get
 
     def Free(self) -> None:
-        pass
+        self["freed"] = "yes"
 
 
-class Informed:
-    """A communicator with that information."""
-
-    def __init__(self, kinds: str | None) -> None:
-        self.kinds = kinds
-
-    def Get_info(self) -> Info:
-        return Info(self.kinds)
+def claimed(monkeypatch: pytest.MonkeyPatch, library: Any, **kinds: str) -> str | None:
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: library)
+    info = Info(kinds)
+    found = gpu.claims(SimpleNamespace(Get_info=lambda: info))  # type: ignore[arg-type]
+    assert info["freed"] == "yes"
+    return found
 
 
-class Library:
-    """An MPI library with none of the functions that tell of CUDA."""
+def gpu_query(answer: int, code: int = 0) -> Any:
+    def query(kind: int, supported: Any) -> int:
+        supported._obj.value = answer if kind == 0 else 0
+        return code
 
-    def __init__(self, name: None) -> None:
-        pass
-
-
-class OpenMPI(Library):
-    """One that tells."""
-
-    def MPIX_Query_cuda_support(self) -> int:
-        return 1
+    return SimpleNamespace(MPIX_GPU_query_support=query)
 
 
-class UnawareOpenMPI(Library):
-    """One that tells that it is not."""
-
-    def MPIX_Query_cuda_support(self) -> int:
-        return 0
-
-
-class MPICH(Library):
-    """One that tells by writing to its argument."""
-
-    def MPIX_GPU_query_support(self, kind: int, supported: Any) -> int:
-        assert kind == 0
-        supported._obj.value = 1
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("kinds", "library", "variables", "claim"),
-    [
-        (None, Library, {}, None),
-        ("system", UnawareOpenMPI, {}, None),
-        ("system,mpi,cuda:host", Library, {}, "mpi_memory_alloc_kinds"),
-        (None, OpenMPI, {}, "MPIX_Query_cuda_support"),
-        (None, MPICH, {}, "MPIX_GPU_query_support"),
-        (None, Library, {"MV2_USE_CUDA": "1"}, "MV2_USE_CUDA"),
-        (None, Library, {"MPICH_GPU_SUPPORT_ENABLED": "1", "MV2_USE_CUDA": "0"}, "MPICH_GPU_SUPPORT_ENABLED"),
-        (None, Library, {"MVP_USE_CUDA": ""}, None),
-    ],
-)
-def test_every_library_claims_in_its_own_way(
-    monkeypatch: pytest.MonkeyPatch,
-    kinds: str | None,
-    library: type[Library],
-    variables: dict[str, str],
-    claim: str | None,
-) -> None:
+def test_claims_are_found_where_each_mpi_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in gpu.CLAIMING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(gpu.ctypes, "CDLL", library)
-    comm: Any = Informed(kinds)
-    assert gpu.claims(comm) == claim
+    nothing = SimpleNamespace()
+    assert claimed(monkeypatch, nothing) is None
+    assert claimed(monkeypatch, nothing, mpi_memory_alloc_kinds="mpi,system") is None
+    assert claimed(monkeypatch, nothing, mpi_memory_alloc_kinds="mpi,system,cuda:device") == "mpi_memory_alloc_kinds"
+    assert claimed(monkeypatch, SimpleNamespace(MPIX_Query_cuda_support=lambda: 0)) is None
+    assert claimed(monkeypatch, SimpleNamespace(MPIX_Query_cuda_support=lambda: 1)) == "MPIX_Query_cuda_support"
+    assert claimed(monkeypatch, gpu_query(0)) is None
+    assert claimed(monkeypatch, gpu_query(1, code=1)) is None
+    assert claimed(monkeypatch, gpu_query(1)) == "MPIX_GPU_query_support"
+    monkeypatch.setenv("MV2_USE_CUDA", "0")
+    assert claimed(monkeypatch, nothing) is None
+    monkeypatch.setenv("MV2_USE_CUDA", "1")
+    assert claimed(monkeypatch, nothing) == "MV2_USE_CUDA"
 
 
-def choose(comm: Communicator) -> tuple[tuple[str, str], str, str]:
-    decision = comm.choose_gpu_wire("direct")
-    return decision, comm.gpu_wire, comm.split(0).gpu_wire
+def ask_the_real_mpi(comm: Communicator) -> tuple[str | None, tuple[str, str]]:
+    return gpu.claims(comm.mpi), comm.choose_gpu_wire()
 
 
-def test_a_communicator_keeps_the_choice_and_hands_it_on(ranks: Ranks) -> None:
-    assert ranks(2).run(choose) == [(("direct", "forced"), "direct", "direct")] * 2
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_installed_mpi_claims_nothing_and_is_staged(ranks: Ranks) -> None:
+    assert ranks(2).run(ask_the_real_mpi) == [(None, ("staged", "no GPU on every rank"))] * 2
 
 
-def round_trip(comm: Communicator, wire: str) -> str:
-    if wire == "direct" and comm.choose_gpu_wire()[0] != "direct":
-        return comm.choose_gpu_wire()[1]
+def split_after_choosing(comm: Communicator, asked: str) -> tuple[str, str]:
+    comm.choose_gpu_wire(asked)
+    return comm.gpu_wire, comm.split(0).gpu_wire
+
+
+def test_communicators_split_off_inherit_the_choice(ranks: Ranks) -> None:
+    assert ranks(2).run(split_after_choosing, "direct") == [("direct", "direct")] * 2
+
+
+def test_the_proof_fails_where_there_is_no_gpu_or_the_child_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(env)
+        if len(seen) == 2:
+            raise subprocess.TimeoutExpired(command, 60)
+        return subprocess.CompletedProcess(
+            command, (0, 0, -11)[len(seen) - 1], ("proved\n", "", "proved\n")[len(seen) - 1]
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("HOME", "/root")
+    assert [gpu.proves() for _ in range(3)] == [True, False, False]
+    assert all("PMI_RANK" not in environment and environment["HOME"] == "/root" for environment in seen)
+
+
+def send_from_the_gpu(comm: Communicator, wire: str) -> list[float]:
     comm.choose_gpu_wire(wire)
-    device, other = comm.node.device("cuda"), 1 - comm.rank
-    for dtype in DTYPES:
-        shape = (4, 2, 3, 2)
-        expected = whole_numbers(other, dtype, shape).to(device)
-        for name, mine in layouts(whole_numbers(comm.rank, dtype, shape).to(device)):
-            target = torch.zeros(shape, dtype=dtype, device=device).transpose(0, 3).contiguous().transpose(0, 3)
-            receiving = comm.irecv(target, other)
-            comm.isend(mine, other).wait()
-            receiving.wait()
-            assert torch.equal(target, expected), (dtype, name)
-            gathered = comm.all_gather(mine)
-            assert gathered.device == device
-            assert torch.equal(gathered[other], expected), (dtype, name)
-            comm.broadcast(mine, 1)
-            comm.all_reduce(mine, "sum")
-            twice = whole_numbers(1, dtype, shape).to(device)
-            assert torch.equal(mine, twice if dtype is torch.bool else twice + twice), (dtype, name)
-    return ""
+    device = torch.device("cuda", 0)
+    x = torch.full((300, 200), float(comm.rank), device=device).mT
+    into = torch.zeros(200, 300, device=device)
+    pending = comm.irecv(into, 1 - comm.rank)
+    comm.send(x, 1 - comm.rank)
+    pending.wait()
+    return [float(into.mean()), float(comm.all_reduce(x.clone()).mean()), float(comm.all_gather(x).mean())]
 
 
-@needs_gpu
-@pytest.mark.parametrize("wire", ["staged", "direct"])
-def test_gpu_tensors_arrive_as_they_were_sent(ranks: Ranks, wire: str) -> None:
-    for why in ranks(2).run(round_trip, wire):
-        if why:
-            pytest.skip(why)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("wire", ["auto", "staged"])
+def test_gpu_tensors_arrive(ranks: Ranks, wire: str) -> None:
+    assert ranks(2).run(send_from_the_gpu, wire) == [[1.0, 1.0, 0.5], [0.0, 1.0, 0.5]]

@@ -1,4 +1,4 @@
-"""A rank that fails ends the whole job, soon, with its traceback shown once; ranks that agree to stop show no traceback.
+"""A rank that fails ends the whole job, soon, with one traceback; ranks that agree to stop show none.
 
 Without the guard every one of these jobs hangs, since the other ranks wait in MPI for the one that left.
 """

@@ -44,7 +44,7 @@ def test_ranks_that_wait_in_a_barrier_do_not_outlive_one_that_fails(num_ranks: i
     )
     assert job.code != 0
     assert seconds < SECONDS
-    assert job.stderr.count("the failing line") == 2 * ("KeyError" in failure)  # the line in the trace, and its error
+    assert job.stderr.count("the failing line") == ("KeyError" in failure)
 
 
 def test_a_watchdog_that_is_fed_leaves_slow_ranks_alone() -> None:
@@ -61,7 +61,7 @@ watchdog.stop()
     assert seconds > 1.5
 
 
-def test_a_caught_sys_exit_does_not_count() -> None:
+def test_leaving_a_thread_by_sys_exit_ends_that_thread_alone() -> None:
     main = """
 import threading
 thread = threading.Thread(target=sys.exit, args=(3,))

@@ -1,7 +1,9 @@
-"""A rank's place on its machine: how it waits, how many threads it takes, which GPU it gets."""
+"""What a machine's ranks share: cores, GPUs, and a wait that lets the others run where there are more ranks than cores."""
 
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,115 +13,114 @@ from mpi4dl.comm.node import Node
 from tests.pool.ranks import Ranks
 
 
-def look_around(comm: Communicator) -> tuple[int, int, int, int, set[int]]:
+def describe(comm: Communicator) -> tuple[int, int, int, int]:
     node = Node.of(comm.mpi)
-    return node.local_rank, node.local_size, node.cores, node.threads, os.sched_getaffinity(0)
+    return node.local_rank, node.local_size, node.cores, node.threads
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_ranks_of_a_machine_share_its_cores(ranks: Ranks, num_ranks: int) -> None:
-    places = ranks(num_ranks).run(look_around)
-    cores = len(set().union(*(affinity for *_, affinity in places)))
-    assert [(rank, size) for rank, size, *_ in places] == [(rank, num_ranks) for rank in range(num_ranks)]
-    for _, _, seen, threads, affinity in places:
-        assert seen == cores
-        assert threads == max(1, min(len(affinity), cores // num_ranks))
+def test_the_ranks_of_a_machine_know_their_place_and_share_its_cores(ranks: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for n in (1, 3, 4):
+        assert ranks(n).run(describe) == [(rank, n, cores, max(1, cores // n)) for rank in range(n)]
 
 
-@pytest.mark.parametrize(("local_size", "oversubscribed"), [(1, False), (2, False), (3, True)])
-def test_more_ranks_than_cores_oversubscribe_a_machine(local_size: int, oversubscribed: bool) -> None:
-    assert Node(0, local_size, cores=2, threads=1).oversubscribed is oversubscribed
+def describe_bound(comm: Communicator) -> tuple[int, int, bool]:
+    """Every rank bound to a core of its own, as a cluster's launcher does, or all to the first one."""
+    allowed = sorted(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(0, {allowed[comm.rank % 2 % len(allowed)]})
+        node = Node.of(comm.mpi)
+        return node.cores, node.threads, node.oversubscribed
+    finally:
+        os.sched_setaffinity(0, set(allowed))
 
 
-def test_pytorch_takes_this_ranks_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    Node(1, 2, cores=6, threads=3).share_cores()
-    assert asked == [3]
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
+def test_ranks_bound_to_cores_use_those(ranks: Ranks) -> None:
+    assert ranks(2).run(describe_bound) == [(2, 1, False)] * 2
+    assert ranks(4).run(describe_bound) == [(2, 1, True)] * 4
 
 
-class FakeGpus:
-    """What torch.cuda answers on a machine with `count` GPUs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        self.current: torch.device | None = None
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
-
-    def set_device(self, device: torch.device) -> None:
-        self.current = device
+@pytest.mark.parametrize(("size", "cores", "expected"), [(2, 4, False), (4, 4, False), (5, 4, True), (1, 1, False)])
+def test_more_ranks_than_cores_is_oversubscribed(size: int, cores: int, expected: bool) -> None:
+    assert Node(0, size, cores, 1).oversubscribed is expected
 
 
-@pytest.mark.parametrize("kind", ["auto", "cuda"])
-def test_ranks_take_gpus_in_turn_and_share_them_where_they_are_fewer(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    gpus, chosen = FakeGpus(monkeypatch, 2), []
-    for local_rank in range(5):
-        chosen.append(Node(local_rank, 5, 8, 1).device(kind))
-        assert gpus.current == chosen[-1]
-    assert chosen == [torch.device("cuda", index) for index in (0, 1, 0, 1, 0)]
+def test_threads_are_shared_out() -> None:
+    before = torch.get_num_threads()
+    try:
+        Node(0, 2, 6, 3).share_cores()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_the_cpu_is_used_where_it_is_asked_for_or_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = FakeGpus(monkeypatch, 2)
-    assert Node(1, 2, 8, 4).device("cpu") == torch.device("cpu")
-    FakeGpus(monkeypatch, 0)
-    assert Node(1, 2, 8, 4).device("auto") == torch.device("cpu")
-    assert gpus.current is None
-
-
-def test_asking_for_a_gpu_where_there_is_none_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeGpus(monkeypatch, 0)
-    with pytest.raises(ValueError, match=r"'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"):
-        Node(0, 1, 8, 8).device("cuda")
-
-
-def wait_for_a_late_rank(comm: Communicator, cores: int) -> tuple[float, float, float]:
-    """Seconds of waiting, counted by a node of that many cores and by a clock, and the rank that was received."""
-    comm.node = Node(comm.rank, comm.size, cores, 1)
-    message = torch.zeros(3)
+def wait_for_a_late_rank(comm: Communicator, local_size: int) -> tuple[int, float]:
+    """How often a rank slept, and the counted seconds, while it waited for rank 0, which came half a second late."""
     comm.barrier()
-    counted, begin = comm.node.wait_seconds, time.perf_counter()
+    comm.node = Node(0, local_size, 2, 1)
+    sleep, sleeps = time.sleep, []
+
+    def count(seconds: float) -> None:
+        sleeps.append(seconds)
+        sleep(seconds)
+
     if comm.rank == 0:
-        time.sleep(0.4)
-        for other in range(1, comm.size):
-            comm.send(message + other, other)
-    else:
-        comm.recv(message, 0)
-    return comm.node.wait_seconds - counted, time.perf_counter() - begin, float(message[0])
+        sleep(0.5)
+    time.sleep = count
+    try:
+        comm.all_reduce(torch.ones(1))
+    finally:
+        time.sleep = sleep
+    return len(sleeps), comm.node.wait_seconds
 
 
-@pytest.mark.parametrize("cores", [1, 64])
-def test_waiting_is_counted_and_ends_when_the_message_is_there(ranks: Ranks, cores: int) -> None:
-    """With more ranks than cores, and with enough of them."""
-    late, *waiting = ranks(3).run(wait_for_a_late_rank, cores)
-    assert late[0] < 0.3
-    for rank, (counted, passed, received) in enumerate(waiting, start=1):
-        assert received == rank
-        assert 0.3 < counted <= passed
+def test_a_wait_sleeps_where_there_are_more_ranks_than_cores(ranks: Ranks) -> None:
+    _, (sleeps, seconds) = ranks(2).run(wait_for_a_late_rank, 4)
+    assert sleeps > 0
+    assert seconds > 0.3
 
 
-def count_sleeps(comm: Communicator, cores: int) -> int:
-    naps: list[float] = []
-    with pytest.MonkeyPatch.context() as patch:
-        if comm.rank == 1:
-            patch.setattr("mpi4dl.comm.node.time.sleep", naps.append)
-        wait_for_a_late_rank(comm, cores)
-    return len(naps)
+def test_a_wait_does_not_sleep_where_each_rank_has_a_core(ranks: Ranks) -> None:
+    (first, _), (second, seconds) = ranks(2).run(wait_for_a_late_rank, 2)
+    assert first == second == 0
+    assert seconds > 0.3
 
 
-def test_waiting_ranks_sleep_only_where_others_need_their_cores(ranks: Ranks) -> None:
-    assert ranks(2).run(count_sleeps, 1)[1] > 0
-    assert ranks(2).run(count_sleeps, 2)[1] == 0
+class Cuda:
+    """Stands for torch.cuda on a machine with some GPUs."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.chosen: list[torch.device] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: self.count)
+        monkeypatch.setattr(torch.cuda, "set_device", self.chosen.append)
 
 
-def wait_for_nothing(comm: Communicator) -> float:
-    comm.node = Node(0, 1, 1, 1)
-    comm.node.wait([])
-    return comm.node.wait_seconds
+@pytest.mark.parametrize(("count", "expected"), [(4, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 0, 0])])
+def test_ranks_take_the_gpus_of_their_machine_in_turn(
+    monkeypatch: pytest.MonkeyPatch, count: int, expected: Sequence[int]
+) -> None:
+    cuda = Cuda(count)
+    cuda.install(monkeypatch)
+    devices = [Node(rank, 4, 8, 2).device(kind) for rank, kind in enumerate(("auto", "cuda", "auto", "cuda"))]
+    assert devices == cuda.chosen == [torch.device("cuda", index) for index in expected]
+    assert Node(0, 4, 8, 2).device("cpu") == torch.device("cpu")
 
 
-def test_waiting_for_nothing_returns_at_once(ranks: Ranks) -> None:
-    assert ranks(1).run(wait_for_nothing)[0] < 0.1
+def test_without_a_gpu_the_cpu_is_used_unless_a_gpu_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(0).install(monkeypatch)
+    assert Node(0, 1, 2, 2).device() == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"):
+        Node(0, 1, 2, 2).device("cuda")
+
+
+def test_waiting_for_nothing_returns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(seconds: float) -> Any:
+        raise AssertionError("slept")
+
+    monkeypatch.setattr(time, "sleep", refuse)
+    Node(0, 4, 2, 1).wait([])

@@ -1,0 +1,123 @@
+"""Timelines of a simulated table, as text for a terminal and as a PNG."""
+
+from pathlib import Path
+
+from mpi4dl.parallel.pipeline.simulator import Simulation
+from mpi4dl.parallel.pipeline.table import Action
+
+LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
+NAMES = {"forward": "forward", "backward": "backward", "input": "input gradient", "weight": "weight gradient"}
+# One hue a kind of work, the mirrored copy lighter; told apart in grey and by colour-blind eyes too.
+COLOURS = {
+    ("forward", 0): "#2f6fb0",
+    ("forward", 1): "#a9cdee",
+    ("backward", 0): "#c8571b",
+    ("backward", 1): "#f7bf94",
+    ("input", 0): "#c8571b",
+    ("input", 1): "#f7bf94",
+    ("weight", 0): "#3c7d4f",
+    ("weight", 1): "#b3dcbb",
+}
+
+
+def as_text(simulation: Simulation, max_columns: int = 200) -> str:
+    """One line a rank, time to the right, and a line of what it comes to.
+
+    F3 is the forward of microbatch 3, B, I and W its backward and the halves of one, small letters the mirrored copy;
+    F2.3 says stage 2, where ranks hold several. An action too short for its name shows its letter only.
+    """
+    many = _hold_several_stages(simulation)
+    labels = {span: _label(span.action, many) for row in simulation.rows for span in row}
+    widest = 1 + max((len(label) for label in labels.values()), default=0)
+    makespan = simulation.makespan_seconds
+    shortest = min((s.end_seconds - s.start_seconds for s in labels if s.end_seconds > s.start_seconds), default=1.0)
+    columns_per_second = min(widest / shortest, max_columns / makespan if makespan else 1.0)
+    digits = len(str(len(simulation.rows) - 1))
+    lines = []
+    for rank, row in enumerate(simulation.rows):
+        line = ""
+        for span in row:
+            start, end = (round(seconds * columns_per_second) for seconds in span[1:])
+            line = line.ljust(start) + _box(labels[span], end - start)
+        lines.append(f"rank {rank:>{digits}} |{line.rstrip()}")
+    return "\n".join([*lines, summary(simulation)])
+
+
+def summary(simulation: Simulation) -> str:
+    """Makespan, bubble and peak memory in one line."""
+    return (
+        f"{simulation.makespan_seconds:.4g} s, bubble {100 * simulation.bubble:.1f} %, "
+        f"at most {_bytes(max(simulation.peak_bytes))} of activations on a rank"
+    )
+
+
+def as_png(simulation: Simulation, path: Path | str) -> None:
+    """The timeline as a picture: a lane a rank, a box an action with its microbatch in it, coloured by kind."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    makespan = simulation.makespan_seconds
+    spans = [span for row in simulation.rows for span in row]
+    many = _hold_several_stages(simulation)
+    labels = {span: _label(span.action, many)[1:] for span in spans}
+    typical = sorted(span.end_seconds - span.start_seconds for span in spans)[len(spans) // 2]
+    lane_inches = min(40.0, max(6.0, makespan / typical * (0.42 if many else 0.32)))
+    height = 1.7 + 0.36 * len(simulation.rows)
+    figure = Figure(figsize=(lane_inches + 2.2, height), layout="constrained")
+    axes = figure.add_subplot()
+    for rank, row in enumerate(simulation.rows):
+        for span in row:
+            seconds = span.end_seconds - span.start_seconds
+            colour = COLOURS[span.action.kind, span.action.direction]
+            corner = (span.start_seconds, rank - 0.44)
+            axes.add_patch(Rectangle(corner, seconds, 0.88, facecolor=colour, edgecolor="white", linewidth=0.8))
+            points = 72 * lane_inches * seconds / makespan
+            size = min(9.0, 1.5 * points / max(1, len(labels[span])))
+            if size >= 4.5:
+                ink = "black" if span.action.direction else "white"
+                middle = span.start_seconds + seconds / 2
+                axes.text(middle, rank, labels[span], ha="center", va="center_baseline", fontsize=size, color=ink)
+    axes.set_xlim(0, makespan)
+    axes.set_ylim(len(simulation.rows) - 0.5, -0.5)
+    axes.set_xlabel("time (s); idle ranks are grey" + ("; numbers are stage.microbatch" if many else ""))
+    idle = [f"rank {rank}  {100 * bubble:.0f} % idle" for rank, bubble in enumerate(simulation.bubbles)]
+    axes.set_yticks(range(len(idle)), idle)
+    axes.tick_params(axis="y", length=0)
+    axes.set_facecolor("#eeeeee")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(summary(simulation), fontsize=10, loc="left")
+    used = {(span.action.kind, span.action.direction) for span in spans}
+    patches = [
+        Patch(color=COLOURS[key], label=NAMES[key[0]] + (", mirrored copy" if key[1] else ""))
+        for key in COLOURS
+        if key in used
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _hold_several_stages(simulation: Simulation) -> bool:
+    stages = ({(span.action.direction, span.action.stage) for span in row} for row in simulation.rows)
+    return any(len({stage for direction, stage in held if direction == d}) > 1 for held in stages for d in (0, 1))
+
+
+def _label(action: Action, many: bool) -> str:
+    letter = LETTERS[action.kind]
+    where = f"{action.stage}." if many else ""
+    return (letter.lower() if action.direction else letter) + where + str(action.microbatch)
+
+
+def _box(label: str, columns: int) -> str:
+    """A label and a rule behind it as long as the action, with a gap before the next one."""
+    if columns < len(label):
+        return label[0] * columns
+    return label + "-" * (columns - len(label) - 1) + " " * (columns > len(label))
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,211 @@
+"""Schedules: pure functions from a placement and a number of microbatches to the table that every rank follows.
+
+A schedule writes for each stage the *program* of what it does in order; the programs are then merged into one order
+of all actions, from which every rank takes its share. The drawings show one row a rank and time to the right, with
+every action taking the same time: F0 is the forward of microbatch 0, B its backward, I and W the halves of a backward
+(gradients of the input, of the weights), small letters the mirrored copy, and F2.0 microbatch 0 in stage 2.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from graphlib import TopologicalSorter
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import TypeAlias
+
+from mpi4dl.parallel.pipeline.table import Action, Kind, Placement, Table, precedence
+
+Schedule: TypeAlias = Callable[[Placement, int], Table]
+
+
+# Two microbatches over three stages, one at a time:
+#
+#     rank 0 |F0             B0 F1             B1
+#     rank 1 |   F0       B0       F1       B1
+#     rank 2 |      F0 B0             F1 B1
+def layer(placement: Placement, num_microbatches: int) -> Table:
+    """Layer parallelism: each microbatch goes forward through all stages and back before the next one starts."""
+    return _pipeline(placement, num_microbatches, ahead=lambda stage: 0)
+
+
+# Three microbatches over three stages:
+#
+#     rank 0 |F0 F1 F2             B0 B1 B2
+#     rank 1 |   F0 F1 F2       B0 B1 B2
+#     rank 2 |      F0 F1 F2 B0 B1 B2
+def gpipe(placement: Placement, num_microbatches: int) -> Table:
+    """All forwards, then all backwards: every stage keeps all microbatches (Huang et al., NeurIPS 2019).
+
+    Backwards go in the order of the forwards, so that gradients are summed as a plain loop sums them.
+    """
+    return _pipeline(placement, num_microbatches, ahead=lambda stage: num_microbatches)
+
+
+# Four microbatches over four stages:
+#
+#     rank 0 |F0 F1 F2 F3          B0    B1    B2    B3
+#     rank 1 |   F0 F1 F2       B0 F3 B1    B2    B3
+#     rank 2 |      F0 F1    B0 F2 B1 F3 B2    B3
+#     rank 3 |         F0 B0 F1 B1 F2 B2 F3 B3
+def one_f_one_b(placement: Placement, num_microbatches: int) -> Table:
+    """Forward and backward in turn, so that stage s of p keeps at most p - s microbatches (PipeDream-flush, ICML 2021).
+
+    It takes as long as GPipe.
+    """
+    return _pipeline(placement, num_microbatches, ahead=lambda stage: placement.num_stages - 1 - stage)
+
+
+# Four microbatches over two ranks, each with two chunks of the model, stages 0 and 2, 1 and 3:
+#
+#     rank 0 |F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1      B2.2      B2.3 B0.2 B0.3
+#     rank 1 |     F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
+def interleaved(placement: Placement, num_microbatches: int) -> Table:
+    """1F1B over several chunks of the model a rank, which divides the bubble by their number (Megatron-LM, SC'21).
+
+    A rank takes as many microbatches as there are ranks through its first chunk, then through its second, and so on;
+    where their number does not divide so, the last round is cut out of a full one. Raises ValueError unless stage s
+    lies on the same ranks as stage s modulo the number of ranks (or groups of tiles), at least two of them a rank.
+    """
+    _require(placement, num_microbatches)
+    stages = placement.holders[0]
+    num_groups = len(set(stages))
+    chunks, rest = divmod(len(stages), num_groups)
+    if chunks < 2 or rest or stages != stages[:num_groups] * chunks:
+        raise ValueError(
+            f"interleaved 1F1B deals its stages out like cards, two or more to everyone, but here {len(stages)} stages "
+            f"lie on ranks {list(stages)}: use 2 x {num_groups} stages, or one_f_one_b"
+        )
+    # A round that is not full would wait for itself. Dropping all of a microbatch from an order breaks no order.
+    starts = range(0, num_microbatches, num_groups)
+    rounds = [range(first, first + num_groups) for first in starts]
+    programs = []
+    for group in range(num_groups):
+        own = range(group, len(stages), num_groups)
+        forwards = [Action("forward", 0, s, m) for some in rounds for s in own for m in some]
+        backwards = [Action("backward", 0, s, m) for some in rounds for s in reversed(own) for m in some]
+        ahead = 2 * (num_groups - 1 - group) + (chunks - 1) * num_groups
+        programs.append(_in_turn(forwards, backwards, ahead))
+    order = _merge(programs, len(stages))
+    return placement.rows(action for action in order if action.microbatch < num_microbatches)
+
+
+# Four microbatches over three stages:
+#
+#     rank 0 |F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+#     rank 1 |   F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+#     rank 2 |      F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+def zero_bubble(placement: Placement, num_microbatches: int) -> Table:
+    """ZB-H1: 1F1B whose weight gradients wait, and leave a third of its bubble (Qi et al., ICLR 2024).
+
+    Stage s is s weight gradients behind, so that every stage keeps as many microbatches as the first stage of 1F1B.
+    """
+    _require(placement, num_microbatches)
+    last = placement.num_stages - 1
+    programs = []
+    for stage in range(placement.num_stages):
+        forwards, inputs, weights = _actions(("forward", "input", "weight"), stage, num_microbatches)
+        due = dict(zip(inputs[stage:], weights, strict=False))
+        program = []
+        for action in _in_turn(forwards, inputs, ahead=last - stage):
+            program += [action, due[action]] if action in due else [action]
+        programs.append(program + weights[len(due) :])
+    return placement.rows(_merge(programs, placement.num_stages))
+
+
+# One pair over layer parallelism, one microbatch each way: the copy's forward follows the model's backward.
+#
+#     rank 0 |F0             B0 f0 b0
+#     rank 1 |   F0       B0 f0       b0
+#     rank 2 |      F0 B0 f0             b0
+def gems(placement: Placement, num_microbatches: int, pairs: int, inner: Schedule) -> Table:
+    """GEMS: waves through the model and through its mirrored copy in turn (Jain et al., SC'20, MASTER).
+
+    Each wave is a table of `inner` with `num_microbatches`; each direction has `pairs` of them, its microbatches
+    numbered 0 to pairs x num_microbatches - 1. A rank ends one wave before it begins the next, which comes from where
+    the backward ends last, so that they overlap and no rank keeps more than one wave of activations.
+    """
+    if placement.num_directions != 2:
+        raise ValueError("GEMS runs a model and its mirrored copy: give the placement directions=2")
+    if pairs < 1:
+        raise ValueError(f"pairs (={pairs}) of waves in GEMS must be at least 1")
+    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    waves = [inner(placement.only(direction), num_microbatches) for direction in (0, 1)]
+    for pair in range(pairs):
+        for direction, wave in enumerate(waves):
+            for row, actions in zip(rows, wave, strict=True):
+                row += [
+                    Action(kind, direction, stage, microbatch + pair * num_microbatches)
+                    for kind, _, stage, microbatch in actions
+                ]
+    return tuple(tuple(row) for row in rows)
+
+
+# Three microbatches over three stages:
+#
+#     rank 0 |F0 F1 F2
+#     rank 1 |   F0 F1 F2
+#     rank 2 |      F0 F1 F2
+def forward_only(placement: Placement, num_microbatches: int) -> Table:
+    """For evaluation: nothing is kept for a backward."""
+    _require(placement, num_microbatches)
+    programs = [_actions(("forward",), stage, num_microbatches)[0] for stage in range(placement.num_stages)]
+    return placement.rows(_merge(programs, placement.num_stages))
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        "layer": layer,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved": interleaved,
+        "zero-bubble": zero_bubble,
+    }
+)
+
+
+def table_for(name: str, placement: Placement, num_microbatches: int, pairs: int = 1) -> Table:
+    """The table of a schedule by its name; on a placement of two directions, GEMS over it with `pairs` of waves."""
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+    if placement.num_directions == 2:
+        return gems(placement, num_microbatches, pairs, SCHEDULES[name])
+    return SCHEDULES[name](placement, num_microbatches)
+
+
+def _require(placement: Placement, num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches (={num_microbatches}) must be at least 1")
+    if placement.num_directions != 1:
+        raise ValueError("this schedule runs one direction, but the placement has 2: use gems over it")
+
+
+def _actions(kinds: Iterable[Kind], stage: int, num_microbatches: int) -> list[list[Action]]:
+    """For each kind a stage's actions, in the order of the microbatches."""
+    return [[Action(kind, 0, stage, microbatch) for microbatch in range(num_microbatches)] for kind in kinds]
+
+
+def _pipeline(placement: Placement, num_microbatches: int, ahead: Callable[[int], int]) -> Table:
+    """Every stage is so many forwards ahead of its backwards."""
+    _require(placement, num_microbatches)
+    programs = []
+    for stage in range(placement.num_stages):
+        forwards, backwards = _actions(("forward", "backward"), stage, num_microbatches)
+        programs.append(_in_turn(forwards, backwards, ahead(stage)))
+    return placement.rows(_merge(programs, placement.num_stages))
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then a forward and a backward in turn while there are forwards, then the other backwards."""
+    turns = zip_longest(forwards[ahead:], backwards)
+    return [*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)]
+
+
+def _merge(programs: Iterable[Sequence[Action]], num_stages: int) -> list[Action]:
+    """One order of all actions that follows every program: step by step, whatever can be done next."""
+    sorter = TopologicalSorter(precedence(programs, num_stages))
+    sorter.prepare()
+    order: list[Action] = []
+    while sorter.is_active():
+        step = sorter.get_ready()
+        order += sorted(step)  # on all ranks alike
+        sorter.done(*step)
+    return order
