@@ -173,10 +173,9 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     colors = ["0.6"] + ["tab:blue"] * (len(results) - 1)
     for axis, key, label in ((axes[0], "speed_ratio", "images/s"), (axes[1], "memory_ratio", "peak memory of a rank")):
         bars = axis.bar(names, [r[key] for r in results], color=colors)
-        axis.bar_label(bars, fmt="%.2f", padding=2)
+        axis.bar_label(bars, fmt="%.2f", label_type="center", color="white")
         axis.axhline(1.0, color="0.3", linewidth=0.8, linestyle="--")
-        axis.set_ylabel(f"{label} / plain PyTorch's")
-        axis.margins(y=0.15)
+        axis.set_ylabel(f"{label}\n(plain PyTorch = 1)")
         axis.spines[["top", "right"]].set_visible(False)
     low = [r["speed_ratio"] - r["speed_ratio_min"] for r in results]
     high = [r["speed_ratio_max"] - r["speed_ratio"] for r in results]

@@ -1,4 +1,4 @@
-"""What a machine's ranks share: cores, GPUs, and a wait that lets the others run where there are more ranks than cores."""
+"""What a machine's ranks share: cores, GPUs, and a wait that sleeps where there are more ranks than cores."""
 
 import os
 import time

@@ -17,7 +17,7 @@ import math
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,11 @@ class Call:
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(leaf.name for leaf in leaves(self.training) if isinstance(leaf, Value))
+        return frozenset(leaf.name for leaf in references(self.training) if isinstance(leaf, Value))
 
     @property
     def attributes(self) -> frozenset[str]:
-        paths = {leaf.path for leaf in leaves(self.training) if isinstance(leaf, Attribute)}
+        paths = {leaf.path for leaf in references(self.training) if isinstance(leaf, Attribute)}
         return frozenset(paths | {self.target} if self.kind == "call_module" else paths)
 
 
@@ -94,9 +94,10 @@ class Program:
     kept_whole: Mapping[str, str] = field(default_factory=dict)
 
 
-def leaves(nested: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(found.append, nested)
+def references(nested: Any) -> set[Value | Attribute]:
+    """The values and attributes that arguments, or the output, refer to."""
+    found: set[Value | Attribute] = set()
+    map_leaves(lambda leaf: found.add(leaf) if isinstance(leaf, Value | Attribute) else None, nested)
     return found
 
 
@@ -265,7 +266,7 @@ def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) ->
         mine = _arguments((here.args, here.kwargs), names)
         other = _arguments((there.args, there.kwargs), other_names)
         call = Call(names[here], here.op, here.target, mine, mine if mine == other else other)
-        if call.reads != frozenset(leaf.name for leaf in leaves(other) if isinstance(leaf, Value)):
+        if references(mine) != references(other):
             raise _other_path(pair, training, evaluation)
         if _is_fact(here, facts):
             facts.add(here)
@@ -304,8 +305,8 @@ def _kind_of(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, Any, str
 
 def _other_path(pair: Iterable[fx.Node | None], *records: _Record) -> _Untraceable:
     scopes = [record.scopes[node] for node, record in zip(pair, records, strict=True) if node is not None]
-    # The outer of the two, because one of them may be in a module that the other mode does not enter.
-    return _Untraceable(min(scopes, key=len), "it makes other calls in training than in evaluation")
+    # The inner module first: if it was not the culprit, its caller's calls will differ once it is whole.
+    return _Untraceable(max(scopes, key=len), "it makes other calls in training than in evaluation")
 
 
 def _arguments(nested: Any, names: Mapping[fx.Node, str]) -> Any:
@@ -337,8 +338,3 @@ def _is_fact(node: fx.Node, facts: set[fx.Node]) -> bool:
 
 def _only_picks(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (operator.getitem, getattr, torch._assert)
-
-
-def all_calls(atoms: Iterable[Atom]) -> Iterator[Call]:
-    """The calls of these atoms, in order."""
-    return (call for atom in atoms for call in atom.calls)

@@ -101,8 +101,8 @@ def uneven(split: Split) -> Split:
     return Split.at([0, *inner, size])
 
 
-def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 0.0) -> list[str]:
-    """What is wrong with `ours`, in words; nothing if it equals `plain` up to rounding. `scale`: of its surroundings."""
+def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 1.0) -> list[str]:
+    """What is wrong with `ours`, in words; nothing if it equals `plain` up to rounding, of `scale` at least."""
     if ours.shape != plain.shape or ours.dtype != plain.dtype:
         return [f"{name}: {tuple(ours.shape)} {ours.dtype}, but plain {tuple(plain.shape)} {plain.dtype}"]
     if plain.numel() == 0:
@@ -118,7 +118,7 @@ def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 0.0) -> li
         return []
     error, size = (ours - plain)[finite].abs().max(), plain[finite].abs().max()
     return (
-        [] if error <= RELATIVE * size + ABSOLUTE * max(scale, 1.0) else [f"{name}: off by {error:.1e} of {size:.1e}"]
+        [] if error <= RELATIVE * size + ABSOLUTE * scale else [f"{name}: off by {error:.1e} of {size:.1e}"]
     )
 
 

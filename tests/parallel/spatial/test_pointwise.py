@@ -1,4 +1,4 @@
-"""Operators that treat every pixel alike give on tiles what they give on the whole image, in place and broadcast too."""
+"""Operators that treat every pixel alike, in place and broadcast too, give on tiles what they give on the whole image."""
 
 import pytest
 import torch

@@ -1,0 +1,188 @@
+"""Splits an unmodified model into stages, with every value that is still alive handed on from each to the next.
+
+with torch.device("meta"):
+    model = build()
+cuttable = Cuttable(model)
+stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 atoms in three stages
+materialize(stage, build, device, seed)
+
+The model may lie on the meta device, so that a rank only ever holds the parameters of its own stage.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from mpi4dl.parallel.pipeline.stage import Recipe, Stage
+from mpi4dl.parallel.pipeline.trace import Attribute, Value, references, trace
+
+
+class Cuttable:
+    """A model as a list of atoms, between any two of which it can be cut.
+
+    `names` are the atoms' names: the path of the module, or what an opened module calls. `whole` are paths of modules
+    that shall stay one atom each (see `trace`). Raises `ValueError` if the model's forward cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, whole: Collection[str] = ()) -> None:
+        self.model = model
+        self.program = trace(model, whole)
+        self.names = tuple(atom.name for atom in self.program.atoms)
+        self._made = {name: -1 for name in self.program.inputs}
+        self._needed: dict[str, int] = {}
+        self._paths: dict[str, set[int]] = {}
+        for i, atom in enumerate(self.program.atoms):
+            for call in atom.calls:
+                self._made[call.name] = i
+                self._needed.update(dict.fromkeys(call.reads, i))
+                for path in call.attributes:
+                    self._paths.setdefault(path, set()).add(i)
+        for leaf in references(self.program.output):
+            if isinstance(leaf, Value):
+                self._needed[leaf.name] = len(self.names)
+            else:
+                self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def live(self, cut: int) -> tuple[str, ...]:
+        """Names of the values that are handed on if the model is cut before atom `cut`, in the order of their making.
+
+        Before atom 0, they are the model's inputs, and behind the last atom nothing.
+        """
+        if cut <= 0:
+            return self.program.inputs
+        if cut >= len(self):
+            return ()
+        return tuple(name for name, made in self._made.items() if made < cut <= self._needed.get(name, -1))
+
+    def stages(self, counts: Sequence[int]) -> list[Stage]:
+        """All stages, of `counts` atoms each."""
+        return [self.stage(counts, index) for index in range(len(counts))]
+
+    def stage(self, counts: Sequence[int], index: int) -> Stage:
+        """Stage `index` of stages that have `counts` atoms each. It shares its modules with the model.
+
+        Raises:
+            ValueError: the counts are not those of this model, or two stages would need the same parameter.
+        """
+        self.check(counts)
+        bounds = [0, *accumulate(counts)]
+        self._check_ties(bounds)
+        return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
+
+    def check(self, counts: Sequence[int]) -> None:
+        """Refuse counts of atoms that do not add up, or are not positive."""
+        if not counts or min(counts) < 1 or sum(counts) != len(self):
+            raise ValueError(
+                f"balance {','.join(map(str, counts))} puts {sum(counts)} atoms into {len(counts)} stages, but "
+                f"{type(self.model).__name__} has {len(self)}, and every stage needs at least one{self.hint()}"
+            )
+
+    def atom(self, i: int) -> Stage:
+        """Atom `i` alone, as a stage; what is tied to other atoms is shared with them."""
+        return Stage(self._recipe(i, i + 1, i, len(self)), self.model)
+
+    def hint(self) -> str:
+        """Which modules would have given more atoms, for errors about too few of them."""
+        kept = [f"{path} ({reason})" for path, reason in self.program.kept_whole.items()]
+        return f"; kept whole: {'; '.join(kept)}" if kept else ""
+
+    def _recipe(self, first: int, end: int, index: int, num_stages: int) -> Recipe:
+        calls = tuple(call for atom in self.program.atoms[first:end] for call in atom.calls)
+        inputs, outputs = self.live(first), self.live(end)
+        is_last = end == len(self)
+        kept = {leaf.name for leaf in references(self.program.output) if isinstance(leaf, Value)} if is_last else outputs
+        last_use = {name: 0 for name in inputs}
+        for i, call in enumerate(calls):
+            last_use.update(dict.fromkeys([call.name, *call.reads], i))
+        forget: list[list[str]] = [[] for _ in calls]
+        for name, i in last_use.items():
+            if name not in kept:
+                forget[i].append(name)
+        holds = {path for path, users in self._paths.items() if any(first <= user < end for user in users)}
+        return Recipe(
+            index,
+            num_stages,
+            inputs,
+            outputs,
+            calls,
+            tuple(map(tuple, forget)),
+            self.program.output if is_last else None,
+            frozenset(holds | self._unused() if is_last else holds),
+        )
+
+    def _unused(self) -> set[str]:
+        """Paths of modules, parameters and buffers that the forward pass does not use: the last stage keeps them."""
+        used = set(self._paths)
+        above = {"", *used}
+        for path in used:
+            while path := path.rpartition(".")[0]:
+                above.add(path)
+        unused = {path for path, _ in self.model.named_modules() if path not in above}
+        # Of an unused module's path only the topmost counts, and nothing below a used module is unused.
+        covered = used | unused
+        unused = {path for path in unused if not _below(path, covered)}
+        tensors = [name for name, _ in [*self.model.named_parameters(), *self.model.named_buffers()]]
+        return unused | {name for name in tensors if name not in used and not _below(name, covered)}
+
+    def _check_ties(self, bounds: Sequence[int]) -> None:
+        """Refuse a cut between two uses of one parameter or buffer: its copies would drift apart."""
+        tensors = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        users: dict[int, dict[str, set[int]]] = {}
+        for name, tensor in tensors:
+            path = name
+            while path and path not in self._paths:
+                path = path.rpartition(".")[0]
+            if path:
+                users.setdefault(id(tensor), {})[name] = self._paths[path]
+        for names in users.values():
+            atoms = sorted(set().union(*names.values()))
+            stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in atoms]
+            if stages[0] != stages[-1]:
+                uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(atoms, stages, strict=True))
+                raise ValueError(
+                    f"{' = '.join(names)} is used by {uses}, but a parameter or buffer can only be in one stage: "
+                    f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage, or untie it"
+                )
+
+
+def _below(path: str, others: Collection[str]) -> bool:
+    while path := path.rpartition(".")[0]:
+        if path in others:
+            return True
+    return False
+
+
+def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.device | str, seed: int) -> Stage:
+    """The stage on `device`, with exactly the values that `torch.manual_seed(seed)` and `build()` give to the model.
+
+    Initial values are drawn one after the other from one stream of random numbers. So the whole model is built on the
+    CPU, once; the stage's part moves to the device and the rest is freed. The caller's random state stays as it is.
+
+    Raises:
+        ValueError: `build` makes another model than the one that was split.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = build()
+    made = Stage(stage.recipe, model).train(stage.training)
+    wanted, got = _shapes(stage), _shapes(made)
+    if wanted != got:
+        name = min(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
+        raise ValueError(
+            f"build() made {name} of shape {got.get(name)}, but the model that was split has {wanted.get(name)}: "
+            "build the same model on every rank"
+        )
+    del model
+    return made.to(device)
+
+
+def _shapes(stage: Stage) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in stage.state_dict().items()}

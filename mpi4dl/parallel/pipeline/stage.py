@@ -1,0 +1,163 @@
+"""One stage of a model: a module that runs some of its atoms, with their parameters under the model's own names.
+
+    values alive before the first atom -> stage -> values alive after the last atom
+    the model's inputs                 -> first stage           last stage -> the model's output
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.parallel.pipeline.handover import map_leaves
+from mpi4dl.parallel.pipeline.trace import Attribute, Call, Value
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a stage does, without the modules that it does it with.
+
+    `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
+    `result` is what the last stage returns, with a `Value` for each tensor, and None for other stages. `holds` are the
+    paths of the model's modules, parameters and buffers that are the stage's.
+    """
+
+    index: int
+    num_stages: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    calls: tuple[Call, ...]
+    forget: tuple[tuple[str, ...], ...]
+    result: Any
+    holds: frozenset[str]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+
+class Stage(nn.Module):
+    """Some of a model's atoms: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
+
+    It always returns a tuple, except the last stage, which returns just what the model returns. A value is a tensor, a
+    number, or a nest of them: `pack` and `unpack` take them apart for sending. The stage shares the modules of `model`
+    that it runs.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+        super().__init__()
+        self.recipe = recipe
+        _adopt(self, model, recipe.holds)
+
+    def forward(self, *values: Any) -> Any:
+        recipe = self.recipe
+        if len(values) != len(recipe.inputs):
+            raise ValueError(
+                f"stage {recipe.index} of {recipe.num_stages} got {len(values)} values, but takes "
+                f"{len(recipe.inputs)}: {', '.join(recipe.inputs)}"
+            )
+        known = dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
+        del values
+        for call, forget in zip(recipe.calls, recipe.forget, strict=True):
+            args, kwargs = self._filled(call.training if self.training else call.evaluation, known)
+            if call.kind == "call_module":
+                known[call.name] = self.get_submodule(call.target)(*args, **kwargs)
+            elif call.kind == "call_method":
+                known[call.name] = getattr(args[0], call.target)(*args[1:], **kwargs)
+            else:
+                known[call.name] = call.target(*args, **kwargs)
+            del args, kwargs
+            for name in forget:
+                del known[name]
+        return self._filled(recipe.result, known) if recipe.is_last else tuple(known[name] for name in recipe.outputs)
+
+    def _filled(self, arguments: Any, known: dict[str, Any]) -> Any:
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return known[leaf.name]
+            return attrgetter(leaf.path)(self) if isinstance(leaf, Attribute) else leaf
+
+        return map_leaves(part, arguments)
+
+    def extra_repr(self) -> str:
+        recipe = self.recipe
+        return (
+            f"{recipe.index} of {recipe.num_stages}: {', '.join(recipe.inputs)} -> {', '.join(recipe.outputs) or 'out'}"
+        )
+
+
+def _adopt(stage: nn.Module, model: nn.Module, paths: Iterable[str]) -> None:
+    """Give `stage` the model's modules, parameters and buffers of these paths, in the model's own order."""
+    wanted = set(paths)
+    whole: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{above}.") for above in whole[-1:]):
+            continue
+        if path in wanted:
+            above, _, name = path.rpartition(".")
+            _folder(stage, model, above).add_module(name, module)
+            whole.append(path)
+            continue
+        prefix = f"{path}." if path else ""
+        own = [*module._parameters, *module._buffers, *(n for n, v in vars(module).items() if isinstance(v, Tensor))]
+        for name in own:
+            if prefix + name not in wanted:
+                continue
+            folder, value = _folder(stage, model, path), getattr(module, name)
+            if name in module._parameters:
+                folder.register_parameter(name, value)
+            elif name in module._buffers:
+                folder.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+            else:
+                setattr(folder, name, value)
+
+
+def _folder(stage: nn.Module, model: nn.Module, path: str) -> nn.Module:
+    """The stage's module at that path, which only holds others, made where there is none yet."""
+    folder, original = stage, model
+    for name in path.split(".") if path else ():
+        original = original.get_submodule(name)
+        if name not in folder._modules:
+            folder.add_module(name, nn.Module().train(original.training))
+        folder = folder.get_submodule(name)
+    return folder
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, whose result may be overwritten although the tensor received is a leaf.
+
+    A model may go on with `relu_` right behind a cut, which autograd allows on a result but not on a leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def enter(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values as a stage may use them: tensors that want a gradient become results; no data is copied."""
+    seen: dict[int, Tensor] = {}
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        if id(leaf) not in seen:
+            if isinstance(leaf, SpatialTensor):
+                seen[id(leaf)] = SpatialTensor(_Enter.apply(leaf.local), leaf.layout)
+            else:
+                seen[id(leaf)] = _Enter.apply(leaf)
+        return seen[id(leaf)]
+
+    return map_leaves(part, values)

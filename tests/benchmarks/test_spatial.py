@@ -1,0 +1,92 @@
+"""benchmarks.spatial: medians over rounds, ratios within a round, and a whole benchmark on a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+
+from benchmarks.spatial import as_table, parse, summarise
+from benchmarks.turns import Contestant
+from tests.pool.ranks import ROOT
+
+MEBIBYTE = 2**20
+
+
+def contestant(name: str, ranks: int, speeds: list[float], mebibytes: list[int]) -> Contestant:
+    answers: list[dict[str, Any]] = [
+        {"images_per_second": speed, "peak_bytes": size * MEBIBYTE}
+        for speed, size in zip(speeds, mebibytes, strict=True)
+    ]
+    return Contestant(name, ranks, [], answers)
+
+
+CONTESTANTS = [
+    contestant("plain", 1, [1.0, 2.0, 4.0], [100, 200, 100]),
+    contestant("1x2", 2, [1.0, 1.0, 6.0], [60, 100, 50]),
+]
+TABLE = """\
+       ranks  images/s  ratio    (min-max)  peak MiB per rank  ratio
+-----  -----  --------  -----  -----------  -----------------  -----
+plain      1     2.000  1.000  (1.00-1.00)                100  1.000
+1x2        2     1.000  1.000  (0.50-1.50)                 60  0.500"""
+
+
+def test_ratios_are_medians_of_rounds_not_ratios_of_medians() -> None:
+    plain, halves = summarise(CONTESTANTS)
+    assert plain == {
+        "name": "plain", "ranks": 1, "images_per_second": 2.0, "peak_bytes": 100 * MEBIBYTE, "speed_ratio": 1.0,
+        "speed_ratio_min": 1.0, "speed_ratio_max": 1.0, "memory_ratio": 1.0,
+    }  # fmt: skip
+    assert halves == {
+        "name": "1x2", "ranks": 2, "images_per_second": 1.0, "peak_bytes": 60 * MEBIBYTE, "speed_ratio": 1.0,
+        "speed_ratio_min": 0.5, "speed_ratio_max": 1.5, "memory_ratio": 0.5,
+    }  # fmt: skip
+
+
+def test_the_table_of_results() -> None:
+    assert as_table(summarise(CONTESTANTS)) == TABLE
+
+
+def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "v1.5"
+    flags = ["--model", "small_resnet", "--size", "64", "--grids", "1x2", "--rounds", "1", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    title, *lines, saved = done.stdout.splitlines()
+    assert title == "small_resnet, 64 x 64 px, batch 1, 2 cores in all"
+    assert saved == f"saved {out}.json and {out}.png"
+    results = json.loads(Path(f"{out}.json").read_text())["results"]
+    assert results["settings"]["size"] == 64
+    assert lines == as_table(results["contestants"]).splitlines()
+    plain, halves = results["contestants"]
+    assert (plain["name"], plain["ranks"], halves["name"], halves["ranks"]) == ("plain", 1, "1x2", 2)
+    assert plain["images_per_second"] > 0
+    assert halves["speed_ratio"] == pytest.approx(halves["images_per_second"] / plain["images_per_second"])
+    assert halves["memory_ratio"] == pytest.approx(halves["peak_bytes"] / plain["peak_bytes"])
+    with PIL.Image.open(f"{out}.png") as image:
+        assert image.format == "PNG"
+        assert min(image.size) > 300
+
+
+def test_a_benchmark_of_what_does_not_exist_ends_with_the_reason(tmp_path: Path) -> None:
+    flags = ["--model", "resnet19", "--grids", "1x2", "--rounds", "1", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode != 0
+    assert "model 'resnet19' is unknown" in done.stderr
+    assert "plain ended: exit code 1" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_starts_neither_mpi_nor_torch() -> None:
+    assert parse([]).model == "resnet50"
+    program = "import sys, benchmarks.spatial; print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -1,0 +1,94 @@
+"""Dropout on tiles: a mask of its own on every tile, the right statistics, and whole channels alike on all ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.parallel.spatial.comparing import Arrangement, arrange
+from tests.pool.ranks import Ranks
+
+
+def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
+    """Statistics of what dropout does to ones, and of its gradient."""
+    image = torch.ones(2, 8, 64, 64, requires_grad=True)
+    tiles = arrange(image, comm, Arrangement(2, 2))
+    dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
+    dropped.sum().backward()
+    assert image.grad is not None
+    gradient = comm.all_reduce(image.grad) / comm.size
+    quarters = dropped.detach().unflatten(3, (2, 32)).unflatten(2, (2, 32))
+    corners = [quarters[:, :, i, :, j].reshape(-1) for i in (0, 1) for j in (0, 1)]
+    alike = [float((a == b).float().mean()) for i, a in enumerate(corners) for b in corners[:i]]
+    return {
+        "kept": float((dropped > 0).float().mean()),
+        "largest": float(dropped.max()),
+        "gradient is the mask": float(torch.equal(gradient, dropped.detach())),
+        "most alike": max(alike),
+        "next draw": float(torch.rand(())),
+    }
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_each_tile_has_a_mask_of_its_own(ranks: Ranks, inplace: bool) -> None:
+    first, *others = ranks(4).run(drop_pixels, inplace)
+    assert others == [first] * 3
+    assert first["kept"] == pytest.approx(0.75, abs=0.01)
+    assert first["largest"] == pytest.approx(4 / 3)
+    assert first["gradient is the mask"] == 1
+    assert first["most alike"] < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
+
+
+def drop_twice(comm: Communicator) -> tuple[bool, bool]:
+    tiles = spatial.shard(torch.ones(1, 4, 16, 16), spatial.Grid(comm, cols=2))
+    torch.manual_seed(3)
+    first, second = F.dropout(tiles), F.dropout(tiles)
+    torch.manual_seed(3)
+    again = F.dropout(tiles)
+    return torch.equal(first.local, again.local), torch.equal(first.local, second.local)
+
+
+def test_dropout_repeats_by_the_seed_and_only_by_it(ranks: Ranks) -> None:
+    assert ranks(2).run(drop_twice) == [(True, False)] * 2
+
+
+def drop_channels(comm: Communicator, inplace: bool) -> bool:
+    image = torch.randn(3, 16, 6, 5)
+    torch.manual_seed(4)
+    plain = F.dropout2d(image, 0.4)
+    torch.manual_seed(4)
+    ours = spatial.gather(F.dropout2d(arrange(image, comm, Arrangement(2, 1)) * 1, 0.4, inplace=inplace))
+    return torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropped_channels_are_those_of_plain_pytorch(ranks: Ranks, inplace: bool) -> None:
+    assert ranks(2).run(drop_channels, inplace) == [True, True]
+
+
+def drop_all_or_nothing(comm: Communicator) -> list[float]:
+    tiles = spatial.shard(torch.ones(1, 2, 4, 4), spatial.Grid(comm, cols=2))
+    layers = [nn.Dropout(1.0), nn.Dropout(0.0), nn.Dropout(0.9).eval(), nn.Dropout2d(0.9).eval()]
+    return [float(spatial.gather(layer(tiles)).mean()) for layer in layers]
+
+
+def test_dropout_at_its_ends_and_in_evaluation(ranks: Ranks) -> None:
+    assert ranks(2).run(drop_all_or_nothing) == [[0.0, 1.0, 1.0, 1.0]] * 2
+
+
+def drop_where_it_would_not_be_exact(comm: Communicator) -> None:
+    tiles = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, cols=2))
+    with pytest.raises(spatial.NoRule, match="the halo that is held"):
+        F.dropout(spatial.widen(tiles, 1))
+    by_batch = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, batch=2))
+    with pytest.raises(spatial.NoRule, match="dropout2d"):
+        F.dropout2d(by_batch)
+    for function in (torch.rand_like, torch.randn_like, torch.bernoulli, F.alpha_dropout, F.feature_alpha_dropout):
+        with pytest.raises(spatial.NoRule, match="random"):
+            function(tiles)
+
+
+def test_random_numbers_that_would_differ_between_holders_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(drop_where_it_would_not_be_exact)
