@@ -124,8 +124,8 @@ def main() -> None:
     print(title)
     print(as_table(results))
     settings = {name: value for name, value in vars(options).items() if name not in ("worker", "out")}
-    save_json(options.out.with_suffix(".json"), {"settings": settings, "contestants": results})
-    plot(results, title, options.out.with_suffix(".png"))
+    save_json(Path(f"{options.out}.json"), {"settings": settings, "contestants": results})
+    plot(results, title, Path(f"{options.out}.png"))
     print(f"saved {options.out}.json and {options.out}.png")
 
 

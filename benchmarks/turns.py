@@ -56,23 +56,25 @@ class Contestant:
         return answer
 
     def stop(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait(timeout=60)
+        if self._process is not None:
+            self._process.communicate(timeout=60)
+            self._process = None
 
 
 def take_turns(contestants: list[Contestant], rounds: int) -> None:
     """One turn to warm up, which is not counted, then `rounds` turns each, one after the other."""
-    for contestant in contestants:
-        contestant.start()
-        contestant.turn()
-        contestant.answers.clear()
-    for number in range(rounds):
+    try:
         for contestant in contestants:
+            contestant.start()
             contestant.turn()
-        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    for contestant in contestants:
-        contestant.stop()
+            contestant.answers.clear()
+        for number in range(rounds):
+            for contestant in contestants:
+                contestant.turn()
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    finally:
+        for contestant in contestants:
+            contestant.stop()
 
 
 def answer_turns(work: Callable[[], dict[str, Any]], comm: Any = None) -> None:

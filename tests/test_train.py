@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.datasets import Batch, Loader, Share
@@ -22,13 +23,13 @@ from mpi4dl.geometry import Interval
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, parse
 from mpi4dl.train import train
-from tests.commands import read_metrics, train_command, write_images
+from tests.commands import read_metrics, train_command, truncate, write_images
 from tests.pool.job import Finished
 from tests.pool.ranks import ROOT, Ranks
 
 RUN = (
     "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
-    "--val-fraction 0.3 --log-interval 2 --lr 0.02 --optimizer-options momentum=0.9 --jitter 0.2 --random-crop "
+    "--val-fraction 0.3 --log-interval 2 --lr 0.005 --optimizer-options momentum=0.9 --jitter 0.2 --random-crop "
     "--scheduler ExponentialLR --scheduler-options gamma=0.5"
 ).split()
 TILES_2x2 = ("--tiles", "2x2")
@@ -120,16 +121,23 @@ def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator
     yield from Loader(datasets[which], views[which], batch_size, share, seed=seed, **options).epoch(epoch)
 
 
+def readable(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The images of a batch, and their labels, without those that cannot be read."""
+    keep = [position for position in range(len(batch.indices)) if position not in batch.errors]
+    return batch.tile[keep], batch.labels[keep]
+
+
 def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
     """Loss and accuracy of a plain model."""
     model.eval()
     total, correct, count = 0.0, 0, 0
     with torch.no_grad():
         for batch in whole_batches(config, 0, training=False):
-            outputs = model(batch.tile)
-            total += float(F.cross_entropy(outputs, batch.labels, reduction="sum"))
-            correct += int((outputs.argmax(1) == batch.labels).sum())
-            count += len(batch.labels)
+            tile, labels = readable(batch)
+            outputs = model(tile)
+            total += float(F.cross_entropy(outputs, labels, reduction="sum"))
+            correct += int((outputs.argmax(1) == labels).sum())
+            count += len(labels)
     return total / count, correct / count
 
 
@@ -147,7 +155,8 @@ def plain_run(flags: tuple[str, ...]) -> list[dict[str, Any]]:
         losses: list[float] = []
         for batch in whole_batches(config, epoch):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch.tile), batch.labels)
+            tile, labels = readable(batch)
+            loss = F.cross_entropy(model(tile), labels)
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
@@ -198,6 +207,19 @@ def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
     assert [m["loss"] for m in read_metrics(tmp_path / "run")] == [m["loss"] for m in read_metrics(recorded.folder)]
     weights = "model.safetensors"
     assert (tmp_path / "run" / weights).read_bytes() == (recorded.folder / weights).read_bytes()
+
+
+def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", count=9)
+    bad = [truncate(images / name) for name in ("dark/1.png", "light/2.png", "light/5.png", "light/6.png")]
+    flags = (*RUN, "--images", str(images), "--on-bad-image", "skip")
+    folder = tmp_path / "run"
+    ranks(4).run(train, [*flags, "--tiles", "1x2", "--data", "2", "--run-folder", str(folder)])
+    assert_same_numbers(read_metrics(folder), plain_run(flags))
+    for rank in range(4):
+        log = (folder / f"log-rank{rank}.txt").read_text()
+        assert [log.count(f"WARNING mpi4dl: skipped: {path}: cannot be decoded") for path in bad] == [1] * 4
+    assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
 
 
 def test_help_starts_neither_mpi_nor_torch() -> None:

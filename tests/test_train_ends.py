@@ -52,10 +52,21 @@ def test_a_rank_that_raises_ends_the_job_and_says_why_once(tmp_path: Path) -> No
     assert "RuntimeError: no such luck" in (tmp_path / "log-rank1.txt").read_text()
 
 
+def test_a_value_error_of_one_rank_alone_ends_the_job_too(tmp_path: Path) -> None:
+    """All ranks make of a ValueError what the user did wrong, and stop together: this one stops without the others."""
+    job = failing("raise ValueError('an odd value')", tmp_path)
+    assert job.code != 0
+    assert job.stderr.count("an odd value") == 1
+    assert job.seconds < SOON_SECONDS
+    log = (tmp_path / "log-rank1.txt").read_text()
+    assert "ValueError: an odd value" in log
+    assert "in third_is_fatal" in log
+
+
 def test_a_run_that_is_stuck_ends_and_shows_where(tmp_path: Path) -> None:
-    job = failing("time.sleep(1000)", tmp_path, "--hang-timeout", "3")
+    job = failing("time.sleep(1000)", tmp_path, "--hang-timeout", "5")
     assert job.code != 0
     assert steps_said(job) == ["1", "2"]
-    assert "Timeout (0:00:03)!" in job.stderr
+    assert "Timeout (0:00:05)!" in job.stderr
     assert "in third_is_fatal" in job.stderr or "in wait" in job.stderr
     assert job.seconds < SOON_SECONDS

@@ -163,7 +163,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         result = exchange.assemble(x, *exchange.start(x))
-        return result.view_as(result) if result is x else result
+        return result.clone() if result is x else result  # nobody may find itself writing to x
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -22,6 +22,7 @@ FAILURE = 1
 MEETING_SECONDS = 2.0
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
+SPEAKING = 1  # the tag of "I say what went wrong"
 
 
 def install(comm: "Communicator") -> None:
@@ -41,7 +42,8 @@ def install(comm: "Communicator") -> None:
     leave = sys.exit
 
     def remember_and_exit(status: Any = None) -> NoReturn:
-        codes[:] = [status]
+        if threading.current_thread() is threading.main_thread():
+            codes[:] = [status]
         leave(status)
 
     def on_exit() -> None:
@@ -122,8 +124,20 @@ def _leave(code: int) -> NoReturn:
 
 
 def _wait_for_turn(comm: "Communicator") -> None:
-    """Where all ranks fail alike, the first to speak ends the others before they do."""
-    time.sleep(min(TURN_SECONDS * min(comm.rank, 1) + 0.05 * comm.rank, LAST_TURN_SECONDS))
+    """Where all ranks fail alike, one speaks: it tells the others, who leave the rest to it."""
+    if comm.meeting is None or comm.size == 1:
+        return
+    from mpi4py import MPI
+
+    deadline = time.monotonic() + min(TURN_SECONDS * min(comm.rank, 1) + 0.05 * comm.rank, LAST_TURN_SECONDS)
+    while time.monotonic() < deadline:
+        if comm.meeting.Iprobe(tag=SPEAKING):
+            time.sleep(MEETING_SECONDS)
+            os._exit(FAILURE)
+        time.sleep(0.005)
+    for other in range(comm.size):
+        if other != comm.rank:
+            comm.meeting.Isend([b"", MPI.BYTE], other, SPEAKING)
 
 
 def _end_job(comm: "Communicator", code: int) -> NoReturn:

@@ -15,7 +15,11 @@ class BadImages:
     def __init__(self, comm: Communicator, policy: str) -> None:
         self.comm = comm
         self.policy = policy
-        self.skipped = 0
+        self._known: set[str] = set()
+
+    @property
+    def skipped(self) -> int:
+        return len(self._known)
 
     def agree(self, batch: Batch, held: Interval) -> Batch | None:
         """The batch without the images that some rank could not read; None if none is left. Collective.
@@ -30,8 +34,9 @@ class BadImages:
         if self.policy == "error":
             raise Refusal(f"{errors[min(errors)]}; --on-bad-image skip leaves such images out")
         for position in sorted(errors):
-            logging.getLogger(LOGGER_NAME).warning("skipped: %s", errors[position])
-        self.skipped += len(errors)
+            if errors[position] not in self._known:
+                self._known.add(errors[position])
+                logging.getLogger(LOGGER_NAME).warning("skipped: %s", errors[position])
         keep = [position for position in range(len(batch.indices)) if position not in errors]
         mine = [position - held.start for position in keep if held.start <= position < held.stop]
         if not keep:

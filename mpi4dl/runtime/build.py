@@ -1,7 +1,7 @@
 """What a configuration names, built: the model, the images, the optimizer, the learning rate's schedule."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.Optimizer
     optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
     try:
-        state_bytes(optimizer)
+        _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
     except Exception as error:
         raise ConfigError(f"--optimizer {chosen.optimizer} cannot make a step here: {error}") from None
     return optimizer
@@ -113,18 +113,26 @@ def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What an optimizer will keep beside the parameters, found by a step on parameters without values."""
-    groups = [{**group, "params": [_weightless(p) for p in group["params"]]} for group in optimizer.param_groups]
+    """What an optimizer will keep beside the parameters, found by a step on others of the same shapes."""
+    try:
+        states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"))
+    except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them
+        states = _trial(optimizer, torch.zeros_like)
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def _trial(optimizer: torch.optim.Optimizer, like: Callable[[Tensor], Tensor]) -> list[Mapping[str, Any]]:
+    """The state that an optimizer of this class and these options has after a step."""
+
+    def parameter(p: Tensor) -> Tensor:
+        value = like(p.detach()).requires_grad_()
+        value.grad = torch.zeros_like(value)
+        return value
+
+    groups = [{**group, "params": [parameter(p) for p in group["params"]]} for group in optimizer.param_groups]
     trial: torch.optim.Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
-    states = [value for state in trial.state.values() for value in state.values()]
-    return sum(value.nbytes for value in states if isinstance(value, Tensor))
-
-
-def _weightless(parameter: Tensor) -> Tensor:
-    meta = torch.empty_like(parameter, device="meta", requires_grad=True)
-    meta.grad = torch.empty_like(meta, requires_grad=False)
-    return meta
+    return list(trial.state.values())
 
 
 @dataclass

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 
@@ -18,7 +19,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def is_block(module: nn.Module) -> bool:
-        """Composite, and not itself a row of blocks."""
+        """Composite, with a forward of its own, and not itself a row of blocks."""
+        if type(module).forward is nn.Module.forward:
+            return False
         nested = any(any(True for _ in child.children()) for child in module.children())
         return any(True for _ in module.children()) and not (isinstance(module, rows) and nested)
 
@@ -48,6 +51,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _frozen_statistics(block)
 
+    args, kwargs = pytree.tree_map(lambda value: value, (args, kwargs))  # the caller may change a list afterwards
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

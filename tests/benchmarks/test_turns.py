@@ -76,7 +76,7 @@ def test_contestants_take_turns_after_a_warm_up(tmp_path: Path, capsys: pytest.C
 def test_a_contestant_that_dies_is_named_and_no_other_is_left_running(tmp_path: Path) -> None:
     survivor = fake("survivor", 1.0, tmp_path / "log.txt")
     mortal = Contestant("mortal", 1, ["-c", "input(); raise SystemExit(3)"])
-    with pytest.raises(SystemExit, match="^mortal ended: exit code 3$"):
+    with pytest.raises(SystemExit, match=r"^mortal ended: exit code 3$"):
         take_turns([survivor, mortal], rounds=1)
     assert survivor._process is not None
     assert survivor._process.poll() == 0

@@ -150,17 +150,14 @@ def _common_order(table: Table, num_stages: int) -> tuple[Action, ...]:
 
 
 def _circle(actions: Sequence[Action], table: Table) -> Iterator[tuple[int | None, Action, str]]:
-    """Each step of a circle in words, with the rank and the action that it is about (None for a message)."""
+    """Each step of a circle in words, with the rank that takes it (None for a message) and what it waits in."""
     place = [{action: position for position, action in enumerate(row)} for row in table]
-    start, rank = actions[0], None
-    for earlier, later in pairwise(actions):
-        follows = [r for r, at in enumerate(place) if earlier in at and at.get(later) == at[earlier] + 1]
-        if rank is not None and rank in follows:
-            continue
-        if rank is not None:
-            yield rank, earlier, f"rank {rank} does {start} before {earlier}"
-        start, rank = earlier, follows[0] if follows else None
-        if rank is None:
-            yield None, later, f"{later} needs {earlier}"
-    if rank is not None:
-        yield rank, actions[-1], f"rank {rank} does {start} before {actions[-1]}"
+    steps: list[tuple[int | None, Action, Action]] = []
+    for first, then in pairwise(actions):
+        ranks = [rank for rank, at in enumerate(place) if first in at and at.get(then) == at[first] + 1]
+        if steps and steps[-1][0] in ranks:
+            steps[-1] = (*steps[-1][:2], then)
+        else:
+            steps.append((ranks[0] if ranks else None, first, then))
+    for rank, first, then in steps:
+        yield rank, first, f"{then} needs {first}" if rank is None else f"rank {rank} does {first} before {then}"

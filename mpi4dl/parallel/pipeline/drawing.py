@@ -1,6 +1,7 @@
 """Timelines of a simulated table, as text for a terminal and as a PNG."""
 
 from pathlib import Path
+from statistics import median
 
 from mpi4dl.parallel.pipeline.simulator import Simulation
 from mpi4dl.parallel.pipeline.table import Action
@@ -20,7 +21,7 @@ COLOURS = {
 }
 
 
-def as_text(simulation: Simulation, max_columns: int = 200) -> str:
+def as_text(simulation: Simulation, max_columns: int = 240) -> str:
     """One line a rank, time to the right, and a line of what it comes to.
 
     F3 is the forward of microbatch 3, B, I and W its backward and the halves of one, small letters the mirrored copy;
@@ -56,14 +57,15 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
-    makespan = simulation.makespan_seconds
+    makespan = simulation.makespan_seconds or 1.0
     spans = [span for row in simulation.rows for span in row]
     many = _hold_several_stages(simulation)
     labels = {span: _label(span.action, many)[1:] for span in spans}
-    typical = sorted(span.end_seconds - span.start_seconds for span in spans)[len(spans) // 2]
+    used = {(span.action.kind, span.action.direction) for span in spans}
+    typical = median(span.end_seconds - span.start_seconds for span in spans) or makespan
     lane_inches = min(40.0, max(6.0, makespan / typical * (0.42 if many else 0.32)))
-    height = 1.7 + 0.36 * len(simulation.rows)
-    figure = Figure(figsize=(lane_inches + 2.2, height), layout="constrained")
+    width, height = lane_inches + 2.2, 1.9 + 0.36 * len(simulation.rows)
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     for rank, row in enumerate(simulation.rows):
         for span in row:
@@ -72,7 +74,7 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
             corner = (span.start_seconds, rank - 0.44)
             axes.add_patch(Rectangle(corner, seconds, 0.88, facecolor=colour, edgecolor="white", linewidth=0.8))
             points = 72 * lane_inches * seconds / makespan
-            size = min(9.0, 1.5 * points / max(1, len(labels[span])))
+            size = min(9.0, 1.3 * points / max(1, len(labels[span])))
             if size >= 4.5:
                 ink = "black" if span.action.direction else "white"
                 middle = span.start_seconds + seconds / 2
@@ -87,13 +89,18 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(summary(simulation), fontsize=10, loc="left")
-    used = {(span.action.kind, span.action.direction) for span in spans}
     patches = [
         Patch(color=COLOURS[key], label=NAMES[key[0]] + (", mirrored copy" if key[1] else ""))
         for key in COLOURS
         if key in used
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=min(len(patches), int(width / 2.4)),
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(path, dpi=130)
 
 

@@ -120,8 +120,8 @@ def gems(placement: Placement, num_microbatches: int, pairs: int, inner: Schedul
     """GEMS: waves through the model and through its mirrored copy in turn (Jain et al., SC'20, MASTER).
 
     Each wave is a table of `inner` with `num_microbatches`; each direction has `pairs` of them, its microbatches
-    numbered 0 to pairs x num_microbatches - 1. A rank ends one wave before it begins the next, which comes from where
-    the backward ends last, so that they overlap and no rank keeps more than one wave of activations.
+    numbered 0 to pairs x num_microbatches - 1. Every rank ends one wave before it begins the next; but the next enters
+    where the backward of this one began and follows it, so that they overlap, and no rank keeps more than one wave.
     """
     if placement.num_directions != 2:
         raise ValueError("GEMS runs a model and its mirrored copy: give the placement directions=2")

@@ -1,12 +1,8 @@
 """Splits an unmodified model into stages, with every value that is still alive handed on from each to the next.
 
-with torch.device("meta"):
-    model = build()
-cuttable = Cuttable(model)
+cuttable = Cuttable(outline(build))                      # on the meta device: no values yet
 stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 atoms in three stages
-materialize(stage, build, device, seed)
-
-The model may lie on the meta device, so that a rank only ever holds the parameters of its own stage.
+stage = materialize(stage, build, device, seed)          # with the values of its own parameters only
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +12,7 @@ import torch
 from torch import nn
 
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
-from mpi4dl.parallel.pipeline.trace import Attribute, Value, references, trace
+from mpi4dl.parallel.pipeline.trace import Value, references, trace
 
 
 class Cuttable:
@@ -95,7 +91,9 @@ class Cuttable:
         calls = tuple(call for atom in self.program.atoms[first:end] for call in atom.calls)
         inputs, outputs = self.live(first), self.live(end)
         is_last = end == len(self)
-        kept = {leaf.name for leaf in references(self.program.output) if isinstance(leaf, Value)} if is_last else outputs
+        kept = (
+            {leaf.name for leaf in references(self.program.output) if isinstance(leaf, Value)} if is_last else outputs
+        )
         last_use = {name: 0 for name in inputs}
         for i, call in enumerate(calls):
             last_use.update(dict.fromkeys([call.name, *call.reads], i))
@@ -122,12 +120,10 @@ class Cuttable:
         for path in used:
             while path := path.rpartition(".")[0]:
                 above.add(path)
-        unused = {path for path, _ in self.model.named_modules() if path not in above}
-        # Of an unused module's path only the topmost counts, and nothing below a used module is unused.
-        covered = used | unused
-        unused = {path for path in unused if not _below(path, covered)}
+        modules = [path for path, _ in self.model.named_modules()]
         tensors = [name for name, _ in [*self.model.named_parameters(), *self.model.named_buffers()]]
-        return unused | {name for name in tensors if name not in used and not _below(name, covered)}
+        covered = used | {path for path in modules if path not in above}
+        return {path for path in [*modules, *tensors] if path not in above and not _below(path, covered)}
 
     def _check_ties(self, bounds: Sequence[int]) -> None:
         """Refuse a cut between two uses of one parameter or buffer: its copies would drift apart."""
@@ -160,6 +156,18 @@ def _below(path: str, others: Collection[str]) -> bool:
     return False
 
 
+def outline(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model on the meta device: its modules and shapes, no values. The random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build()
+        except (NotImplementedError, RuntimeError):
+            # Some models read values while they are built (torchvision's RegNet computes its widths with tensors).
+            with torch.device("cpu"):
+                return build().to("meta")
+
+
 def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.device | str, seed: int) -> Stage:
     """The stage on `device`, with exactly the values that `torch.manual_seed(seed)` and `build()` give to the model.
 
@@ -170,7 +178,7 @@ def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.devi
         ValueError: `build` makes another model than the one that was split.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves the GPUs' generators alone
         model = build()
     made = Stage(stage.recipe, model).train(stage.training)
     wanted, got = _shapes(stage), _shapes(made)

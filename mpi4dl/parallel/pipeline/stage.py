@@ -1,7 +1,7 @@
 """One stage of a model: a module that runs some of its atoms, with their parameters under the model's own names.
 
-    values alive before the first atom -> stage -> values alive after the last atom
-    the model's inputs                 -> first stage           last stage -> the model's output
+values alive before the first atom -> stage -> values alive after the last atom
+the model's inputs                 -> first stage           last stage -> the model's output
 """
 
 from collections.abc import Iterable
@@ -55,6 +55,7 @@ class Stage(nn.Module):
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
         super().__init__()
         self.recipe = recipe
+        self.training = model.training
         _adopt(self, model, recipe.holds)
 
     def forward(self, *values: Any) -> Any:
@@ -142,7 +143,7 @@ class _Enter(torch.autograd.Function):
         return received.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

@@ -172,13 +172,16 @@ class _Tracer(fx.Tracer):
         return node
 
     def create_arg(self, value: Any) -> Any:
-        known = isinstance(value, nn.Parameter) or any(value is buffer for buffer in self.root.buffers())
-        if isinstance(value, Tensor) and not known and value not in self.tensor_attrs:
+        if isinstance(value, Tensor) and not self._is_registered(value):
             raise ValueError(
                 f"it makes a tensor of shape {tuple(value.shape)} that does not depend on its input, which would be "
                 "the same one forever (register it as a buffer)"
             )
         return super().create_arg(value)
+
+    def _is_registered(self, tensor: Tensor) -> bool:
+        registered = tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
+        return registered or isinstance(tensor, nn.Parameter)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -259,7 +262,7 @@ def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) ->
         pair = [record.nodes[i] if i < len(record.nodes) else None for record in (training, evaluation)]
         here, there = pair
         if here is None or there is None or _kind_of(here, names) != _kind_of(there, other_names):
-            raise _other_path(pair, training, evaluation)
+            raise _other_path(pair, (training, names), (evaluation, other_names))
         if here.op in ("placeholder", "get_attr"):
             continue
         assert isinstance(here.op, str)
@@ -267,7 +270,7 @@ def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) ->
         other = _arguments((there.args, there.kwargs), other_names)
         call = Call(names[here], here.op, here.target, mine, mine if mine == other else other)
         if references(mine) != references(other):
-            raise _other_path(pair, training, evaluation)
+            raise _other_path(pair, (training, names), (evaluation, other_names))
         if _is_fact(here, facts):
             facts.add(here)
         elif not _only_picks(here):
@@ -303,10 +306,18 @@ def _kind_of(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, Any, str
     return node.op, node.target, names[node]
 
 
-def _other_path(pair: Iterable[fx.Node | None], *records: _Record) -> _Untraceable:
-    scopes = [record.scopes[node] for node, record in zip(pair, records, strict=True) if node is not None]
+def _other_path(pair: Iterable[fx.Node | None], *records: tuple[_Record, Mapping[fx.Node, str]]) -> _Untraceable:
+    found = [
+        ("nothing", "") if node is None else (names[node], record.scopes[node])
+        for node, (record, names) in zip(pair, records, strict=True)
+    ]
+    (in_training, _), (in_evaluation, _) = found
     # The inner module first: if it was not the culprit, its caller's calls will differ once it is whole.
-    return _Untraceable(max(scopes, key=len), "it makes other calls in training than in evaluation")
+    return _Untraceable(
+        max((scope for _, scope in found), key=len),
+        f"it makes other calls in training than in evaluation (first {in_training} in training, {in_evaluation} in "
+        "evaluation)",
+    )
 
 
 def _arguments(nested: Any, names: Mapping[fx.Node, str]) -> Any:

@@ -71,7 +71,9 @@ class Reducer:
         self._started: list[Pending] = []
 
     def attach(self) -> "Reducer":
-        """Watch the parameters' gradients from now on."""
+        """Watch the parameters' gradients from now on. Collective."""
+        # What starts during backward must not meet the collectives of backward: it gets a communicator of its own.
+        self.comm = self.comm.split(0)
         for number, bucket in enumerate(self.buckets):
             for slot, i in enumerate(bucket.members):
                 self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, slot))

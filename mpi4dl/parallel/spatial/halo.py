@@ -7,7 +7,7 @@
 needed: may reach over several neighbours, and beyond the edge of the image, where `fill` is
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mpi4dl.comm.exchange import Exchange, narrow
 from mpi4dl.geometry import AXES, AxisMap, Box, Interval, Split, Tiling, plan_axis
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
@@ -99,11 +99,16 @@ def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
 
 def gather(x: Tensor) -> Tensor:
     """The whole of x on every rank; a plain tensor passes through. Gradients of all ranks' copies are summed."""
-    if not isinstance(x, SpatialTensor):
-        return x
-    grid, tiling = x.layout.grid, x.layout.tiling
-    for axis in AXES:
-        if x.layout.dims[axis] is not None:
+    return gather_axes(x, AXES) if isinstance(x, SpatialTensor) else x
+
+
+def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
+    """x with all of these axes on every rank."""
+    layout, tiling = x.layout, x.layout.tiling
+    for axis in axes:
+        if layout.dims[axis] is not None:
             split = tiling.splits[axis]
-            tiling = tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * grid.shape[axis]))
-    return x.layout.exchange_to(tiling)(x.local)
+            tiling = tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * split.parts))
+    local = layout.exchange_to(tiling)(x.local)
+    batch, rows, cols = (None if axis in axes else dim for axis, dim in enumerate(layout.dims))
+    return wrap(local, Layout(layout.grid, tiling, layout.dims).with_dims((batch, rows, cols)))

@@ -17,15 +17,16 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     tiles = arrange(image, comm, Arrangement(2, 2))
     dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
     dropped.sum().backward()
+    dropped = dropped.detach()
     assert image.grad is not None
     gradient = comm.all_reduce(image.grad) / comm.size
-    quarters = dropped.detach().unflatten(3, (2, 32)).unflatten(2, (2, 32))
+    quarters = dropped.unflatten(3, (2, 32)).unflatten(2, (2, 32))
     corners = [quarters[:, :, i, :, j].reshape(-1) for i in (0, 1) for j in (0, 1)]
     alike = [float((a == b).float().mean()) for i, a in enumerate(corners) for b in corners[:i]]
     return {
         "kept": float((dropped > 0).float().mean()),
         "largest": float(dropped.max()),
-        "gradient is the mask": float(torch.equal(gradient, dropped.detach())),
+        "gradient is the mask": float(torch.equal(gradient, dropped)),
         "most alike": max(alike),
         "next draw": float(torch.rand(())),
     }

@@ -1,4 +1,4 @@
-"""Operators that treat every pixel alike, in place and broadcast too, give on tiles what they give on the whole image."""
+"""Operators that treat every pixel alike, in place and broadcast too, give on tiles what they give on the image."""
 
 import pytest
 import torch

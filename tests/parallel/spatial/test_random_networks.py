@@ -26,6 +26,7 @@ def convolutions(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "padding": (draw(st.integers(0, 4)), draw(st.integers(0, 4))),
         "dilation": (draw(st.integers(1, 2)), draw(st.integers(1, 2))),
         "groups": draw(st.sampled_from([1, CHANNELS])),
+        "bias": False,  # before a norm its gradient would be rounding alone
     }
 
 
@@ -39,6 +40,7 @@ def transposed_convolutions(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "stride": stride,
         "padding": draw(st.integers(0, 2)),
         "output_padding": draw(st.integers(0, stride - 1)),
+        "bias": False,
     }
 
 
@@ -60,16 +62,15 @@ others = st.sampled_from(
     [
         ("BatchNorm2d", {"num_features": CHANNELS}),
         ("GroupNorm", {"num_groups": 1, "num_channels": CHANNELS}),
-        ("ReLU", {"inplace": True}),
+        ("ReLU", {}),
         ("Upsample", {"scale_factor": 2, "mode": "bilinear"}),
         ("Upsample", {"scale_factor": 1.5, "mode": "nearest"}),
         ("ReplicationPad2d", {"padding": (2, 0, 1, 3)}),
         ("ZeroPad2d", {"padding": (1, -1, -1, 2)}),
     ]
 )
-layers = st.lists(
-    st.one_of(convolutions(), convolutions(), transposed_convolutions(), pools(), others), min_size=1, max_size=5
-)
+layers = st.one_of(convolutions(), convolutions(), transposed_convolutions(), pools(), others)
+stacks = st.lists(layers, min_size=1, max_size=5)
 arrangements = st.sampled_from(
     [
         Arrangement(2, 2),
@@ -117,7 +118,7 @@ def compare_stack(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
-@given(specification=layers, size=sizes, arrangement=arrangements)
+@given(specification=stacks, size=sizes, arrangement=arrangements)
 def test_random_stacks_equal_the_whole_image(
     ranks: Ranks, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement
 ) -> None:

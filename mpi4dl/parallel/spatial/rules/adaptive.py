@@ -10,12 +10,14 @@ from mpi4dl.comm import Communicator, collectives
 from mpi4dl.geometry import BATCH, COLS, ROWS
 from mpi4dl.parallel.spatial.grid import Dims
 from mpi4dl.parallel.spatial.rules.reductions import mean, owned_along
+from mpi4dl.parallel.spatial.rules.windows import check_image
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
 @register(F.adaptive_avg_pool2d)
 def adaptive_avg_pool2d(input: SpatialTensor, output_size: Any) -> Tensor:
     """Means over bins of rows and columns; the result is small, and every rank has all of its rows and columns."""
+    input = check_image(input, "torch.nn.functional.adaptive_avg_pool2d")
     size = _output_size(input, output_size)
     if size == (1, 1):
         return mean(input, (-2, -1), True)
@@ -62,7 +64,7 @@ def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: 
         raise refusal(
             "torch.nn.functional.adaptive_max_pool2d(return_indices=True)", "indices would count within a tile"
         )
-    x = input
+    x = check_image(input, "torch.nn.functional.adaptive_max_pool2d")
     rows, cols = _output_size(x, output_size)
     axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
     part = owned_along(x, axes)

@@ -15,6 +15,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, regist
 @register(*named("pad"))
 def pad(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     amounts = {input.dim() - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    if not any(pad):
+        return wrap(input.local.clone(), input.layout)
     x: Tensor = input
     for dim, (before, after) in amounts.items():
         if before or after:
@@ -35,7 +37,8 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
     window = Window(1, 1, before, after)
     if mode == "constant" or (before <= 0 and after <= 0):
         reached = reach(x, {axis: window}, float(value or 0.0))
-        return wrap(reached.fetch(x.local), reached.output)
+        local = reached.fetch(x.local)
+        return wrap(local.clone() if reached.exchange is None else local, reached.output)
     if before < 0 or after < 0:
         x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
         return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling
 from mpi4dl.parallel.spatial.grid import Dims, Layout
-from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
     SpatialTensor,
@@ -69,8 +69,12 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     SpatialTensors that are cut elsewhere than the first are cut anew; plain tensors, which every rank has whole, are
     cropped. `keep_first` refuses to change the first one's box (it is written in place).
     """
-    spread = [x for x in operands if isinstance(x, SpatialTensor)]
     ndim = max(x.dim() for x in operands)
+    first = next(x for x in operands if isinstance(x, SpatialTensor))
+    operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
+    spread = [x for x in operands if isinstance(x, SpatialTensor)]
+    if not spread:
+        return list(operands), first.layout.with_dims((None, None, None))
 
     def dims(x: SpatialTensor) -> Dims:
         batch, rows, cols = (None if dim is None else dim + ndim - x.dim() for dim in x.layout.dims)
@@ -88,6 +92,8 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
                 place[axis], splits[axis] = dim, split
             elif place[axis] != dim:
                 raise refusal(function, f"operands have an axis of the image in dims {place[axis]} and {dim}")
+            elif splits[axis].size != split.size:
+                raise RuntimeError(f"{function}: sizes {splits[axis].size} and {split.size} of dim {dim} must match")
             elif splits[axis].cuts == split.cuts:
                 both = (a.intersect(b) for a, b in zip(splits[axis].held, split.held, strict=True))
                 splits[axis] = Split(split.cuts, tuple(both))
@@ -97,6 +103,17 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     if keep_first and lead is operands[0] and layout != lead.layout:
         raise refusal(function, "its first operand is written in place, but the others hold other pixels")
     return [_part(x, layout, ndim, function) for x in operands], layout
+
+
+def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:
+    """x, with an axis of one pixel gathered to all ranks if it broadcasts against more pixels of another operand."""
+    single = []
+    for axis, dim in enumerate(x.layout.dims):
+        if dim is not None and x.layout.tiling.splits[axis].size == 1:
+            places = [(other, dim + other.dim() - x.dim()) for other in operands]
+            if any(place >= 0 and other.shape[place] != 1 for other, place in places):
+                single.append(axis)
+    return gather_axes(x, single) if single else x
 
 
 def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:

@@ -47,6 +47,8 @@ def interpolate(
     if mode == "area":
         return adaptive_avg_pool2d(x, sizes)
     y: Tensor = x
+    if sizes == tuple(x.shape[-2:]):
+        y = x.clone()
     for i in (0, 1):
         y = _resample(y, i - 2, sizes[i], factors[i], mode, bool(align_corners))
     return y

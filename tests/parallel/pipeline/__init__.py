@@ -1,0 +1,1 @@
+"""Tests of pipelines: tables drawn by hand, formulas, faults, and random tables played at random speeds."""

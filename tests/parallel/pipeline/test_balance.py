@@ -1,0 +1,130 @@
+"""The partition is the best there is, and costs are what the layers' formulas say."""
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from mpi4dl.models import build
+from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, measure_seconds, partition
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
+
+
+def slowest(costs: Sequence[float], counts: Sequence[int], divisors: Sequence[int]) -> float:
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return max(sum(costs[low:high]) / d for (low, high), d in zip(pairwise(bounds), divisors, strict=True))
+
+
+@given(st.data())
+def test_no_other_partition_is_better(data: st.DataObject):
+    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    stages = data.draw(st.integers(1, len(costs)))
+    divisors = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=stages, max_size=stages))
+    counts = partition(costs, stages, divisors)
+    assert (len(counts), sum(counts), min(counts) >= 1) == (stages, len(costs), True)
+    cuts = combinations(range(1, len(costs)), stages - 1)
+    everything = [[high - low for low, high in pairwise([0, *cut, len(costs)])] for cut in cuts]
+    assert slowest(costs, counts, divisors) == min(slowest(costs, other, divisors) for other in everything)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "divisors", "counts"),
+    [
+        ([1, 1, 1, 1], 2, None, (2, 2)),
+        ([1, 1, 1, 1, 1], 2, [4, 1], (4, 1)),
+        ([9, 1, 1, 1], 3, None, (1, 1, 2)),
+        ([10, 10, 0], 2, [10, 1], (2, 1)),
+        ([0, 0, 0], 3, None, (1, 1, 1)),
+        ([3.5], 1, [4], (1,)),
+    ],
+)
+def test_partitions(costs: list[float], stages: int, divisors: list[int] | None, counts: tuple[int, ...]):
+    assert partition(costs, stages, divisors) == counts
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "divisors", "message"),
+    [
+        ([1, 2], 3, None, "3 stages cannot be made of 2 atoms: every stage needs .* choose between 1 and 2 stages"),
+        ([1, 2], 0, None, "0 stages cannot be made of 2 atoms"),
+        ([1, 2], 2, [1], r"divisors \[1\] must be one positive number for each of 2 stages"),
+        ([1, 2], 2, [1, 0], r"divisors \[1, 0\] must be"),
+        ([1, -2], 1, None, "the cost of atom 1 is -2, but must be finite and not negative"),
+        ([float("nan")], 1, None, "the cost of atom 0 is nan"),
+    ],
+)
+def test_what_cannot_be_partitioned(costs: list[float], stages: int, divisors: list[int] | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        partition(costs, stages, divisors)
+
+
+def test_a_balance_by_hand_must_fit():
+    cuttable = Cuttable(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert by_hand(cuttable, [1, 2], 2) == (1, 2)
+    with pytest.raises(ValueError, match="balance 1,2 has 2 numbers, but there are 3 stages"):
+        by_hand(cuttable, [1, 2], 3)
+    with pytest.raises(ValueError, match="balance 3,4 puts 7 atoms into 2 stages, but Sequential has 3, and every"):
+        by_hand(cuttable, [3, 4], 2)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 5 * 6, 7))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_of_convolutions_and_products(device: str):
+    cuttable = Cuttable(layers().to(device))
+    assert count_flops(cuttable, torch.empty(2, 3, 5, 6)) == [2 * 2 * 4 * 5 * 6 * 3 * 9, 0, 0, 2 * 2 * 120 * 7]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_bytes_of_parameters_and_saved_activations(device: str):
+    cuttable = Cuttable(layers().to(device))
+    image, activation = 2 * 3 * 5 * 6, 2 * 4 * 5 * 6
+    # The convolution saves the image, ReLU its result, which the linear layer saves again.
+    expected = [image + 4 * 3 * 9 + 4, activation, 0, 120 * 7 + 7]
+    assert count_bytes(cuttable, torch.empty(2, 3, 5, 6)) == [4 * n for n in expected]
+
+
+def test_tied_parameters_count_once():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    assert count_bytes(Cuttable(model), torch.empty(1, 3)) == [4 * (9 + 3), 4 * 3, 0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_seconds_tell_a_heavy_atom_from_a_light_one(device: str):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 64, 9))
+    cuttable = Cuttable(model.to(device))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    image, state = torch.randn(1, 3, 40, 40), torch.get_rng_state()
+    seconds = measure_seconds(cuttable, image, repeats=3)
+    assert len(seconds) == 4
+    assert max(seconds) == seconds[3] > 0
+    assert torch.equal(state, torch.get_rng_state())
+    if device == "cpu":
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_atom_without_gradients_takes_time_too():
+    class Ranked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.argsort(dim=1) * 2
+
+    assert min(measure_seconds(Cuttable(Ranked()), torch.randn(2, 3))) > 0
+
+
+@pytest.mark.parametrize("name", ["amoebanetd", "unet", "densenet121", "fcn_resnet50"])
+def test_every_atom_of_a_model_has_a_cost(name: str):
+    options = {"num_layers": 3, "num_filters": 16} if name == "amoebanetd" else {}
+    cuttable = Cuttable(outline(lambda: build(name, **options)))
+    image = torch.empty(2, 3, 33, 47)
+    flops, kept = count_flops(cuttable, image), count_bytes(cuttable, image)
+    assert len(flops) == len(kept) == len(cuttable)
+    parameters = sum(p.nbytes for p in cuttable.model.parameters())
+    assert sum(kept) > parameters
+    assert sum(flops) > 0

@@ -1,0 +1,103 @@
+"""Timelines as text, by literal equality, and as pictures, by what is in them."""
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from mpi4dl.parallel.pipeline.drawing import COLOURS, as_png, as_text
+from mpi4dl.parallel.pipeline.schedules import table_for
+from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.pipeline.table import Placement
+
+
+def simulated(name: str, placement: Placement, num_microbatches: int, costs: Costs) -> Simulation:
+    return simulate(table_for(name, placement, num_microbatches), placement, costs)
+
+
+def test_a_backward_is_drawn_as_long_as_it_takes() -> None:
+    simulation = simulated("gpipe", Placement.row([1, 1]), 2, Costs.equal(2, activation_bytes=3 * 2**20))
+    drawn = """\
+        rank 0 |F0 F1          B0--- B1---
+        rank 1 |   F0 F1 B0--- B1---
+        9 s, bubble 33.3 %, at most 6 MiB of activations on a rank"""
+    assert as_text(simulation) == dedent(drawn)
+
+
+def test_the_mirrored_copy_is_drawn_in_small_letters() -> None:
+    simulation = simulated("zero-bubble", Placement.row([2, 1], 2), 1, Costs.equal(2))
+    drawn = """\
+        rank 0 |F0       I0 W0    f0 i0 w0
+        rank 1 |F0       I0 W0 f0       i0 w0
+        rank 2 |   F0 I0 W0    f0       i0 w0
+        10 s, bubble 40.0 %, at most 1 B of activations on a rank"""
+    assert as_text(simulation) == dedent(drawn)
+
+
+def test_stages_are_named_where_a_rank_holds_several() -> None:
+    simulation = simulated("interleaved", Placement.interleaved(1, 2), 1, Costs.equal(2, 1.0, 1.0))
+    assert as_text(simulation).splitlines()[0] == "rank 0 |F0.0 F1.0 B1.0 B0.0"
+
+
+def test_numbers_of_ranks_are_aligned() -> None:
+    lines = as_text(simulated("gpipe", Placement.row([1] * 11), 1, Costs.equal(11))).splitlines()
+    assert lines[2].startswith("rank  2 |")
+    assert lines[10].startswith("rank 10 |")
+
+
+def test_what_is_too_short_for_its_name_shows_its_letter() -> None:
+    costs = Costs((8.0, 0.001), (8.0, 4.0), (0.0,), (1, 1))
+    simulation = simulated("gpipe", Placement.row([1, 1]), 1, costs)
+    assert as_text(simulation, max_columns=5).splitlines()[:2] == ["rank 0 |F0 B0", "rank 1 |  B"]
+
+
+def test_a_drawing_is_no_wider_than_asked() -> None:
+    simulation = simulated("1f1b", Placement.row([1] * 8), 64, Costs.equal(8))
+    assert max(len(line) for line in as_text(simulation, max_columns=100).splitlines()) <= 100 + len("rank 0 |")
+
+
+def test_a_table_that_takes_no_time_is_drawn(tmp_path: Path) -> None:
+    simulation = simulated("gpipe", Placement.row([1]), 1, Costs.equal(1, 0.0, 0.0))
+    assert as_text(simulation).startswith("rank 0 |\n0 s, bubble 0.0 %")
+    as_png(simulation, tmp_path / "empty.png")
+
+
+def colours_in(path: Path) -> set[str]:
+    image = pytest.importorskip("PIL.Image").open(path).convert("RGB")
+    return {f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in image.getcolors(maxcolors=1 << 24)}
+
+
+def test_a_picture_shows_every_kind_in_its_colour(tmp_path: Path) -> None:
+    one, two = Placement.row([1, 1]), Placement.row([1, 1], 2)
+    as_png(simulated("gpipe", one, 2, Costs.equal(2)), tmp_path / "one.png")
+    as_png(simulated("zero-bubble", two, 2, Costs.equal(2)), tmp_path / "two.png")
+    shown = {name: colours_in(tmp_path / f"{name}.png") & set(COLOURS.values()) for name in ("one", "two")}
+    assert shown["one"] == {COLOURS["forward", 0], COLOURS["backward", 0]}
+    assert shown["two"] == {COLOURS[kind, way] for kind in ("forward", "input", "weight") for way in (0, 1)}
+
+
+def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
+    """An SVG keeps its words."""
+    placement = Placement.row([1, 1], 2)
+    simulation = simulated("gpipe", placement, 3, Costs.equal(2))
+    script = (
+        "import matplotlib; matplotlib.rcParams['svg.fonttype'] = 'none'\n"
+        "from mpi4dl.parallel.pipeline import *\n"
+        "from mpi4dl.parallel.pipeline.drawing import as_png\n"
+        "placement = Placement.row([1, 1], 2)\n"
+        f"as_png(simulate(table_for('gpipe', placement, 3), placement, Costs.equal(2)), {str(tmp_path / 'a.svg')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    words = (tmp_path / "a.svg").read_text()
+    idle = [f">rank {rank}  {100 * bubble:.0f} % idle<" for rank, bubble in enumerate(simulation.bubbles)]
+    for word in [*idle, ">forward, mirrored copy<", ">backward<", ">time (s); idle ranks are grey<", ">2<"]:
+        assert word in words
+    assert words.count(">2<") >= 8
+
+
+def test_matplotlib_is_imported_only_for_a_picture() -> None:
+    code = "import sys, mpi4dl.parallel.pipeline.drawing; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"

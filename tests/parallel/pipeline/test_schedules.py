@@ -1,0 +1,317 @@
+"""Schedules against tables drawn by hand."""
+
+import inspect
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpi4dl.parallel.pipeline import schedules
+from mpi4dl.parallel.pipeline.checker import check
+from mpi4dl.parallel.pipeline.drawing import as_text
+from mpi4dl.parallel.pipeline.schedules import SCHEDULES, Schedule, forward_only, gems, interleaved, table_for
+from mpi4dl.parallel.pipeline.simulator import Costs, simulate
+from mpi4dl.parallel.pipeline.table import Action, Placement, Table
+from tests.parallel.pipeline.tables import can_be_played, read, tables
+
+PIPELINES = [
+    pytest.param(
+        "layer",
+        3,
+        2,
+        """
+        F0 B0 F1 B1
+        F0 B0 F1 B1
+        F0 B0 F1 B1
+        """,
+        id="layer, 3 ranks, 2 microbatches",
+    ),
+    pytest.param(
+        "gpipe",
+        3,
+        3,
+        """
+        F0 F1 F2 B0 B1 B2
+        F0 F1 F2 B0 B1 B2
+        F0 F1 F2 B0 B1 B2
+        """,
+        id="gpipe, 3 ranks, 3 microbatches",
+    ),
+    pytest.param(
+        "1f1b",
+        4,
+        2,
+        """
+        F0 F1 B0 B1
+        F0 F1 B0 B1
+        F0 F1 B0 B1
+        F0 B0 F1 B1
+        """,
+        id="1f1b, 4 ranks, 2 microbatches",
+    ),
+    pytest.param(
+        "1f1b",
+        4,
+        4,
+        """
+        F0 F1 F2 F3 B0 B1 B2 B3
+        F0 F1 F2 B0 F3 B1 B2 B3
+        F0 F1 B0 F2 B1 F3 B2 B3
+        F0 B0 F1 B1 F2 B2 F3 B3
+        """,
+        id="1f1b, 4 ranks, 4 microbatches",
+    ),
+    pytest.param(
+        "1f1b",
+        4,
+        5,
+        """
+        F0 F1 F2 F3 B0 F4 B1 B2 B3 B4
+        F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
+        F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
+        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+        """,
+        id="1f1b, 4 ranks, 5 microbatches",
+    ),
+    pytest.param(
+        "1f1b",
+        4,
+        6,
+        """
+        F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5
+        F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+        F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
+        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+        """,
+        id="1f1b, 4 ranks, 6 microbatches",
+    ),
+    pytest.param(
+        "zero-bubble",
+        3,
+        2,
+        """
+        F0 F1 I0 W0 I1 W1
+        F0 F1 I0 I1 W0 W1
+        F0 I0 F1 I1 W0 W1
+        """,
+        id="zero-bubble, 3 ranks, 2 microbatches",
+    ),
+    pytest.param(
+        "zero-bubble",
+        3,
+        4,
+        """
+        F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+        """,
+        id="zero-bubble, 3 ranks, 4 microbatches",
+    ),
+]
+
+GEMS = [
+    pytest.param(
+        "layer",
+        2,
+        1,
+        1,
+        """
+        F0 B0 f0 b0
+        F0 B0 f0 b0
+        """,
+        id="layer, 2 ranks, 1 x 1 microbatches each way",
+    ),
+    pytest.param(
+        "layer",
+        3,
+        1,
+        2,
+        """
+        F0 B0 f0 b0 F1 B1 f1 b1
+        F0 B0 f0 b0 F1 B1 f1 b1
+        F0 B0 f0 b0 F1 B1 f1 b1
+        """,
+        id="layer, 3 ranks, 2 x 1 microbatches each way",
+    ),
+    pytest.param(
+        "gpipe",
+        3,
+        2,
+        2,
+        """
+        F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
+        F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
+        F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
+        """,
+        id="gpipe, 3 ranks, 2 x 2 microbatches each way",
+    ),
+    pytest.param(
+        "1f1b",
+        4,
+        3,
+        1,
+        """
+        F0 F1 F2 B0 B1 B2 f0 b0 f1 b1 f2 b2
+        F0 F1 F2 B0 B1 B2 f0 f1 b0 f2 b1 b2
+        F0 F1 B0 F2 B1 B2 f0 f1 f2 b0 b1 b2
+        F0 B0 F1 B1 F2 B2 f0 f1 f2 b0 b1 b2
+        """,
+        id="1f1b, 4 ranks, 1 x 3 microbatches each way",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches", "drawn"), PIPELINES)
+def test_a_pipeline_is_as_drawn(name: str, num_ranks: int, num_microbatches: int, drawn: str) -> None:
+    placement = Placement.row([1] * num_ranks)
+    assert table_for(name, placement, num_microbatches) == read(drawn, placement)
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches", "pairs", "drawn"), GEMS)
+def test_gems_is_as_drawn(name: str, num_ranks: int, num_microbatches: int, pairs: int, drawn: str) -> None:
+    placement = Placement.row([1] * num_ranks, directions=2)
+    assert table_for(name, placement, num_microbatches, pairs) == read(drawn, placement)
+
+
+def test_a_table_in_full() -> None:
+    """What the drawings stand for."""
+    f, b = "forward", "backward"
+    assert table_for("1f1b", Placement.row([1, 2]), 2) == (
+        (Action(f, 0, 0, 0), Action(f, 0, 0, 1), Action(b, 0, 0, 0), Action(b, 0, 0, 1)),
+        (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
+        (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
+    )
+
+
+def test_interleaved_is_as_drawn() -> None:
+    placement = Placement.interleaved(num_ranks=2, chunks=2)
+    drawn = """
+        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3
+        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
+    """
+    assert interleaved(placement, 4) == read(drawn, placement)
+
+
+def test_interleaved_leaves_out_what_does_not_fill_a_round() -> None:
+    placement = Placement.interleaved(num_ranks=2, chunks=2)
+    drawn = """
+        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 B2.1 F2.2 B0.0 B0.1 B2.2 B0.2
+        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 B1.1 F3.2 B3.2 B1.2
+    """
+    assert interleaved(placement, 3) == read(drawn, placement)
+
+
+def test_gems_over_tiles_is_as_drawn() -> None:
+    """Ranks 1 to 3 hold a tile of the first stage of both copies; ranks 0 and 4 a tile of one and all of a second."""
+    placement = Placement.row([4, 1], directions=2)
+    drawn = """
+        F0.0 F0.1 B0.0 B0.1 f1.0 b1.0 f1.1 b1.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F1.0 B1.0 F1.1 B1.1 f0.0 f0.1 b0.0 b0.1
+    """
+    assert table_for("1f1b", placement, 2) == read(drawn, placement)
+
+
+def drawing_above(schedule: Schedule) -> str:
+    comment = inspect.getcomments(schedule)
+    assert comment is not None
+    return "\n".join(line[6:] for line in comment.splitlines() if "|" in line)
+
+
+def draw(table: Table, placement: Placement) -> str:
+    """Every action taking a second."""
+    backward = 2.0 if any(action.kind == "input" for row in table for action in row) else 1.0
+    return as_text(simulate(table, placement, Costs.equal(placement.num_stages, 1.0, backward))).rpartition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "placement", "num_microbatches"),
+    [
+        ("layer", Placement.row([1] * 3), 2),
+        ("gpipe", Placement.row([1] * 3), 3),
+        ("one_f_one_b", Placement.row([1] * 4), 4),
+        ("interleaved", Placement.interleaved(2, 2), 4),
+        ("zero_bubble", Placement.row([1] * 3), 4),
+        ("forward_only", Placement.row([1] * 3), 3),
+    ],
+)
+def test_the_drawing_above_a_schedule_is_its_table(function: str, placement: Placement, num_microbatches: int) -> None:
+    schedule = getattr(schedules, function)
+    assert drawing_above(schedule) == draw(schedule(placement, num_microbatches), placement)
+
+
+def test_the_drawing_above_gems_is_its_table() -> None:
+    placement = Placement.row([1] * 3, directions=2)
+    assert drawing_above(gems) == draw(gems(placement, 1, 1, schedules.layer), placement)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables(), st.integers(0, 10**6))
+def test_every_table_is_sound_and_can_be_played_at_any_speed(case: tuple[Table, Placement], seed: int) -> None:
+    table, placement = case
+    report = check(table, placement)
+    assert min(report.num_microbatches) >= 1
+    assert placement.rows(report.order) == table
+    assert can_be_played(table, placement, seed)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 7))
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 13])
+def test_peaks_of_live_microbatches(num_ranks: int, num_microbatches: int) -> None:
+    placement = Placement.row([1] * num_ranks)
+
+    def peaks(name: str) -> tuple[int, ...]:
+        return check(table_for(name, placement, num_microbatches), placement).peak_live
+
+    assert peaks("layer") == (1,) * num_ranks
+    assert peaks("gpipe") == (num_microbatches,) * num_ranks
+    assert peaks("1f1b") == tuple(min(num_ranks - stage, num_microbatches) for stage in range(num_ranks))
+    assert peaks("zero-bubble") == (min(num_ranks, num_microbatches),) * num_ranks
+
+
+@pytest.mark.parametrize("name", ["layer", "gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("pairs", [1, 2, 3])
+def test_gems_keeps_no_more_than_one_direction(name: str, pairs: int) -> None:
+    one, two = Placement.row([2, 1, 1]), Placement.row([2, 1, 1], directions=2)
+    report = check(table_for(name, two, 5, pairs), two)
+    assert max(report.peak_live) == max(check(table_for(name, one, 5), one).peak_live)
+    assert report.num_microbatches == (5 * pairs, 5 * pairs)
+
+
+def test_evaluation_keeps_nothing_and_one_direction_of_two_suffices() -> None:
+    placement = Placement.row([2, 1], directions=2)
+    table = forward_only(placement.only(0), 4)
+    report = check(table, placement)
+    assert report.num_microbatches == (4, 0)
+    assert report.peak_live == (1, 1, 1)
+    assert table[2] == tuple(Action("forward", 0, 1, microbatch) for microbatch in range(4))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_microbatches_are_refused(name: str) -> None:
+    placement = Placement.interleaved(2, 2)
+    with pytest.raises(ValueError, match=r"num_microbatches \(=0\) must be at least 1"):
+        table_for(name, placement, 0)
+
+
+def test_wrong_schedules_are_refused() -> None:
+    one, two = Placement.row([1, 1]), Placement.row([1, 1], directions=2)
+    with pytest.raises(ValueError, match="no schedule 'gpip': choose one of layer, gpipe, 1f1b, interleaved"):
+        table_for("gpip", one, 1)
+    with pytest.raises(ValueError, match="runs one direction, but the placement has 2"):
+        schedules.gpipe(two, 1)
+    with pytest.raises(ValueError, match="give the placement directions=2"):
+        gems(one, 1, 1, schedules.gpipe)
+    with pytest.raises(ValueError, match=r"pairs \(=0\) of waves"):
+        table_for("gpipe", two, 1, pairs=0)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [((0,), (1,)), ((0,), (1,), (0,)), ((0,), (1,), (1,), (0,)), ((0, 1), (2,), (1, 0), (2,))],
+)
+def test_interleaved_needs_stages_dealt_out_evenly(stages: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="deals its stages out like cards"):
+        interleaved(Placement((stages,)), 2)

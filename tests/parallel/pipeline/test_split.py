@@ -1,0 +1,289 @@
+"""Stages run one after the other are the model: outputs, gradients, buffers and names, wherever it is cut."""
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.geometry import BATCH, Tiling
+from mpi4dl.models import build
+from mpi4dl.parallel.pipeline.balance import count_flops, partition
+from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
+from mpi4dl.parallel.spatial.explain import Ledger
+from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "amoebanetd": functools.partial(build, "amoebanetd", num_layers=3, num_filters=16, num_classes=4),
+    "resnet_v1": functools.partial(build, "resnet_v1", depth=14),
+    "resnet_v2": functools.partial(build, "resnet_v2", depth=20),
+    "unet": functools.partial(build, "unet", num_filters=4, depth=2),
+    "small_resnet": functools.partial(build, "small_resnet", num_filters=4),
+    **{
+        name: functools.partial(build, name, num_classes=5)
+        for name in [
+            "resnet18",
+            "resnet50",
+            "densenet121",
+            "mobilenet_v3_small",
+            "efficientnet_b0",
+            "convnext_tiny",
+            "regnet_y_400mf",
+            "fcn_resnet50",
+        ]
+    },
+}
+
+
+IMAGE = torch.randn(2, 3, 33, 47, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def cuttable(request: pytest.FixtureRequest) -> Cuttable:
+    torch.manual_seed(0)
+    return Cuttable(MODELS[request.param]())
+
+
+def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
+    flops = count_flops(cuttable, IMAGE)
+    balanced = [partition(flops, stages) for stages in (2, 5)]
+    by_chance = [random_counts(len(cuttable), stages) for stages in (3, 4)]
+    assert_cuts_like_the_model(cuttable, balanced + by_chance, IMAGE)
+
+
+def test_stages_evaluate_as_the_model_does(cuttable: Cuttable) -> None:
+    cuttable.model.eval()
+    with torch.no_grad():
+        assert_cuts_like_the_model(cuttable, [random_counts(len(cuttable), 5, seed=1)], IMAGE)
+    cuttable.model.train()
+
+
+def test_stages_hold_the_models_tensors_under_its_names_in_its_order(cuttable: Cuttable) -> None:
+    stages = cuttable.stages(random_counts(len(cuttable), 4, seed=2))
+    held = {name: value for stage in stages for name, value in stage.state_dict(keep_vars=True).items()}
+    model = cuttable.model.state_dict(keep_vars=True)
+    assert held.keys() == model.keys()
+    assert all(held[name] is model[name] for name in model)
+    assert sum(len(stage.state_dict()) for stage in stages) == len(model)
+    for stage in stages:
+        names = [name for name, _ in stage.named_parameters()]
+        assert names == [name for name, _ in cuttable.model.named_parameters() if name in set(names)]
+
+
+@pytest.mark.parametrize("name", ["amoebanetd", "unet"])
+def test_every_cut_is_possible(name: str) -> None:
+    torch.manual_seed(0)
+    cuttable = Cuttable(MODELS[name]())
+    assert_cuts_like_the_model(
+        cuttable, [(i, len(cuttable) - i) for i in range(1, len(cuttable))], IMAGE[:, :, :9, :14]
+    )
+
+
+class Skips(nn.Module):
+    """A skip over three layers, a size, a pair, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.MaxPool2d(2)
+        self.pair = Pair()
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.relu = nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("offset", torch.ones(1), persistent=False)
+        self.never_used = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, bias: Tensor, extra: Tensor | None = None) -> dict[str, Tensor]:
+        size = x.shape[-2:]
+        skip = self.first(x)
+        y = self.relu(self.down(skip))
+        left, right = self.pair(y)
+        y = F.dropout(self.up(left), 0.5, self.training)
+        y = F.interpolate(y + self.scale, size=size) + skip
+        if extra is not None:
+            y = y + extra
+        return {"out": y + bias, "right": right * self.offset}
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        return x, x
+
+
+def skips() -> tuple[Cuttable, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Cuttable(Skips()), (torch.randn(1, 3, 5, 7), torch.randn(1, 4, 1, 1))
+
+
+def test_what_is_alive_at_each_cut() -> None:
+    cuttable, _ = skips()
+    assert {name: cuttable.live(i) for i, name in enumerate((*cuttable.names, "end"))} == {
+        "first": ("x", "bias"),
+        "down": ("bias", "getitem", "first"),
+        "relu": ("bias", "getitem", "first", "down"),
+        "pair": ("bias", "getitem", "first", "relu"),
+        "up": ("bias", "getitem", "first", "getitem_1", "getitem_2"),
+        "dropout": ("bias", "getitem", "first", "getitem_2", "up"),
+        "add": ("bias", "getitem", "first", "getitem_2", "dropout"),
+        "interpolate": ("bias", "getitem", "first", "getitem_2", "add"),
+        "add_1": ("bias", "first", "getitem_2", "interpolate"),
+        "add_2": ("bias", "getitem_2", "add_1"),
+        "mul": ("getitem_2", "add_2"),
+        "end": (),
+    }
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_every_cut_of_a_model_with_skips(mode: bool) -> None:
+    cuttable, inputs = skips()
+    cuttable.model.train(mode)
+    every_cut = [(i, len(cuttable) - i) for i in range(1, len(cuttable))]
+    assert_cuts_like_the_model(cuttable, [*every_cut, [1] * len(cuttable)], *inputs)
+
+
+def test_what_no_forward_uses_stays_with_the_last_stage() -> None:
+    cuttable, _ = skips()
+    first, last = cuttable.stages((9, 2))
+    assert "never_used.weight" in dict(last.named_parameters())
+    assert [name for name, _ in first.named_parameters()][:2] == ["scale", "first.weight"]
+    assert ([name for name, _ in last.named_buffers()], "offset" in last.state_dict()) == (["offset"], False)
+
+
+def test_train_and_eval_reach_every_module() -> None:
+    stage = copied = Cuttable(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.ReLU())).stage((2, 1), 0)
+    assert not any(module.training for module in stage.eval().modules())
+    assert all(module.training for module in copied.train().modules())
+
+
+def test_a_pair_of_one_tensor_is_handed_once_and_a_size_in_the_header() -> None:
+    stem = Cuttable(MODELS["amoebanetd"]()).stage((1, 8), 0)
+    tensors, header = pack(stem(IMAGE))
+    assert (len(tensors), header.template) == (1, ((Slot(0), Slot(0)),))
+
+    fcn = Cuttable(outline(MODELS["fcn_resnet50"]))
+    tensors, header = pack(fcn.stage((1, len(fcn) - 1), 0)(torch.empty(1, 3, 20, 30, device="meta")))
+    assert header.template == (torch.Size([20, 30]), Slot(0))
+    assert header.tensors == (TensorSpec((1, 64, 10, 15), torch.float32, True),)
+
+
+def test_integers_are_marked_as_wanting_no_gradient() -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return torch.gather(y, 1, y.argsort(dim=1)) * 2
+
+    cuttable = Cuttable(Indexed())
+    _, header = pack(cuttable.stage((2, 2), 0)(torch.randn(2, 3)))
+    assert [(spec.dtype, spec.requires_grad) for spec in header.tensors] == [
+        (torch.float32, True),
+        (torch.int64, False),
+    ]
+    assert_cuts_like_the_model(cuttable, [(1, 3), (2, 2), (3, 1)], torch.randn(2, 3))
+
+
+def test_a_stage_may_overwrite_what_it_receives_without_a_copy() -> None:
+    stage = Cuttable(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))).stage((1, 1), 1)
+    received = torch.tensor([[-1.0, 2.0]], requires_grad=True)
+    output = stage(received)
+    assert output.data_ptr() == received.data_ptr()
+    output.sum().backward()
+    assert received.grad is not None
+    assert received.grad.tolist() == [[0, 1]]
+
+
+def test_a_value_is_let_go_after_its_last_use() -> None:
+    results: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
+        alive.append(sum(ref() is not None for ref in results))
+        results.append(weakref.ref(result))
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for layer in model:
+        layer.register_forward_hook(note)
+    with torch.no_grad():
+        Cuttable(model).stage((4,), 0)(torch.randn(1, 2))
+    assert alive == [0, 1, 1, 1]
+
+
+def test_stages_run_on_tiles() -> None:
+    """On tensors spread over ranks, of which none need exist here: shapes are those of the whole image."""
+    cuttable = Cuttable(outline(MODELS["unet"]))
+    grid = Grid(Ledger(3, 4), 2, 2)
+    layout = Layout(grid, Tiling.even(grid.shape, (1, 33, 47)).drop(BATCH), (None, 2, 3))
+    values = (SpatialTensor(torch.empty(layout.local_shape((1, 3, 33, 47)), device="meta"), layout),)
+    for stage in cuttable.stages([3] * 4 + [len(cuttable) - 12]):
+        values = stage(*values)
+    assert isinstance(values, SpatialTensor)
+    assert values.shape == (1, 2, 33, 47)
+
+
+@pytest.mark.parametrize("name", ["amoebanetd", "unet", "regnet_y_400mf", "mobilenet_v3_small"])
+def test_a_stage_gets_the_values_that_the_whole_model_would_have(name: str) -> None:
+    build_model = MODELS[name]
+    torch.manual_seed(11)
+    expected = build_model().state_dict()
+    before = torch.get_rng_state()
+    cuttable = Cuttable(outline(build_model))
+    stages = [cuttable.stage(random_counts(len(cuttable), 3), i) for i in range(3)]
+    assert all(value.is_meta for stage in stages for value in stage.state_dict().values())
+    made = [materialize(stage.eval(), build_model, "cpu", seed=11) for stage in stages]
+    assert torch.equal(before, torch.get_rng_state())
+    assert not any(stage.training for stage in made)
+    got = {name: value for stage in made for name, value in stage.state_dict().items()}
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_another_model_is_not_materialized() -> None:
+    stage = Cuttable(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).stage((1, 1), 0)
+    message = r"build\(\) made 0.bias of shape \(4,\), but the model that was split has \(3,\)"
+    with pytest.raises(ValueError, match=message):
+        materialize(stage, lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU()), "cpu", seed=0)
+
+
+def test_tied_weights_stay_in_one_stage() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False), nn.ReLU())
+    model[2].weight = model[0].weight
+    cuttable = Cuttable(model)
+    message = (
+        r"0.weight = 2.weight is used by 0 \(stage 0\), 2 \(stage 1\), but a parameter or buffer can only be in one "
+        r"stage: put atoms 0 to 2 \(counted from 0\) into the same stage, or untie it"
+    )
+    with pytest.raises(ValueError, match=message):
+        cuttable.stages((2, 2))
+    assert_cuts_like_the_model(cuttable, [(3, 1)], torch.randn(2, 3))
+
+
+def test_a_layer_called_twice_stays_in_one_stage() -> None:
+    norm = nn.BatchNorm1d(3)
+    cuttable = Cuttable(nn.Sequential(norm, nn.ReLU(), norm))
+    assert cuttable.names == ("0", "1", "0:2")
+    with pytest.raises(ValueError, match=r"0.weight is used by 0 \(stage 0\), 0:2 \(stage 1\)"):
+        cuttable.stages((1, 2))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 2), (0, 3), ()])
+def test_counts_must_add_up(counts: tuple[int, ...]) -> None:
+    cuttable = Cuttable(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    message = f"balance {','.join(map(str, counts))} puts {sum(counts)} atoms into {len(counts)} stages, but Sequential"
+    with pytest.raises(ValueError, match=rf"{message} has 3, and every stage needs at least one"):
+        cuttable.stage(counts, 0)
+
+
+def test_a_stage_says_what_it_takes() -> None:
+    stage = Cuttable(Skips()).stage((4, 7), 1)
+    with pytest.raises(ValueError, match="stage 1 of 2 got 1 values, but takes 5: bias, getitem, first, getitem_1, ge"):
+        stage(torch.zeros(1))
+    assert "1 of 2: bias, getitem, first, getitem_1, getitem_2 -> out" in repr(stage)

@@ -1,0 +1,140 @@
+"""Which modules are opened, what their calls are grouped to, and what is refused with a reason."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.models import build
+from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.trace import trace
+
+
+def names(model: nn.Module) -> list[str]:
+    return [atom.name for atom in trace(model).atoms]
+
+
+class Forward(nn.Module):
+    """A model that is nothing but its forward pass."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(self, x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x) if x.sum() > 0 else x
+
+
+class Encoder(nn.Module):
+    """Holds blocks, so it is opened, unless it asks what the data are."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.blocks = nn.Sequential(Block(), Block())
+        self.position = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks and x.mean() > 0:
+            x = -x
+        return self.blocks(x + self.position)
+
+
+def test_sequentials_are_opened_and_blocks_are_not():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Block(), nn.ModuleDict({"0": Block()})["0"])
+    assert names(model) == ["0.0", "0.1", "1", "2"]
+
+
+def test_a_module_that_holds_blocks_is_opened():
+    model = nn.Sequential(Encoder(asks=False), nn.Linear(2, 2))
+    assert names(model) == ["0.add", "0.blocks.0", "0.blocks.1", "1"]
+    assert [atom.name for atom in trace(model, whole=["0"]).atoms] == ["0", "1"]
+
+
+def test_what_cannot_be_opened_is_kept_whole_and_named_when_atoms_are_too_few():
+    cuttable = Cuttable(nn.Sequential(Encoder(asks=True), nn.Linear(2, 2)))
+    assert cuttable.names == ("0", "1")
+    message = r"Sequential has 2, .* at least one; kept whole: 0 \(.*control flow \(line \d+ of test_trace.py: `if self"
+    with pytest.raises(ValueError, match=message):
+        cuttable.stages((1, 1, 1))
+
+
+def test_sizes_and_members_belong_to_the_atom_before_them():
+    atoms = trace(build("unet", num_filters=2, depth=1)).atoms
+    by_name = {atom.name: [call.name for call in atom.calls] for atom in atoms}
+    assert list(by_name)[-11:] == [
+        "bottom.5",
+        "upsample.0",
+        "pad",
+        "cat",
+        *(f"decoder.0.{i}" for i in range(6)),
+        "classifier",
+    ]
+    assert len(by_name["upsample.0"]) == 11
+    assert all(len(calls) == 1 for name, calls in by_name.items() if name != "upsample.0")
+
+
+def test_the_model_is_left_in_its_mode():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    trace(model)
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert not [name for name in vars(model) if "constant" in name]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda self, x: self.layer(x) if x.sum() > 0 else x, r"control flow \(line \d+ of test_trace.py: `"),
+        (lambda self, x: self.layer(x) + torch.ones(2), r"makes a tensor of shape \(2,\) that does not depend on"),
+        (lambda self, x: self.layer(x) if self.training else x, "makes other calls in training than in evaluation"),
+        (lambda self, x: (F.relu(x), 1 if self.training else 2), r"it returns \(Value\(name='relu'\), 1\) in training"),
+        (lambda self, x: x, "it calls no module and computes nothing"),
+        (lambda self, x: nn.Linear(2, 2)(x), "module is not installed as a submodule"),
+    ],
+)
+def test_a_forward_that_cannot_be_traced_is_refused_with_the_reason(function: Callable, reason: str):
+    with pytest.raises(ValueError, match=rf"cannot split Forward: its forward cannot be traced, because .*{reason}"):
+        trace(Forward(function))
+    with pytest.raises(ValueError, match=r"Make the model an nn.Sequential of its parts, or move what stands in the w"):
+        trace(Forward(function))
+    if "computes nothing" not in reason:
+        assert names(nn.Sequential(Forward(function), nn.ReLU())) == ["0", "1"]
+
+
+def test_the_first_call_that_differs_between_the_modes_is_named():
+    with pytest.raises(ValueError, match=r"\(first layer in training, relu in evaluation\)"):
+        trace(Forward(lambda self, x: F.relu(self.layer(x) if self.training else x)))
+
+
+def test_inputs_must_be_known():
+    class Many(nn.Module):
+        def forward(self, *images: Tensor) -> Tensor:
+            return images[0] * 2
+
+    class Keyword(nn.Module):
+        def forward(self, *, image: Tensor) -> Tensor:
+            return image * 2
+
+    with pytest.raises(ValueError, match=r"it takes \*images: .*, so that nobody knows how many inputs there are"):
+        trace(Many())
+    with pytest.raises(ValueError, match="its input image can only be passed by keyword"):
+        trace(Keyword())
+
+
+@pytest.mark.parametrize("path", ["nowhere", ""])
+def test_a_path_of_no_module_is_refused(path: str):
+    with pytest.raises(ValueError, match=f"whole='{path}' is not the path of a module in Sequential"):
+        trace(nn.Sequential(nn.ReLU()), whole=[path])

@@ -1,0 +1,270 @@
+"""What has no exact rule is refused on every rank, naming the operator, the module and the ways out; never computed."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.pool.ranks import Ranks
+
+LABELS = torch.zeros(2, 8, 8, dtype=torch.int64)
+WEIGHT = torch.ones(4, 4, 3, 3)
+
+# A function, and what the message has to name.
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "fft2": lambda x: torch.fft.fft2(x),
+    "flip": lambda x: x.flip(2),
+    "roll": lambda x: x.roll(1, 3),
+    "einsum": lambda x: torch.einsum("nchw,nchw->nc", x, x),
+    "matmul": lambda x: x @ x,
+    "bmm": lambda x: torch.bmm(x[0], x[0]),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 8, 8, 2)),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+    "complex": lambda x: torch.complex(x, x),
+    "softmax": lambda x: x.softmax(2),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "cumsum": lambda x: x.cumsum(2),
+    "argmax": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(3),
+    "sort": lambda x: x.sort(),
+    "topk": lambda x: x.topk(2),
+    "median": lambda x: x.median(),
+    "prod": lambda x: x.prod(),
+    "norm": lambda x: x.norm(),
+    "normalize": lambda x: F.normalize(x, dim=2),
+    "glu": lambda x: F.glu(x),
+    "max": lambda x: x.max(2),
+    "cat": lambda x: torch.cat([x, x], 2),
+    "select": lambda x: x[:, :, 3],
+    "a mask": lambda x: x[x > 0],
+    "selects pixels": lambda x: x[torch.tensor([0, 1])],
+    "a slice of 0": lambda x: x[:, :, 3:3],
+    "unbind": lambda x: x.unbind(2),
+    "index_select": lambda x: x.index_select(2, torch.tensor([1, 0])),
+    "squeeze": lambda x: x[:, :, :1].squeeze(2),
+    "expand": lambda x: x[:, :, :1].expand(-1, -1, 4, -1),
+    "repeat": lambda x: x.repeat(1, 1, 2, 1),
+    "it reinterprets bytes": lambda x: x.view(torch.int32),
+    "linear": lambda x: F.linear(x, torch.ones(3, 8)),
+    "conv1d": lambda x: F.conv1d(x[0], torch.ones(4, 4, 3)),
+    "three dimensions": lambda x: F.conv3d(x, torch.ones(4, 4, 1, 1, 1)),
+    "torch.conv2d": lambda x: F.conv2d(x.permute(0, 2, 3, 1), torch.ones(4, 8, 3, 3)),
+    "an argument other than the input": lambda x: F.conv2d(torch.ones(2, 4, 8, 8), x),
+    "max_pool2d(return_indices=True)": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "adaptive_max_pool2d(return_indices=True)": lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True),
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "unfold(dilation > 1)": lambda x: F.unfold(x, 3, dilation=2),
+    "antialias": lambda x: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True),
+    "batch_norm": lambda x: F.batch_norm(x.permute(0, 2, 3, 1), None, None, training=True),
+    "track_running_stats": lambda x: F.instance_norm(x, torch.zeros(4), torch.ones(4)),
+    "group_norm": lambda x: F.group_norm(x.permute(0, 2, 3, 1), 2),
+    "some of the image's axes are normalized": lambda x: F.layer_norm(x, (8,)),
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "prelu": lambda x: F.prelu(x.permute(0, 2, 3, 1), torch.ones(8)),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[0], 1),
+    "data_ptr": lambda x: x.data_ptr(),
+    "numpy": lambda x: x.detach().numpy(),
+    "__array__": lambda x: np.asarray(x.detach()),
+    "tolist": lambda x: x.tolist(),
+    "item": lambda x: x.item(),
+    "__float__": lambda x: float(x),
+    "__bool__": lambda x: bool(x),
+    "__contains__": lambda x: 3.0 in x,
+    "untyped_storage": lambda x: x.untyped_storage(),
+    "stride": lambda x: x.stride(),
+    "equal": lambda x: torch.equal(x, x),
+    "where": lambda x: torch.where(x > 0),
+    "allclose": lambda x: torch.allclose(x, x),
+    "Tensor.backward": lambda x: x.backward(torch.ones(2, 4, 8, 8)),
+    "out=": lambda x: torch.add(x, x, out=torch.empty(2, 4, 8, 8)),
+    "holds other pixels": lambda x: torch.ones(2, 4, 8, 8).add_(x),
+    "Tensor.__setitem__": lambda x: x.clone().__setitem__((slice(None), slice(None), 1), 0.0),
+    "a plain operand has shape (8, 5)": lambda x: x + torch.ones(8, 5),
+    "nll_loss": lambda x: F.nll_loss(x, LABELS),
+    "reduce_ex": lambda x: pickle.dumps(x),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "gather": lambda x: x.gather(2, LABELS.unsqueeze(1)),
+    "torch.histc": lambda x: torch.histc(x),
+    "quantile": lambda x: x.quantile(0.5),
+    "cdist": lambda x: torch.cdist(x, x),
+    "trace": lambda x: x[0, 0].trace(),
+    "diagonal": lambda x: x.diagonal(0, 2, 3),
+    "tril": lambda x: x.tril(),
+    "as_strided": lambda x: x.as_strided((2, 2), (1, 1)),
+    "random": lambda x: torch.rand_like(x),
+}
+
+
+def refuse(comm: Communicator) -> dict[str, tuple[str, str]]:
+    """The type and the message of what each function raises."""
+    x = spatial.shard(torch.randn(2, 4, 8, 8, requires_grad=True), spatial.Grid(comm, rows=2, cols=2)) * 1
+    raised = {}
+    for name, function in REFUSED.items():
+        try:
+            function(x)
+        except Exception as error:
+            raised[name] = type(error).__name__, str(error)
+        else:
+            raised[name] = "", "nothing was raised"
+    return raised
+
+
+def test_what_has_no_rule_is_refused_alike_on_all_ranks(ranks: Ranks) -> None:
+    first, *others = ranks(4).run(refuse)
+    assert others == [first] * 3
+    assert {name: what for name, what in first.items() if what[0] != "NoRule"} == {}
+    unnamed = {name: message for name, (_, message) in first.items() if name not in message}
+    assert unnamed == {}
+    for _, message in first.values():
+        assert "has no exact rule for a tensor whose image is spread over ranks" in message
+        assert "spatial.gather(x)" in message
+        assert "spatial.register(" in message
+
+
+class Fourier(nn.Module):
+    """A layer that looks at the whole image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft2(x).real
+
+
+class Network(nn.Module):
+    """Holds it some levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stages = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 1), Fourier()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(self.stem(x))
+
+
+def call_a_network(comm: Communicator) -> str:
+    x = spatial.shard(torch.randn(1, 3, 8, 8), spatial.Grid(comm, cols=comm.size))
+    with pytest.raises(spatial.NoRule) as caught:
+        Network()(x)
+    return str(caught.value)
+
+
+def test_the_message_names_the_module_by_its_path(ranks: Ranks) -> None:
+    first, second = ranks(2).run(call_a_network)
+    assert first == second
+    assert "fft2 in module stages.1.1 (Fourier) has no exact rule" in first
+
+
+class Double(torch.autograd.Function):
+    """A function with a backward pass of its own, which would have to know about the other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Mean(torch.autograd.Function):
+    """The same, with a result that every rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean((2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        n, c, h, w = ctx.shape
+        return (gradient / (h * w)).view(n, c, 1, 1).expand(n, c, h, w)
+
+
+def call_custom_functions(comm: Communicator) -> list[str]:
+    x = spatial.shard(torch.randn(1, 3, 8, 8), spatial.Grid(comm, cols=comm.size))
+    layer = nn.Conv2d(3, 4, 3)
+    messages = []
+    for function in (Double, Mean):
+        with pytest.raises(spatial.NoRule) as caught:
+            spatial.gather(function.apply(layer(x))).sum().backward()
+        messages.append(str(caught.value))
+    assert layer.weight.grad is None
+    return messages
+
+
+def test_a_custom_autograd_function_is_refused_rather_than_left_without_gradients(ranks: Ranks) -> None:
+    first, second = ranks(2).run(call_custom_functions)
+    assert first == second
+    assert all("torch.autograd.Function" in message for message in first)
+
+
+def use_without_gradients(comm: Communicator) -> bool:
+    """Where nothing needs a gradient, a custom function is its forward pass, made of operators that have rules."""
+    image = torch.randn(1, 3, 8, 8)
+    x = spatial.shard(image, spatial.Grid(comm, cols=comm.size))
+    layer = nn.Conv2d(3, 4, 3, padding=1)
+    with torch.no_grad():
+        first = torch.equal(spatial.gather(Double.apply(x)), 2 * image)
+        second = torch.allclose(spatial.gather(layer(x)), layer(image))
+    with torch.inference_mode():
+        third = torch.allclose(spatial.gather(layer(x)), layer(image))
+    return first and second and third
+
+
+def test_without_gradients_custom_functions_and_inference_work(ranks: Ranks) -> None:
+    assert ranks(2).run(use_without_gradients) == [True, True]
+
+
+def harmless(comm: Communicator) -> list[Any]:
+    """What models and their users ask a tensor, answered for the whole."""
+    grid = spatial.Grid(comm, rows=2)
+    x = spatial.shard(torch.randn(2, 3, 10, 7, requires_grad=True), grid)
+    y = x * 2
+    assert isinstance(y, torch.Tensor)
+    assert torch.is_tensor(y)
+    assert y.requires_grad
+    assert x.layout == y.layout
+    assert hash(x) == hash(x)
+    assert {x: 1}[x] == 1
+    assert not x.is_cuda
+    assert not y.is_leaf
+    assert torch.equal(copy.deepcopy(x).local, x.local)
+    assert "(2, 3, 10, 7)" in repr(x)
+    assert "SpatialTensor" in str(x)
+    assert x.new_zeros(3).shape == (3,)
+    print(x, file=io.StringIO())
+    return [tuple(y.shape), y.size(), y.size(-1), y.ndim, y.dim(), y.numel(), len(y), y.dtype, y.device.type, y.nbytes]
+
+
+def test_questions_about_a_tensor_are_answered_for_the_whole(ranks: Ranks) -> None:
+    expected = [(2, 3, 10, 7), (2, 3, 10, 7), 7, 4, 4, 420, 2, torch.float32, "cpu", 1680]
+    assert ranks(2).run(harmless) == [expected] * 2
+
+
+def teach(comm: Communicator) -> bool:
+    """A rule that a user registers: flipping channels is local."""
+    image = torch.randn(1, 4, 6, 6)
+    x = spatial.shard(image, spatial.Grid(comm, rows=2))
+    with pytest.raises(spatial.NoRule):
+        torch.fliplr(x)
+
+    @spatial.register(torch.fliplr)
+    def fliplr(input: spatial.SpatialTensor) -> Tensor:
+        return spatial.wrap(torch.fliplr(input.local), input.layout)
+
+    return torch.equal(spatial.gather(torch.fliplr(x)), torch.fliplr(image))
+
+
+def test_a_user_can_teach_a_rule(ranks: Ranks) -> None:
+    assert ranks(2).run(teach) == [True, True]

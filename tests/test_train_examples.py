@@ -1,0 +1,55 @@
+"""The examples' configurations are ones that the training command takes, and name what exists."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpi4dl import models
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime import build
+from mpi4dl.runtime.config import Config, parse
+from tests.pool.ranks import ROOT
+
+FILES = sorted((ROOT / "examples").glob("*.toml"))
+NUM_CLASSES = 2
+
+
+def configured(file: Path) -> Config:
+    return parse(["--config", str(file)])
+
+
+def test_there_is_an_example() -> None:
+    assert ROOT / "examples" / "tissue.toml" in FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_an_example_names_what_exists(file: Path) -> None:
+    config = configured(file)
+    assert config != Config()
+    assert config.model.model in models.names(torchvision=True)
+    model = build.build_model(config, NUM_CLASSES)
+    optimizer = build.build_optimizer(config, model)
+    build.build_schedule(config, optimizer)
+    assert type(optimizer).__name__ == config.optimizer.optimizer
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, NUM_CLASSES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_makefile_starts_as_many_ranks_as_an_example_needs(file: Path) -> None:
+    config, makefile = configured(file), (ROOT / "Makefile").read_text()
+    plan = Plan(config.parallel.tiles, config.parallel.data)
+    assert plan.problem(plan.num_ranks, config.data.image_size, config.data.batch_size) is None
+    assert f"RANKS ?= {plan.num_ranks}\n" in makefile
+    assert f"mpi4dl.train --config {file.relative_to(ROOT)}\n" in makefile
+
+
+def test_the_images_of_the_tissue_example_are_what_its_program_writes() -> None:
+    """`make train` writes them into the folder that the configuration reads, in the size that it trains at."""
+    config = configured(ROOT / "examples" / "tissue.toml")
+    assert f"{config.data.images}: $(STAMP)" in (ROOT / "Makefile").read_text()
+    program = importlib.import_module("examples.tissue_slides")
+    assert config.data.image_size == (program.DEFAULT_SIZE_PX, program.DEFAULT_SIZE_PX)
+    assert len(program.CLASSES) == NUM_CLASSES
+    assert set(program.PARTS) == {"train", "val"}
