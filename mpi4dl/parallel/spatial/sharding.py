@@ -59,6 +59,8 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     dims = image_dims(grid, tile.dim())
     answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
     shapes = [shape for shape, _, _ in answers]
+    if any(len(shape) < 2 for shape in shapes):
+        grid.comm.agree(f"an image has at least the dims height and width, but the ranks passed tiles of {shapes}")
     splits, problem = [], None
     for axis, dim, name in ((BATCH, 0, "samples"), (ROWS, -2, "rows"), (COLS, -1, "columns")):
         lengths: list[int] = []

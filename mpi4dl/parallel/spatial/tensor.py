@@ -29,6 +29,9 @@ _rules: dict[Any, Rule] = {}
 _fallbacks: list[Callable[[Any], Rule | None]] = []
 
 
+NOT_DIFFERENTIATED = "the gradient of a custom function would not reach the local tensors behind it"
+
+
 class NoRule(NotImplementedError):
     """A model called a function that has no rule for tensors that are spread over ranks."""
 
@@ -44,6 +47,7 @@ def register(*functions: Any) -> Callable[[RuleT], RuleT]:
     def add(rule: RuleT) -> RuleT:
         for function in functions:
             _rules[function] = rule
+        find_rule.cache_clear()
         return rule
 
     return add
@@ -82,13 +86,16 @@ class SpatialTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
         shape = layout.global_shape(tuple(local.shape))
-        # requires_grad lets autograd mark a wrapper that slipped through a custom autograd.Function: see `local`.
+        # requires_grad lets a wrapper notice that a custom autograd.Function took it for a tensor: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         self._local = local
         self._layout = layout
         self.is_copy = False
+        if local.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)
         return self
 
     @property
@@ -97,7 +104,7 @@ class SpatialTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             escaped = self.grad_fn is not None
         if escaped:
-            raise refusal("torch.autograd.Function", "its backward pass would not see the other ranks")
+            raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
         return self._local
 
     @property
@@ -125,6 +132,10 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
 
 
 def wrap(local: Tensor, layout: Layout) -> Tensor:

@@ -117,9 +117,7 @@ def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 1.0) -> li
     if not finite.any():
         return []
     error, size = (ours - plain)[finite].abs().max(), plain[finite].abs().max()
-    return (
-        [] if error <= RELATIVE * size + ABSOLUTE * scale else [f"{name}: off by {error:.1e} of {size:.1e}"]
-    )
+    return [] if error <= RELATIVE * size + ABSOLUTE * scale else [f"{name}: off by {error:.1e} of {size:.1e}"]
 
 
 def compare(comm: Communicator, case: Case, shape: Shape, arrangement: Arrangement) -> list[str]:

@@ -109,6 +109,8 @@ def conv2d(
     groups: int = 1,
 ) -> Tensor:
     x = check_image(input, "torch.conv2d")
+    if x.dim() == 3:
+        return conv2d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     stride, dilation = pair(stride), pair(dilation)
     around = [_padding(padding, weight.shape[2 + i], dilation[i], i) for i in (0, 1)]
     windows = tuple(Window(weight.shape[2 + i], stride[i], around[i][0], around[i][1], dilation[i]) for i in (0, 1))
@@ -144,6 +146,9 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     x = check_image(input, "torch.conv_transpose2d")
+    if x.dim() == 3:
+        y = conv_transpose2d(x.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
+        return y.squeeze(0)
     stride, padding, output_padding, dilation = pair(stride), pair(padding), pair(output_padding), pair(dilation)
     windows = tuple(
         TransposedWindow(weight.shape[2 + i], stride[i], padding[i], output_padding[i], dilation[i]) for i in (0, 1)

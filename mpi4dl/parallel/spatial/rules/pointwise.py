@@ -170,9 +170,22 @@ def pointwise(function: Any) -> Rule:
                 return operand
         if in_place:
             raise refusal(function_name(function), "a plain tensor is written in place from a spread one")
+        for y in pytree.tree_leaves(result):
+            if not _has_pixels_of(y, layout):
+                raise refusal(function_name(function), "its result is no image")
         return pytree.tree_map_only(Tensor, lambda y: wrap(y, layout), result)
 
     return rule
+
+
+def _has_pixels_of(y: Any, layout: Layout) -> bool:
+    """Whether a result has the local part's pixels: some functions share their name with a pointwise operator."""
+    if not isinstance(y, Tensor):
+        return isinstance(y, str)  # what Tensor.type() returns
+    return all(
+        dim is None or (dim < y.dim() and y.shape[dim] == layout.held[axis].length)
+        for axis, dim in enumerate(layout.dims)
+    )
 
 
 @register_fallback

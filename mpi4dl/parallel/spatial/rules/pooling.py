@@ -146,8 +146,12 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
     if reached.output.held[axis].empty:
         shape = [*local.shape, size]
         shape[dim] = 0
-        return wrap(local.sum() * local.new_zeros(shape), reached.output)
-    return wrap(local.unfold(dim, size, step), reached.output)
+        windows = local.sum() * local.new_zeros(shape)
+    else:
+        windows = local.unfold(dim, size, step)
+    y = SpatialTensor(windows, reached.output)
+    y.is_copy = True
+    return y
 
 
 @register(F.unfold)

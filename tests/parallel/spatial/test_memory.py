@@ -1,0 +1,127 @@
+"""What stays alive for the backward pass: what plain PyTorch keeps for a tile's pixels, and strips; no padded copy."""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.pool.ranks import Ranks
+
+IMAGE = (2, 4, 64, 48)
+TILE = (2, 4, 32, 48)
+
+
+def recording(saved: list[Tensor]) -> AbstractContextManager[Any]:
+    """Notes every tensor that autograd saves."""
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+
+def saved_bytes(saved: list[Tensor], parameters: list[Tensor]) -> int:
+    """The bytes of distinct storages, without those of parameters, which live anyway."""
+    known = {p.untyped_storage().data_ptr() for p in parameters}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved if x.numel()}
+    return sum(size for pointer, size in storages.items() if pointer not in known)
+
+
+def alive(rows: int) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that Python can reach and that have this many rows."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is Tensor]
+    return [tuple(x.shape) for x in tensors if x.dim() == 4 and x.shape[2] == rows]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1, bias=False),
+    "transposed convolution": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1, bias=False),
+    "max pooling": lambda: nn.MaxPool2d(3, 1, 1),
+    "average pooling": lambda: nn.AvgPool2d(3, 1, 1),
+    "batch norm": lambda: nn.BatchNorm2d(4),
+}
+
+
+def save(comm: Communicator, name: str) -> list[tuple[tuple[int, ...], bool]]:
+    """The shape of each tensor that a layer saves, and whether it is the input itself."""
+    x = spatial.shard(torch.randn(IMAGE, requires_grad=True), spatial.Grid(comm, rows=2)) * 1
+    layer = LAYERS[name]()
+    saved: list[Tensor] = []
+    with recording(saved):
+        y = layer(x)
+    assert y.requires_grad
+    padded = 34
+    assert alive(padded) == []
+    own = {p.data_ptr() for p in layer.parameters()}
+    return [(tuple(s.shape), s.data_ptr() == x.local.data_ptr()) for s in saved if s.data_ptr() not in own]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("convolution", [(TILE, True), ((2, 4, 1, 48), False)]),
+        ("transposed convolution", [(TILE, True), ((2, 4, 1, 48), False)]),
+        ("max pooling", [(TILE, False)]),  # the indices
+        ("average pooling", []),
+        ("batch norm", [(TILE, True), ((4,), False), ((4,), False)]),
+    ],
+)
+def test_a_layer_saves_its_input_and_strips(ranks: Ranks, name: str, expected: list[Any]) -> None:
+    assert ranks(2, timeout=20).run(save, name) == [expected] * 2
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+    )
+
+
+def compare_what_is_saved(comm: Communicator) -> tuple[int, int]:
+    """Bytes that a network saves on a tile, and that it saves in plain PyTorch on an image of a tile's size."""
+    model = network()
+    ours: list[Tensor] = []
+    plain: list[Tensor] = []
+    x = spatial.from_tile(torch.randn(2, 4, 64, 128), spatial.Grid(comm, rows=2), (128, 128))
+    with recording(ours):
+        result = model(x)
+    with recording(plain):
+        reference = model(torch.randn(2, 4, 64, 128))
+    assert result.requires_grad
+    assert reference.requires_grad
+    parameters = list(model.parameters())
+    return saved_bytes(ours, parameters), saved_bytes(plain, parameters)
+
+
+def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(ranks: Ranks) -> None:
+    for ours, plain in ranks(2).run(compare_what_is_saved):
+        strips = 4 * 2 * 128 * (4 * 1 + 8 * 2 + 8 * 1)
+        assert plain > 1 << 20
+        assert ours <= plain + strips
+
+
+def release(comm: Communicator) -> int:
+    """Tensors of the tile's size that outlive a training step."""
+    model = network()
+    x = spatial.shard(torch.randn(2, 4, 78, 50), spatial.Grid(comm, rows=2))
+    for _ in range(3):
+        spatial.gather(model(x)).sum().backward()
+    return len(alive(39)) + len(alive(20))
+
+
+def test_nothing_outlives_the_step_but_the_tile(ranks: Ranks) -> None:
+    assert ranks(2).run(release) == [1, 1]
