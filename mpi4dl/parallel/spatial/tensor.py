@@ -86,7 +86,7 @@ class SpatialTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
         shape = layout.global_shape(tuple(local.shape))
-        # requires_grad lets a wrapper notice that a custom autograd.Function took it for a tensor: see `local` and the hook.
+        # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
