@@ -291,6 +291,8 @@ class Communicator:
         for begin, end in self._chunks(source.shape[1], step):
             # Both have names because they must live until MPI is done with them.
             sent, received = source[:, begin:end].contiguous(), target[:, begin:end].contiguous()
+            if sent.is_cuda:
+                torch.cuda.current_stream().synchronize()
             self.node.wait([start(sent, received)])
             if received.data_ptr() != target.data_ptr():
                 target[:, begin:end] = received

@@ -100,7 +100,11 @@ class Reducer:
     def _arrived(self, number: int, slot: int, parameter: Tensor) -> None:
         if not self._missing:
             return
-        self._flat[number][self.buckets[number].length + slot] = 1
+        if slot not in self._missing[number]:
+            raise RuntimeError(
+                "a parameter's gradient came twice in one backward pass, as it does under reentrant checkpoints: its "
+                "sum over the ranks may be under way; use torch.utils.checkpoint with use_reentrant=False"
+            )
         self._missing[number].discard(slot)
         for pending in self._started:
             pending.ready()
@@ -109,7 +113,11 @@ class Reducer:
             self._start_next()
 
     def _start_next(self) -> None:
-        self._started.append(self.comm.iall_reduce(self._flat[len(self._started)]))
+        number = len(self._started)
+        bucket, flat = self.buckets[number], self._flat[number]
+        used = [slot not in self._missing[number] for slot in range(len(bucket.members))]
+        flat[bucket.length :] = torch.tensor(used, dtype=flat.dtype)
+        self._started.append(self.comm.iall_reduce(flat))
 
     def finish(self) -> None:
         while len(self._started) < len(self.buckets):

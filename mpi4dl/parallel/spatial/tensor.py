@@ -154,8 +154,10 @@ def function_name(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return f"Tensor.{getattr(function.__self__, '__name__', '?')}"
-    if getattr(nn.functional, name, None) is function:
-        return f"torch.nn.functional.{name}"
+    short = name.removeprefix("linalg_").removeprefix("special_")
+    for place in (nn.functional, torch.linalg, torch.special):
+        if getattr(place, short, None) is function:
+            return f"{place.__name__}.{short}"
     return f"torch.{name}" if getattr(torch, name, None) is function else f"Tensor.{name}"
 
 

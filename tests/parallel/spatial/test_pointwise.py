@@ -68,7 +68,7 @@ CASES = {
     ),
     **functions(
         {
-            "arithmetic": lambda x: (2 - x) / (1 + x * x) - x**2 + -x + 3.0 // (2 + x.abs()),
+            "arithmetic": lambda x: (2 - x) / (1 + x * x) - x**2 + -x + (3.0 // (2 + x.detach().abs())),
             "comparisons": lambda x: ((x > 0) & ~(x >= 1)) | (x == 0.25) ^ (x != x),
             "mathematics": lambda x: x.exp().log1p().sqrt() + torch.sin(x).pow(2) + x.tanh().erf(),
             "clamp": lambda x: x.clamp(-0.5, 0.5) + torch.clamp(x, min=0) + x.clip(max=1),

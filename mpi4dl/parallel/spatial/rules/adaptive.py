@@ -1,5 +1,6 @@
 """Adaptive pooling: means and maxima over bins of rows and columns, which every rank then has in full."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator, collectives
 from mpi4dl.geometry import BATCH, COLS, ROWS
 from mpi4dl.parallel.spatial.grid import Dims
-from mpi4dl.parallel.spatial.rules.reductions import mean, owned_along
+from mpi4dl.parallel.spatial.rules.reductions import agree_on_extremum, mean, owned_along
 from mpi4dl.parallel.spatial.rules.windows import check_image
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
@@ -50,7 +51,8 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
     axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
-    y = weights[0] @ owned_along(x, axes).to(weights[0].dtype) @ weights[1].mT
+    with torch.autocast(x.device.type, enabled=False) if not x.is_meta else nullcontext():
+        y = weights[0] @ owned_along(x, axes).to(weights[0].dtype) @ weights[1].mT
     if any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = collectives.all_reduce(y, x.layout.grid.along(axes))
     dims: Dims = (x.layout.dims[BATCH], None, None)
@@ -97,10 +99,13 @@ def _first_maximum(block: Tensor, corner: tuple[int, int], width: int, comm: Com
         else:
             value = flat.new_full(flat.shape[:-1], float("-inf"))
             position = torch.full(flat.shape[:-1], none, dtype=torch.int64, device=flat.device)
-        best = comm.all_reduce(value.clone(), "max")
+        best = agree_on_extremum(value, comm, "max")
+        strange = best.isnan()
         position = torch.where(value == best, position, none)
         winner = comm.all_reduce(position.clone(), "min") == position
     if not flat.shape[-1]:
-        return collectives.all_reduce(flat.sum(-1), comm)
-    mine = flat.gather(-1, at.unsqueeze(-1)).squeeze(-1)
-    return collectives.all_reduce(torch.where(winner, mine, 0), comm)
+        total = collectives.all_reduce(flat.sum(-1), comm)
+    else:
+        mine = flat.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+        total = collectives.all_reduce(torch.where(winner, mine, 0), comm)
+    return torch.where(strange, float("nan"), total)

@@ -113,6 +113,8 @@ def conv2d(
         return conv2d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     stride, dilation = pair(stride), pair(dilation)
     around = [_padding(padding, weight.shape[2 + i], dilation[i], i) for i in (0, 1)]
+    if padding == "same" and stride != (1, 1):
+        raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
     windows = tuple(Window(weight.shape[2 + i], stride[i], around[i][0], around[i][1], dilation[i]) for i in (0, 1))
     reached, own = slide(x, (windows[0], windows[1]))
     if any(itself and before != after for itself, (before, after) in zip(own, around, strict=True)):

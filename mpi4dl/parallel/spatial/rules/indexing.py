@@ -59,7 +59,9 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
 
 @register(*named("narrow"))
 def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
-    start %= input.shape[dim]
+    start = start + input.shape[dim] if start < 0 else start
+    if start + length > input.shape[dim]:
+        raise RuntimeError(f"start ({start}) + length ({length}) exceeds dimension size ({input.shape[dim]})")
     return crop(input, dim % input.dim(), slice(start, start + length))
 
 
@@ -73,12 +75,15 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
 
 @register(*named("unbind"))
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
+    if input.layout.cut(dim % input.dim()):
+        raise refusal("torch.unbind", f"dim {dim} is spread over ranks")
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
 
 
 def _pieces(function: Any) -> Any:
-    def rule(input: SpatialTensor, how: Any, dim: int = 0) -> tuple[Tensor, ...]:
-        dim %= input.dim()
+    def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        dim = kwargs.pop("dim", args[1] if len(args) > 1 else 0) % input.dim()
+        how = args[0] if args else next(iter(kwargs.values()))
         if input.layout.axis(dim) is None:
             return tuple(wrap(piece, input.layout) for piece in function(input.local, how, dim))
         sizes = [piece.shape[0] for piece in function(torch.empty(input.shape[dim], device="meta"), how, 0)]

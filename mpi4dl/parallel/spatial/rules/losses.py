@@ -19,7 +19,8 @@ def _reduce(pixels: Tensor, reduction: str) -> Tensor:
 
 def _elementwise(function: Any) -> Any:
     def rule(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
-        if any(isinstance(a, bool | str) for a in args) or kwargs.get("reduce") is not None:
+        old = kwargs.get("reduce") is not None or kwargs.get("size_average") is not None
+        if old or any(isinstance(a, bool | str) for a in args):
             raise refusal(function_name(function), "pass its options by name")
         if kwargs.get("weight") is not None or kwargs.get("pos_weight") is not None:
             raise refusal(function_name(function), "weights are not supported")
@@ -54,6 +55,8 @@ def cross_entropy(
     """Over class indices (N, H, W), plain or spread; the mean is over pixels that are not ignored, by weight."""
     if not isinstance(input, SpatialTensor) or input.layout.axis(1) is not None:
         raise refusal("torch.nn.functional.cross_entropy", "dim 1 is not the classes here")
+    if size_average is not None or reduce is not None:
+        raise refusal("torch.nn.functional.cross_entropy", "use reduction= instead of size_average= and reduce=")
     if target.is_floating_point() or label_smoothing:
         raise refusal("torch.nn.functional.cross_entropy", "class probabilities and label smoothing are not supported")
     layout = reduced_layout(input.layout, [1], False)

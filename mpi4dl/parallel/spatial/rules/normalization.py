@@ -24,8 +24,9 @@ aten = torch.ops.aten
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The mean and the biased variance of each channel (dim 1)."""
-    if not x.is_cpu or x.dtype not in (torch.float32, torch.float64):
+    if not x.is_cpu:
         return torch.batch_norm_update_stats(x, None, None, 0.0)
+    x = x.float() if x.itemsize < 4 else x
     # On CPUs several times faster, and no less exact: shift by the rounded mean, then take both sums in one pass of the
     # kernel that batch norm's backward takes its sums with.
     shift = x.mean([d for d in range(x.dim()) if d != 1])
@@ -125,7 +126,7 @@ def _communicator(layout: Layout, axes: tuple[int, ...]) -> Communicator:
     return layout.grid.along(tuple(axis for axis in axes if layout.dims[axis] is not None))
 
 
-@register(F.batch_norm, torch.batch_norm)
+@register(F.batch_norm)
 def batch_norm(
     input: SpatialTensor,
     running_mean: Tensor | None,
@@ -156,6 +157,14 @@ def batch_norm(
     return wrap(y, layout)
 
 
+@register(torch.batch_norm)
+def torch_batch_norm(
+    input: SpatialTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any
+) -> Tensor:
+    """The same with its arguments in another order."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, *rest)
+
+
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     if weight is not None:
         y = y * weight.view(shape)
@@ -175,7 +184,7 @@ def group_norm(
     return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")
 
 
-@register(F.instance_norm, torch.instance_norm)
+@register(F.instance_norm)
 def instance_norm(
     input: SpatialTensor,
     running_mean: Tensor | None = None,
@@ -220,6 +229,8 @@ def layer_norm(
 ) -> Tensor:
     """Local where the normalized dims are not cut, as in ConvNeXt; over the whole image where they are."""
     last = range(input.dim() - len(normalized_shape), input.dim())
+    if tuple(normalized_shape) != tuple(input.shape[last.start :]):
+        raise RuntimeError(f"normalized_shape={list(normalized_shape)} does not fit a tensor of {tuple(input.shape)}")
     if not any(input.layout.cut(dim) for dim in last):
         return wrap(F.layer_norm(input.local, normalized_shape, weight, bias, eps), input.layout)
     x = retile(input, input.layout.narrow.tiling)

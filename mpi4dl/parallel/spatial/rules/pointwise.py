@@ -197,6 +197,17 @@ for function in named(*UNTAGGED):
     register(function)(pointwise(function))
 
 
+for function in (Tensor.__floordiv__, Tensor.__rfloordiv__, *named("floor_divide")):
+    register(function)(pointwise(function))
+
+
+@register(torch.where)
+def where(condition: Tensor, *choices: Any, **kwargs: Any) -> Tensor:
+    if not choices and not kwargs:
+        raise refusal("torch.where(condition)", "how many indices there are depends on the pixels")
+    return pointwise(torch.where)(condition, *choices, **kwargs)
+
+
 @register(F.prelu, torch.prelu)
 def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
     """One slope for all channels, or one for each entry of dim 1."""
@@ -226,6 +237,8 @@ def shift(dims: Dims, at: int, by: int) -> Dims:
 
 @register(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
+    if kwargs.get("out") is not None:
+        raise refusal("torch.cat", "it was given out=")
     return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
 
 

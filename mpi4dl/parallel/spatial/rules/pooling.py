@@ -58,12 +58,15 @@ def _windows(
 ) -> tuple[Window, Window]:
     kernel, padding, dilation = pair(kernel), pair(padding), pair(dilation)
     stride = kernel if stride is None or stride == [] else pair(stride)
+    if any(2 * padding[i] > kernel[i] for i in (0, 1)):
+        raise RuntimeError(f"pad should be at most half of the effective kernel size, but got {padding} and {kernel}")
     rows, cols = (Window(kernel[i], stride[i], padding[i], padding[i], dilation[i], ceil_mode) for i in (0, 1))
     return rows, cols
 
 
 def _pool(x: SpatialTensor, windows: tuple[Window, Window], maximum: bool) -> tuple[Tensor, Reach]:
-    reached, own = slide(x, windows, float("-inf") if maximum else 0.0)
+    lowest = float("-inf") if x.is_floating_point() else float(torch.iinfo(x.dtype).min)
+    reached, own = slide(x, windows, lowest if maximum else 0.0)
     local = x.local if reached.exchange is not None else reached.crop(x.local)
     kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
     padding = [window.before if itself else 0 for window, itself in zip(windows, own, strict=True)]

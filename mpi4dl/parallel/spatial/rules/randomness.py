@@ -16,8 +16,11 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, regist
 def _tile_generator(x: SpatialTensor) -> torch.Generator | None:
     if x.is_meta:
         return None
-    seed = int(torch.randint(2**62, ()))
-    return torch.Generator(x.local.device).manual_seed((seed + 0x9E3779B97F4A7C15 * (x.layout.grid.rank + 1)) % 2**63)
+    seed, layout = int(torch.randint(2**62, ())), x.layout
+    place = 0  # of the tile, alike for ranks that hold copies
+    for axis, dim in enumerate(layout.dims):
+        place = place * layout.grid.shape[axis] + (layout.grid.coordinates[axis] if dim is not None else 0)
+    return torch.Generator(x.local.device).manual_seed((seed + 0x9E3779B97F4A7C15 * (place + 1)) % 2**63)
 
 
 @register(F.dropout, torch.dropout)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import collectives
+from mpi4dl.comm import Communicator, collectives
 from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
@@ -90,25 +90,51 @@ def _variance(function: Any) -> Callable[..., Any]:
         if isinstance(dim, bool):
             unbiased = dim
         dims = normalize_dims(input, None if isinstance(dim, bool) else dim)
+        lost = int(unbiased) if correction is None else correction
+        if input.local.numel() and not any(input.layout.cut(d) for d in dims):
+            layout = reduced_layout(input.layout, dims, keepdim)
+            own = function(input.local, dims, correction=lost, keepdim=keepdim)
+            return tuple(wrap(y, layout) for y in own) if isinstance(own, tuple) else wrap(own, layout)
+        dtype = input.dtype
+        if input.itemsize < 4:
+            input = SpatialTensor(input.local.float(), input.layout)
         count = 1
         for d in dims:
             count *= input.shape[d]
         centre = mean(input, dims, True)
         deviation = input - centre
         square = total(deviation * deviation, dims, keepdim)  # type: ignore[arg-type]
-        lost = int(unbiased) if correction is None else correction
         spread = square / max(count - lost, 0)
         if name.startswith("std"):
-            spread = spread.sqrt()
+            constant = spread == 0  # where the square root has no derivative, PyTorch says 0
+            spread = torch.where(constant, 0, torch.where(constant, 1, spread).sqrt())
         if not name.endswith("mean"):
-            return spread
-        return spread, centre if keepdim else mean(input, dims, False)
+            return spread.to(dtype)
+        return spread.to(dtype), (centre if keepdim else mean(input, dims, False)).to(dtype)
 
     return rule
 
 
 for function in named("var", "std", "var_mean", "std_mean"):
     register(function)(_variance(function))
+
+
+def _worst(x: Tensor, maximum: bool) -> Any:
+    """What every value of x is at least as good as."""
+    if x.is_floating_point():
+        return float("-inf") if maximum else float("inf")
+    if x.dtype == torch.bool:
+        return not maximum
+    return torch.iinfo(x.dtype).min if maximum else torch.iinfo(x.dtype).max
+
+
+def agree_on_extremum(best: Tensor, comm: Communicator, op: str) -> Tensor:
+    """The best of all ranks; one that is not a number wins, which MPI does not promise."""
+    total = comm.all_reduce(best.clone(memory_format=torch.contiguous_format), op)
+    if not best.is_floating_point():
+        return total
+    strange = comm.all_reduce(best.isnan(), "max")
+    return torch.where(strange, float("nan"), total)
 
 
 def _extremum(function: Any, maximum: bool) -> Callable[..., Any]:
@@ -123,11 +149,10 @@ def _extremum(function: Any, maximum: bool) -> Callable[..., Any]:
         comm = x.layout.grid.along(axes)
         part = owned_along(x, axes)
         with torch.no_grad():
-            worst = torch.finfo(part.dtype).min if part.is_floating_point() else torch.iinfo(part.dtype).min
             shape = [1 if d in dims else n for d, n in enumerate(part.shape)]
             empty = any(part.shape[d] == 0 for d in dims)
-            best = part.new_full(shape, worst if maximum else -worst) if empty else select(part, dims, keepdim=True)
-            best = comm.all_reduce(best.contiguous(), op)
+            best = part.new_full(shape, _worst(part, maximum)) if empty else select(part, dims, keepdim=True)
+            best = agree_on_extremum(best, comm, op)
             if not part.is_floating_point():
                 y = best if keepdim else best.reshape([n for d, n in enumerate(best.shape) if d not in dims])
                 return wrap(y, reduced_layout(x.layout, dims, keepdim))
@@ -164,7 +189,7 @@ def along_dim(function: Any) -> Callable[..., Any]:
     name = function_name(function)
 
     def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
-        short = name.rsplit(".", 1)[-1]
+        short = name.rsplit(".", 1)[-1].removeprefix("linalg_")
         position = DIM_POSITION.get(short, 0)
         dim = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIM.get(short))
         if isinstance(dim, list | tuple) and len(dim) == 1:

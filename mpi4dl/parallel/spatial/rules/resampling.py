@@ -33,6 +33,8 @@ def interpolate(
     antialias: bool = False,
 ) -> Tensor:
     x = check_image(input, "torch.nn.functional.interpolate")
+    if x.dim() != 4 or not x.is_floating_point() or (align_corners is not None and not mode.startswith("bi")):
+        raise refusal("torch.nn.functional.interpolate", f"shape {tuple(x.shape)}, {x.dtype}, {mode}, {align_corners=}")
     if antialias or mode not in (*MODES, "area"):
         raise refusal("torch.nn.functional.interpolate", f"mode {mode!r}{' with antialias' if antialias else ''}")
     factors: Sequence[float | None] = (None, None)

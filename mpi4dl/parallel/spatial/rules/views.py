@@ -78,8 +78,8 @@ def reshape(input: SpatialTensor, *shape: Any, **kwargs: Any) -> Tensor:
 
 
 @register(Tensor.view_as, Tensor.reshape_as)
-def view_as(input: SpatialTensor, other: Tensor) -> Tensor:
-    return reshape_local(input, other.shape)
+def view_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.reshape(other.shape)
 
 
 @register(*named("flatten"))
@@ -130,8 +130,8 @@ def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
 
 
 @register(Tensor.expand_as)
-def expand_as(input: SpatialTensor, other: Tensor) -> Tensor:
-    return expand(input, *other.shape)
+def expand_as(input: Tensor, other: Tensor) -> Tensor:
+    return input.expand(*other.shape)
 
 
 @register(Tensor.repeat)

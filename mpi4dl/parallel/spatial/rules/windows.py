@@ -61,4 +61,5 @@ def cast(*tensors: Tensor | None) -> list[Any]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+    eligible = (torch.float32, torch.float16, torch.bfloat16)  # float64 stays, as in PyTorch
+    return [t.to(dtype) if t is not None and t.dtype in eligible else t for t in tensors]
