@@ -222,10 +222,11 @@ def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks
     assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
 
 
-def test_help_starts_neither_mpi_nor_torch() -> None:
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_starts_neither_mpi_nor_torch(flag: str) -> None:
     program = (
         "import sys; from mpi4dl.train import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        f"try:\n    main(['--tiles', '2x2', '{flag}'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(sorted({'mpi4py', 'mpi4py.MPI', 'torch', 'torchvision', 'numpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -1,10 +1,18 @@
 """mpi4dl.train: however a run ends before its time, no rank is left waiting."""
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine, StepResult
+from mpi4dl.train import train
 from tests.commands import TINY
 from tests.pool.job import Finished, mpirun
+from tests.pool.ranks import Ranks
 
 FAILING_STEP = """
 import os, signal, time
@@ -70,3 +78,23 @@ def test_a_run_that_is_stuck_ends_and_shows_where(tmp_path: Path) -> None:
     assert "Timeout (0:00:05)!" in job.stderr
     assert "in third_is_fatal" in job.stderr or "in wait" in job.stderr
     assert job.seconds < SOON_SECONDS
+
+
+def slowly(comm: Communicator, *flags: str) -> int:
+    """Train with steps that take half a second each."""
+    steps = []
+    step = Engine.step
+
+    def slow_step(engine: Engine, *arguments: Any) -> StepResult:
+        steps.append(time.sleep(0.5))
+        return step(engine, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", slow_step)
+        train(comm, [*TINY, *flags])
+    return len(steps)
+
+
+def test_a_run_may_take_longer_than_a_step_may(ranks: Ranks, tmp_path: Path) -> None:
+    flags = ("--tiles", "1x2", "--hang-timeout", "2.5", "--max-steps", "7", "--eval-every", "none")
+    assert ranks(2).run(slowly, *flags, "--run-folder", str(tmp_path / "run")) == [7, 7]

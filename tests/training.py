@@ -19,6 +19,7 @@ from tests.pool.ranks import Ranks
 
 NUM_CLASSES = 3
 NUM_STEPS = 3
+EVALUATED = 2  # steps before the validation, which the last step must not suffer from
 EXACT = 1e-10
 
 TILES_1x2 = Plan((1, 2))
@@ -158,10 +159,11 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     torch.manual_seed(7)
     outcome = Outcome()
     for number in range(NUM_STEPS):
+        if number == EVALUATED:
+            batches = [(tile_of(images, engine), targets) for images, targets in held_out(task)]
+            outcome.evaluation = engine.evaluate(batches, task.size)
         images, targets = batch_of(task, number)
         outcome.steps.append(engine.step(tile_of(images, engine), targets, task.size))
-    batches = [(tile_of(images, engine), targets) for images, targets in held_out(task)]
-    outcome.evaluation = engine.evaluate(batches, task.size)
     outcome.digest = digest_of(model.state_dict())
     outcome.state = model.state_dict() if comm.rank == 0 else {}
     return outcome
@@ -174,6 +176,9 @@ def plain(task: Task) -> Outcome:
     clip_norm = dict(task.engine_options).get("clip_norm", float("inf"))
     outcome = Outcome()
     for number in range(NUM_STEPS):
+        if number == EVALUATED:
+            outcome.evaluation = evaluate(model, task)
+        model.train()
         images, targets = batch_of(task, number)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), targets)
@@ -181,17 +186,21 @@ def plain(task: Task) -> Outcome:
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         outcome.steps.append(StepResult(float(loss.detach()), float(norm)))
-    model.eval()
-    total, correct, count = 0.0, 0, 0
-    with torch.no_grad():
-        for images, targets in held_out(task):
-            outputs = model(images)
-            total += float(F.cross_entropy(outputs, targets)) * len(targets)
-            correct += int((outputs.argmax(1) == targets).sum())
-            count += len(targets)
-    outcome.evaluation = Evaluation(total / count, None if task.dense else correct / count, count)
     outcome.state = model.state_dict()
     return outcome
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task) -> Evaluation:
+    """The means over all images, by plain PyTorch."""
+    model.eval()
+    total, correct, count = 0.0, 0, 0
+    for images, targets in held_out(task):
+        outputs = model(images)
+        total += float(F.cross_entropy(outputs, targets)) * len(targets)
+        correct += int((outputs.argmax(1) == targets).sum())
+        count += len(targets)
+    return Evaluation(total / count, None if task.dense else correct / count, count)
 
 
 def assert_like(found: Outcome, expected: Outcome, tolerance: float = EXACT) -> None:

@@ -87,7 +87,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "allclose": lambda x: torch.allclose(x, x),
     "Tensor.backward": lambda x: x.backward(torch.ones(2, 4, 8, 8)),
     "out=": lambda x: torch.add(x, x, out=torch.empty(2, 4, 8, 8)),
-    "holds other pixels": lambda x: torch.ones(2, 4, 8, 8).add_(x),
+    "a plain tensor is written in place": lambda x: torch.ones(2, 4, 8, 8).add_(x),
     "Tensor.__setitem__": lambda x: x.clone().__setitem__((slice(None), slice(None), 1), 0.0),
     "a plain operand has shape (8, 5)": lambda x: x + torch.ones(8, 5),
     "nll_loss": lambda x: F.nll_loss(x, LABELS),

@@ -87,6 +87,11 @@ def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: 
     return wrap(y, x.layout.with_dims((x.layout.dims[BATCH], None, None)))
 
 
+@register(F.adaptive_max_pool2d_with_indices)
+def adaptive_max_pool2d_with_indices(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    return adaptive_max_pool2d(input, 1, return_indices=True)
+
+
 def _first_maximum(block: Tensor, corner: tuple[int, int], width: int, comm: Communicator) -> Tensor:
     """The maximum over the last two dims of all ranks' blocks, taken from the first pixel that has it."""
     flat = block.flatten(-2)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import COLS, ROWS, TransposedWindow, Window
 from mpi4dl.parallel.spatial.rules.windows import cast, check_image, output_shape, pair, slide
-from mpi4dl.parallel.spatial.tensor import refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import function_name, refusal, register, wrap
 
 
 class Options(NamedTuple):
@@ -181,6 +181,12 @@ def conv_transpose2d(
     return wrap(y, reached.output)
 
 
-@register(torch.conv1d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose3d)
-def other_convolutions(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise refusal("convolutions in one or three dimensions", "tiles are two-dimensional")
+def _refused(function: Any) -> Any:
+    def rule(*args: Any, **kwargs: Any) -> Tensor:
+        raise refusal(function_name(function), "tiles are two-dimensional")
+
+    return rule
+
+
+for function in (torch.conv1d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose3d):
+    register(function)(_refused(function))

@@ -94,6 +94,11 @@ def max_pool2d(
     return wrap(y, reached.output)
 
 
+@register(F.max_pool2d_with_indices)
+def max_pool2d_with_indices(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return max_pool2d(input, 1, return_indices=True)
+
+
 @register(F.avg_pool2d)
 def avg_pool2d(
     input: Tensor,
