@@ -57,7 +57,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "it reinterprets bytes": lambda x: x.view(torch.int32),
     "linear": lambda x: F.linear(x, torch.ones(3, 8)),
     "conv1d": lambda x: F.conv1d(x[0], torch.ones(4, 4, 3)),
-    "three dimensions": lambda x: F.conv3d(x, torch.ones(4, 4, 1, 1, 1)),
+    "conv3d": lambda x: F.conv3d(x, torch.ones(4, 4, 1, 1, 1)),
     "torch.conv2d": lambda x: F.conv2d(x.permute(0, 2, 3, 1), torch.ones(4, 8, 3, 3)),
     "an argument other than the input": lambda x: F.conv2d(torch.ones(2, 4, 8, 8), x),
     "max_pool2d(return_indices=True)": lambda x: F.max_pool2d(x, 2, return_indices=True),
