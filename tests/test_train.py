@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl import models
 from mpi4dl.datasets import Batch, Loader, Share
 from mpi4dl.geometry import Interval
 from mpi4dl.runtime import build
@@ -141,16 +142,17 @@ def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
     return total / count, correct / count
 
 
-def plain_run(flags: tuple[str, ...]) -> list[dict[str, Any]]:
+def plain_run(flags: tuple[str, ...], one_cycle: bool = False) -> list[dict[str, Any]]:
     """What the run reports of losses and accuracies, by a plain PyTorch loop."""
     config = parse(flags)
-    model = build.build_model(config, 2)
-    optimizer = build.build_optimizer(config, model)
+    torch.manual_seed(config.training.seed)
+    model = models.build("small_resnet", 2, num_filters=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    every_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    every_step = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=6) if one_cycle else None
     found: list[dict[str, Any]] = []
     step = 0
     for epoch in range(config.training.epochs):
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * 0.5**epoch
         model.train()
         losses: list[float] = []
         for batch in whole_batches(config, epoch):
@@ -159,11 +161,15 @@ def plain_run(flags: tuple[str, ...]) -> list[dict[str, Any]]:
             loss = F.cross_entropy(model(tile), labels)
             loss.backward()
             optimizer.step()
+            if every_step is not None:
+                every_step.step()
             losses.append(float(loss.detach()))
             step += 1
             if step in REPORTED:
                 found.append({"loss": sum(losses) / len(losses)})
                 losses = []
+        if every_step is None:
+            every_epoch.step()
         mean_loss, accuracy = validate(model, config)
         found.append({"loss": mean_loss, "accuracy": accuracy})
     return found
@@ -178,10 +184,18 @@ def test_the_run_is_the_run_of_a_plain_pytorch_loop(recorded: Recorded) -> None:
     assert_same_numbers(read_metrics(recorded.folder), plain_run(recorded.flags))
 
 
+def test_a_schedule_of_steps_goes_on_at_every_step(ranks: Ranks, recorded: Recorded, tmp_path: Path) -> None:
+    cycle = ("--scheduler", "OneCycleLR", "--scheduler-options", "max_lr=0.01,total_steps=6")
+    ranks(2).run(train, [*recorded.flags, *cycle, "--tiles", "1x2", "--run-folder", str(tmp_path / "run")])
+    found = read_metrics(tmp_path / "run")
+    assert_same_numbers(found, plain_run(recorded.flags, one_cycle=True))
+    assert found[-1]["loss"] != pytest.approx(read_metrics(recorded.folder)[-1]["loss"], rel=0.001)
+
+
 def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
     config = parse(recorded.flags)
     torch.manual_seed(99)
-    model = build.models.build("small_resnet", 2, num_filters=8)
+    model = models.build("small_resnet", 2, num_filters=8)
     assert load_model(model, recorded.folder / "model.safetensors") == (set(), [])
     loss, accuracy = validate(model, config)
     last = read_metrics(recorded.folder)[-1]

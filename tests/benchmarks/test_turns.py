@@ -8,7 +8,7 @@ from benchmarks.turns import Contestant, median, ratios, take_turns
 from tests.pool.ranks import ROOT
 
 ALONE = """
-import sys
+import os, sys
 from benchmarks.turns import answer_turns
 
 name, score, log = sys.argv[1:]
@@ -17,7 +17,7 @@ turns = []
 def work():
     turns.append(name)
     with open(log, "a") as file:
-        print(name, len(turns), file=file)
+        print(name, len(turns), os.getpid(), file=file)
     return {"score": float(score) * len(turns)}
 
 answer_turns(work)
@@ -58,28 +58,38 @@ def fake(name: str, score: float, log: Path) -> Contestant:
     return Contestant(name, 1, ["-c", ALONE, name, str(score), str(log)])
 
 
+def read(log: Path) -> tuple[list[str], set[int]]:
+    """The turns that were taken, in order, and the processes that took them."""
+    lines = [line.rsplit(maxsplit=1) for line in log.read_text().splitlines()]
+    return [turn for turn, _ in lines], {int(pid) for _, pid in lines}
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 def test_contestants_take_turns_after_a_warm_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.txt"
     contestants = [fake("a", 1.0, log), fake("b", 10.0, log)]
     take_turns(contestants, rounds=2)
-    assert log.read_text().splitlines() == ["a 1", "b 1", "a 2", "b 2", "a 3", "b 3"]
+    turns, pids = read(log)
+    assert turns == ["a 1", "b 1", "a 2", "b 2", "a 3", "b 3"]
+    assert len(pids) == 2
+    assert not any(map(alive, pids))
     assert [contestant.answers for contestant in contestants] == [
         [{"score": 2.0}, {"score": 3.0}],
         [{"score": 20.0}, {"score": 30.0}],
     ]
     assert capsys.readouterr().err == "round 1 of 2\nround 2 of 2\n"
-    for contestant in contestants:
-        assert contestant._process is not None
-        assert contestant._process.returncode == 0
 
 
 def test_a_contestant_that_dies_is_named_and_no_other_is_left_running(tmp_path: Path) -> None:
-    survivor = fake("survivor", 1.0, tmp_path / "log.txt")
+    survivor = fake("survivor", 1.0, log := tmp_path / "log.txt")
     mortal = Contestant("mortal", 1, ["-c", "input(); raise SystemExit(3)"])
     with pytest.raises(SystemExit, match=r"^mortal ended: exit code 3$"):
         take_turns([survivor, mortal], rounds=1)
-    assert survivor._process is not None
-    assert survivor._process.poll() == 0
+    (pid,) = read(log)[1]
+    assert not alive(pid)
 
 
 def test_ranks_answer_once_together_and_sleep_until_their_turn() -> None:
