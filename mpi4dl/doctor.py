@@ -42,7 +42,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     if comm.rank:
         return
     print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
-    print(f"MPI: {comm.library.splitlines()[0]}")
+    print(f"MPI: {comm.mpi_library.splitlines()[0]}")
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
         print(f"rank {rank}: {host}, local rank {local}, {cores} cores on the node, {threads} threads, {where} ({gpu})")
     waiting = (

@@ -97,7 +97,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             if comm.rank == 0:
                 folder = RunFolder.create(config.run.run_folder or default_path(config.model.model, datetime.now()))
                 folder.write_config(to_toml(config))
-                folder.write_versions(comm.library, ["python", "-m", "mpi4dl.train", *argv])
+                folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv])
         folder = RunFolder(comm.broadcast_object(folder.path if folder else None))
         closing.enter_context(folder.rank_log(comm.rank))
         run.open(folder, closing)

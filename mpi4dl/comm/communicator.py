@@ -84,7 +84,7 @@ class Communicator:
         return f"Communicator(rank {self.rank} of {self.size})"
 
     @property
-    def library(self) -> str:
+    def mpi_library(self) -> str:
         """What the MPI library says of itself."""
         from mpi4py import MPI
 
