@@ -1,8 +1,11 @@
 """What once went wrong silently: one pixel against many, and results that share memory with their input."""
 
 import pytest
+import torch
 from torch.nn import functional as F
 
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, functions
 from tests.pool.ranks import Ranks
 
@@ -21,6 +24,17 @@ CASES = {
         {"one pixel against plain ones": lambda x: F.avg_pool2d(x, x.shape[2:]) * x.new_ones(3, 4, 5, 6)}, spread=False
     ),
 }
+
+
+def pool_large_halves(comm: Communicator) -> bool:
+    """Whether means over windows of 1024 pixels of 100 are 100, whose sum float16 cannot hold."""
+    x = torch.full((1, 1, 64, 64), 100.0, dtype=torch.float16)
+    y = spatial.gather(F.avg_pool2d(spatial.shard(x, spatial.Grid(comm, rows=2)), 32))
+    return torch.equal(y, F.avg_pool2d(x, 32))
+
+
+def test_average_pooling_does_not_overflow(ranks: Ranks) -> None:
+    assert ranks(2).run(pool_large_halves) == [True, True]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)

@@ -18,7 +18,7 @@ Size = int | Sequence[int]
 
 
 class _Pool(torch.autograd.Function):
-    """Fetch the halo and pool. `options` are those of max pooling, or of average pooling with a divisor of 1."""
+    """Fetch the halo and pool. `options` are those of max pooling, or of average pooling over whole windows."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,9 @@ def _pool(x: SpatialTensor, windows: tuple[Window, Window], maximum: bool) -> tu
     padding = [window.before if itself else 0 for window, itself in zip(windows, own, strict=True)]
     ceil_mode = windows[0].ceil_mode
     options = (
-        (kernel, stride, padding, dilation, ceil_mode) if maximum else (kernel, stride, padding, ceil_mode, True, 1)
+        (kernel, stride, padding, dilation, ceil_mode)
+        if maximum
+        else (kernel, stride, padding, ceil_mode, True, kernel[0] * kernel[1])
     )
     return _Pool.apply(local, reached.exchange, maximum, options, output_shape(reached, local, windows)), reached
 
@@ -109,12 +111,13 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """The sum of each window over the number of pixels that PyTorch counts in it, which differs at the edges."""
+    """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
     x = check_image(input, "torch.nn.functional.avg_pool2d")
     windows = _windows(kernel_size, stride, padding, 1, ceil_mode)
     y, reached = _pool(x, windows, maximum=False)
+    area = windows[0].kernel * windows[1].kernel
     if divisor_override:
-        return wrap(y / divisor_override, reached.output)
+        return wrap(y * (area / divisor_override), reached.output)
     counts = []
     for axis, dim, window in zip(IMAGE_AXES, (-2, -1), windows, strict=True):
         size, margin = x.shape[dim], window.before if count_include_pad else 0
@@ -122,10 +125,10 @@ def avg_pool2d(
         present = reached.output.dims[axis] is not None
         rows = reached.output.held[axis] if present else Interval(0, window.output_size(size))
         counts.append([window.needs(Interval(row, row + 1), size).intersect(image).length for row in range(*rows)])
-    if len({*counts[0]}) == 1 and len({*counts[1]}) == 1:
-        return wrap(y / (counts[0][0] * counts[1][0]), reached.output)
+    if all(count == window.kernel for axis, window in zip(counts, windows, strict=True) for count in axis):
+        return wrap(y, reached.output)
     per_row, per_col = (torch.tensor(count, dtype=y.dtype, device=y.device) for count in counts)
-    return wrap(y / (per_row.unsqueeze(1) * per_col), reached.output)
+    return wrap(y * (area / (per_row.unsqueeze(1) * per_col)), reached.output)
 
 
 @register(*named("lp_pool2d"))
