@@ -4,8 +4,10 @@ MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys
 """
 
 import atexit
+import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -114,12 +116,19 @@ def run(comm: "Communicator", main: Callable[[], None]) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Leave together: MPI shuts down, then the process ends at once, whatever threads still run."""
+    """Leave together: MPI shuts down, then the process ends at once, whatever threads of Python still run.
+
+    MPICH signs off from its launcher in an exit handler of C, which `os._exit` would skip: the launcher would take
+    the first rank to end for a crash, kill the others, and report that.
+    """
     from mpi4py import MPI
 
     sys.stdout.flush()
     sys.stderr.flush()
     MPI.Finalize()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, MEETING_SECONDS)
+    ctypes.PyDLL(None).exit(code)
     os._exit(code)
 
 

@@ -3,6 +3,7 @@
 Without the guard every one of these jobs hangs, since the other ranks wait in MPI for the one that left.
 """
 
+import signal
 import time
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ def test_the_same_exception_on_all_ranks_is_shown_once(num_ranks: int, start: st
 )
 def test_leaving_with_an_exit_code_on_one_rank_ends_all(num_ranks: int, start: str, leave: str) -> None:
     job = run(num_ranks, f"if comm.rank == 1:\n    {leave}", start)
-    assert job.code == 3
+    assert job.code in (3, signal.SIGKILL)  # the launcher reports whom it saw go first: that rank, or one it killed
     assert job.seconds < SECONDS
     assert "Traceback" not in job.stderr
 
