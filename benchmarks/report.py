@@ -1,5 +1,6 @@
 """Results of a benchmark as a table, as JSON with what they were measured on, and as a plot."""
 
+import argparse
 import json
 import os
 import platform
@@ -35,3 +36,24 @@ def environment() -> dict[str, Any]:
 def save_json(path: Path, results: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags that a result depends on."""
+    return {name: value for name, value in vars(options).items() if name not in ("worker", "out")}
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -61,6 +61,18 @@ class Contestant:
             self._process = None
 
 
+def grid_shape(grid: str) -> tuple[int, int]:
+    """Rows and columns of a grid that is written as 1x2."""
+    rows, cols = map(int, grid.split("x"))
+    return rows, cols
+
+
+def on_grids(grids: str, arguments: list[str]) -> list[Contestant]:
+    """A contestant for each of these grids, such as 1x2,2x2: a job of as many ranks, told its grid as last argument."""
+    shapes = {grid: grid_shape(grid) for grid in grids.split(",")}
+    return [Contestant(grid, rows * cols, [*arguments, grid]) for grid, (rows, cols) in shapes.items()]
+
+
 def take_turns(contestants: list[Contestant], rounds: int) -> None:
     """One turn to warm up, which is not counted, then `rounds` turns each, one after the other."""
     try:

@@ -1,30 +1,36 @@
 """The engine: a model and a plan become `step()` and `evaluate()`, exact for any plan.
 
-step:   tile -> SpatialTensor -> model -> outputs -> loss, alike on every rank, counted 1 / size on each
-        -> backward, while the reducer sums full buckets of gradients over the replicas
+step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, alike on every rank of the last stage,
+        counted 1 / size on each -> backward, while the reducers sum full buckets of gradients over the replicas
         -> all ranks agree that it is finite -> clip -> optimizer
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.geometry import COLS, ROWS
+from mpi4dl.geometry import COLS, ROWS, Interval
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.pipeline.executor import Executor
+from mpi4dl.parallel.pipeline.held import Held, Part
+from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import Reducer
-from mpi4dl.runtime.recompute import recompute_blocks
+from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Loss = Callable[[Any, Any], Tensor]
+Tiles = Tensor | Sequence[Tensor]
+Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,11 @@ class Evaluation:
 class Engine:
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
-    `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count. `optimizer` is any
-    torch.optim optimizer of its parameters. `loss(outputs, targets)` is the mean over the batch that it is given, which
-    is the whole one on every rank. `precision` is "fp32" (the model's own dtype), "bf16" or "fp16" (autocast, with loss
-    scaling for fp16). `recompute` keeps only the inputs of the model's blocks. `clip_norm` limits the gradient's norm.
+    `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
+    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
+    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
+    (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
+    of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm.
     """
 
     def __init__(
@@ -68,97 +75,194 @@ class Engine:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
         self.model = model
+        self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
         self.optimizer = optimizer
         self.loss = loss
         self.comm = comm
-        self.grid = plan.grid(comm)
         self.clip_norm = clip_norm
-        self.device = next(model.parameters()).device
+        self.device = self.held.device
         self.num_steps = 0
         self._dtype = AUTOCAST[precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self._agree_on_model(precision=precision, recompute=recompute, clip_norm=clip_norm)
-        for value in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(value.data)
-        if recompute and not recompute_blocks(model):
+        for stage, module in self.held.modules_of.items():
+            for value in [*module.parameters(), *module.buffers()]:
+                self.held.groups[stage].broadcast(value.data)
+        if recompute:
+            self._recompute()
+        self.reducers = {
+            stage: Reducer(module.parameters(), self.held.groups[stage]).attach()
+            for stage, module in self.held.modules_of.items()
+        }
+        self._executor = Executor(self.held, comm, self._autocast, comm.broadcast_object(torch.initial_seed()))
+        self._table = plan.table()
+        self._evaluation_table = cache(plan.evaluation_table)
+
+    def _recompute(self) -> None:
+        if self.plan.num_stages > 1:
+            for module in self.held.modules_of.values():
+                recompute_whole(module)
+        elif not recompute_blocks(self.held.modules_of[0]):
             raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
-        self.reducer = Reducer(model.parameters(), comm).attach()
 
     def _agree_on_model(self, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        values = self.model.state_dict().items()
-        description = [(name, tuple(v.shape), str(v.dtype), name in trained) for name, v in values]
+        held = self.held
+        description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
         digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         optimizer = f"{type(self.optimizer).__name__} {settings}"
-        self.comm.agree(None, plan=self.plan, model=digest, optimizer=optimizer, **facts)
+        self.comm.agree(None, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
 
-    def spread(self, tile: Tensor, size: tuple[int, int] | None = None) -> spatial.SpatialTensor:
-        """This rank's tile (n, C, h, w) of images of `size` (H, W), on the engine's device, as the whole batch."""
-        size = (tile.shape[-2], tile.shape[-1]) if size is None else size
-        return spatial.from_tile(tile.to(self.device, non_blocking=True), self.grid, size)
+    def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
+        """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
+        return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
-    def step(self, tile: Tensor, targets: Any, size: tuple[int, int] | None = None) -> StepResult:
-        """One optimizer step on a batch of images of `size` (H, W) of which this rank passes its tile.
+    def images(self, part: Part, tile: Tensor, size: Size) -> Tensor:
+        """A tile (n, C, h, w) of images of `size` (H, W) on the engine's device, as part of the whole microbatch."""
+        tile = tile.to(self.device, non_blocking=True)
+        return tile if part.plain else spatial.from_tile(tile, part.grid, size)
 
-        `targets` are those of the whole batch. Raises `Refusal` on all ranks, with the weights as they were, if the
-        loss or the gradient is not finite.
+    def step(
+        self, tiles: Tiles, targets: Any, size: Size | None = None, microbatches: Sequence[Microbatch] | None = None
+    ) -> StepResult:
+        """One optimizer step on a batch of images of `size` (H, W) of which this rank passes its tiles.
+
+        `tiles` are those that `reads` names, in that order, (n, C, h, w) each; one may come without a sequence around
+        it. `targets` are those of the whole batch. `microbatches` says how the batch is divided if samples were taken
+        out of it since. Raises `Refusal` on all ranks, with the weights as they were, if the loss or the gradient is
+        not finite.
         """
-        self.model.train()
-        self.reducer.prepare()
-        loss = self._loss(self._outputs(self.spread(tile, size)), targets)
-        self._scaler.scale(loss / self.grid.size).backward()
-        self.reducer.finish()
+        self.held.train()
+        batch = _Batch(self, tiles, targets, size, microbatches, training=True)
+        for reducer in self.reducers.values():
+            reducer.prepare(accumulate=True)
+        self._executor.run(self._table, batch, lambda stage: self.reducers[stage].last_pass())
+        for reducer in self.reducers.values():
+            reducer.finish()
+        loss, norm = self._sum_up(batch)
+        if self._scaler.is_enabled() and not math.isfinite(norm):
+            self._make_all_infinite()  # so that the loss scaler skips the step on all ranks alike
         self._scaler.unscale_(self.optimizer)
-        norm = self.reducer.norm()
-        self._check_finite(float(loss.detach()), norm)
+        self._check_finite(loss, norm)
         if self.clip_norm is not None and norm + NORM_EPS > self.clip_norm:
-            self.reducer.scale(self.clip_norm / (norm + NORM_EPS))
+            for reducer in self.reducers.values():
+                reducer.scale(self.clip_norm / (norm + NORM_EPS))
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.num_steps += 1
-        return StepResult(float(loss.detach()), norm)
+        return StepResult(loss, norm)
+
+    def _sum_up(self, batch: "_Batch") -> tuple[float, float]:
+        """The loss and the norm of the gradient, over all stages, the same bits on every rank."""
+        stages = self.plan.num_stages
+        found = torch.zeros(stages + 1, dtype=torch.float64)
+        found[stages] = batch.total
+        for stage, reducer in self.reducers.items():
+            if self.plan.holders(stage)[0] == self.comm.rank:
+                found[stage] = reducer.square()
+        self.comm.all_reduce(found)
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
+        return float(found[stages]), math.sqrt(float(found[:stages].sum())) / scale
+
+    def _make_all_infinite(self) -> None:
+        for reducer in self.reducers.values():
+            reducer.scale(math.inf)
 
     def _check_finite(self, loss: float, norm: float) -> None:
         """All ranks stop together, before the optimizer steps. (The loss scaler skips infinite gradients of fp16.)"""
-        wrong = [not math.isfinite(loss), not math.isfinite(norm) and not self._scaler.is_enabled()]
-        loss_is, norm_is = self.comm.all_reduce(torch.tensor(wrong, dtype=torch.int32), "max").tolist()
-        if loss_is or norm_is:
+        if not math.isfinite(loss) or (not math.isfinite(norm) and not self._scaler.is_enabled()):
+            which = "gradient" if math.isfinite(loss) else "loss"
             raise Refusal(
-                f"step {self.num_steps}: the {'loss' if loss_is else 'gradient'} is not finite (loss {loss}, "
-                f"gradient norm {norm}); the weights are as before it: try a smaller --lr or --precision fp32"
+                f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
+                "are as before it: try a smaller --lr or --precision fp32"
             )
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[Tensor, Any]], size: tuple[int, int] | None = None) -> Evaluation:
-        """Loss and accuracy over batches of (tile, targets of the whole batch), without training."""
-        self.model.eval()
-        total, correct, count, classes = 0.0, 0, 0, False
-        for tile, targets in batches:
-            outputs = self._outputs(self.spread(tile, size))
-            number = len(targets)
-            total += float(self._loss(outputs, targets)) * number
-            count += number
-            classes = isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1
-            if classes:
-                correct += int((outputs.argmax(1) == targets.to(outputs.device)).sum())
-        return Evaluation(total / max(count, 1), correct / count if classes else None, count)
+    def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
+        """Loss and accuracy over batches, without training.
+
+        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches).
+        """
+        self.held.eval()
+        count, sums = 0, torch.zeros(3, dtype=torch.float64)
+        for tiles, targets, *rest in batches:
+            batch = _Batch(self, tiles, targets, size, rest[0] if rest else None, training=False)
+            self._executor.run(self._evaluation_table(len(batch.microbatches)), batch)
+            samples = batch.num_samples
+            count += samples
+            sums += torch.tensor([batch.total * samples, batch.correct, float(batch.classified)], dtype=torch.float64)
+        loss, correct, classified = self.comm.all_reduce(sums).tolist()
+        return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
-    def _outputs(self, images: spatial.SpatialTensor) -> Any:
-        """What the model says of the whole batch: dense outputs stay spread over the ranks, others are gathered."""
-        with self._autocast():
-            outputs = self.model(images)
+
+class _Batch:
+    """One batch on its way through the stages: what this rank feeds in, and what it finds at the end.
+
+    `total` is the mean loss over the batch on the one rank that counts it, and 0 on others; `correct` likewise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tiles: Tiles,
+        targets: Any,
+        size: Size | None,
+        microbatches: Sequence[Microbatch] | None,
+        training: bool,
+    ) -> None:
+        self.engine, self.targets, self.training = engine, targets, training
+        tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
+        if size is None and engine.plan.ranks_per_replica == 1 and tiles:
+            size = (tiles[0].shape[-2], tiles[0].shape[-1])
+        if size is None:
+            raise ValueError(f"{engine.plan} cuts images: pass their size=(height, width)")
+        self.size = size
+        divided = engine.plan.divide(_num_samples(targets), training) if microbatches is None else microbatches
+        self.microbatches = tuple(divided)
+        self.num_samples = self.microbatches[-1].samples.stop
+        reads = engine.plan.reads(engine.comm.rank, self.microbatches, size)
+        if len(reads) != len(tiles):
+            raise ValueError(f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`")
+        self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
+        self.total, self.correct, self.classified = 0.0, 0, False
+
+    def kind(self, microbatch: Microbatch) -> Any:
+        return (self.size, microbatch.counts)
+
+    def images(self, part: Part, microbatch: Microbatch) -> Tensor:
+        return self.engine.images(part, self.tiles.pop((microbatch.direction, microbatch.number)), self.size)
+
+    def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
+        """The share of this rank in the mean over the batch: dense outputs stay spread over the ranks."""
+        engine = self.engine
         if isinstance(outputs, spatial.SpatialTensor) and all(
             outputs.layout.dims[axis] is None for axis in (ROWS, COLS)
         ):
-            return spatial.gather(outputs)
-        return outputs
+            outputs = spatial.gather(outputs)
+        targets = self._targets(microbatch.samples)
+        with engine._autocast():
+            loss = engine.loss(outputs, targets)
+        weight = microbatch.samples.length / self.num_samples if len(self.microbatches) > 1 else 1.0
+        if part.grid.rank == 0:
+            self.total += float(loss.detach()) * weight
+            if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1 and not self.training:
+                self.correct += int((outputs.argmax(1) == targets).sum())
+                self.classified = True
+        return engine._scaler.scale(loss * (weight / part.grid.size)) if self.training else None
 
-    def _loss(self, outputs: Any, targets: Any) -> Tensor:
-        with self._autocast():
-            return self.loss(outputs, targets.to(self.device) if isinstance(targets, Tensor) else targets)
+    def _targets(self, samples: Interval) -> Any:
+        def of(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return (leaf if len(self.microbatches) == 1 else leaf[slice(*samples)]).to(self.engine.device)
+
+        return pytree.tree_map(of, self.targets)
+
+
+def _num_samples(targets: Any) -> int:
+    tensors = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else len(targets)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation, StepResult
+from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 
@@ -22,10 +23,10 @@ NUM_STEPS = 3
 EVALUATED = 2  # steps before the validation, which the last step must not suffer from
 EXACT = 1e-10
 
-TILES_1x2 = Plan((1, 2))
-TILES_2x2 = Plan((2, 2))
+TILES_1x2 = Plan(((1, 2),))
+TILES_2x2 = Plan(((2, 2),))
 DATA_2 = Plan(data=2)
-BOTH = Plan((1, 2), data=2)
+BOTH = Plan(((1, 2),), data=2)
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What a training run left behind; ranks other than 0 give no more than the digest of the state."""
+    """What a training run left behind; ranks other than 0 give no more than the digests of the state that they hold."""
 
     steps: list[StepResult] = field(default_factory=list)
     evaluation: Evaluation | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
-    digest: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 SMALL = Task("small_resnet", (66, 50), model_options=(("num_filters", 8),))
@@ -110,14 +111,22 @@ class _Unused(nn.Module):
 OWN = {"dropping": _Dropping, "unused": _Unused}
 
 
-def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
+def model_of(task: Task) -> nn.Module:
     options = dict(task.model_options)
     model = OWN[task.model]() if task.model in OWN else models.build(task.model, NUM_CLASSES, **options)
-    model.double()
+    return model.double()
+
+
+def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     if task.optimizer == "AdamW":
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = model_of(task)
+    return model, optimizer_of(task, model)
 
 
 def batch_of(task: Task, number: int, count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -134,11 +143,11 @@ def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
     return [batch_of(task, 50), batch_of(task, 51, count=1)]
 
 
-def tile_of(images: Tensor, engine: Engine) -> Tensor:
-    """The part of whole images that the engine's rank holds."""
-    box = engine.grid.box(len(images), (images.shape[2], images.shape[3]))
-    batch, rows, cols = (slice(part.start, part.stop) for part in (box.batch, box.rows, box.cols))
-    return images[batch, :, rows, cols].contiguous()
+def tiles_of(images: Tensor, engine: Engine, training: bool = True) -> list[Tensor]:
+    """The parts of whole images that the engine's rank reads."""
+    reads = engine.reads(len(images), (images.shape[2], images.shape[3]), training)
+    boxes = [[slice(*part) for part in read.box] for read in reads]
+    return [images[batch, :, rows, cols].contiguous() for batch, rows, cols in boxes]
 
 
 def digest_of(values: Mapping[str, Tensor]) -> str:
@@ -151,27 +160,32 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
 
 def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) -> Outcome:
     """A body: the task on ranks, whose models begin with the same values or each with its own."""
-    model, optimizer = build(task, seed=comm.rank if own_values else 0)
+    seed = comm.rank if own_values else 0
+    if plan.num_stages > 1:
+        model = split(lambda: model_of(task), plan, comm, seed=seed, image=(task.batch, 3, *task.size))
+    else:
+        torch.manual_seed(seed)
+        model = Held.whole(model_of(task), plan, comm)
     if own_values:
         for value in model.buffers():
             value += comm.rank
-    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **dict(task.engine_options))
+    engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm, **dict(task.engine_options))
     torch.manual_seed(7)
     outcome = Outcome()
     for number in range(NUM_STEPS):
         if number == EVALUATED:
-            batches = [(tile_of(images, engine), targets) for images, targets in held_out(task)]
+            batches = [(tiles_of(images, engine, training=False), targets) for images, targets in held_out(task)]
             outcome.evaluation = engine.evaluate(batches, task.size)
         images, targets = batch_of(task, number)
-        outcome.steps.append(engine.step(tile_of(images, engine), targets, task.size))
-    outcome.digest = digest_of(model.state_dict())
-    outcome.state = model.state_dict() if comm.rank == 0 else {}
+        outcome.steps.append(engine.step(tiles_of(images, engine), targets, task.size))
+    outcome.digests = {name: digest_of({name: value}) for name, value in model.own_state().items()}
+    outcome.state = model.gather_state() or {}
     return outcome
 
 
 @cache
-def plain(task: Task) -> Outcome:
-    """The reference: the loop of any PyTorch tutorial."""
+def plain(task: Task, num_microbatches: int = 1) -> Outcome:
+    """The reference: the loop of any PyTorch tutorial, over microbatches of even cuts."""
     model, optimizer = build(task)
     clip_norm = dict(task.engine_options).get("clip_norm", float("inf"))
     outcome = Outcome()
@@ -181,11 +195,15 @@ def plain(task: Task) -> Outcome:
         model.train()
         images, targets = batch_of(task, number)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), targets)
-        loss.backward()
+        total = 0.0
+        cuts = [len(images) * i // num_microbatches for i in range(1, num_microbatches)]
+        for some, wanted in zip(images.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
+            loss = F.cross_entropy(model(some), wanted) * (len(some) / len(images))
+            loss.backward()
+            total += float(loss.detach())
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-        outcome.steps.append(StepResult(float(loss.detach()), float(norm)))
+        outcome.steps.append(StepResult(total, float(norm)))
     outcome.state = model.state_dict()
     return outcome
 
@@ -220,9 +238,13 @@ def assert_like(found: Outcome, expected: Outcome, tolerance: float = EXACT) -> 
 
 
 def check(ranks: Ranks, task: Task, plan: Plan) -> None:
-    """The task by this plan equals the plain loop, and all ranks end with the same bits."""
+    """The task by this plan equals the plain loop, and all ranks that hold a value end with the same bits of it."""
     outcomes = ranks(plan.num_ranks).run(train, task, plan)
-    assert len({outcome.digest for outcome in outcomes}) == 1
+    bits: dict[str, str] = {}
+    for outcome in outcomes:
+        for name, digest in outcome.digests.items():
+            assert bits.setdefault(name, digest) == digest, name
+    assert bits.keys() == outcomes[0].state.keys()
     assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
     assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
-    assert_like(outcomes[0], plain(task))
+    assert_like(outcomes[0], plain(task, plan.num_microbatches))

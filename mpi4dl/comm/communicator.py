@@ -1,6 +1,7 @@
 """Tensors on MPI: point to point and collectives, for every dtype, device, layout and size."""
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -131,6 +132,11 @@ class Communicator:
         """A communicator of the ranks that passed the same colour, ordered by key and rank. Collective."""
         return Communicator(self.mpi.Split(color, key), self.node, self._wire)
 
+    def subset(self, ranks: Sequence[int]) -> "Communicator":
+        """A communicator of these ranks, in this order. Collective over them alone."""
+        group = self.mpi.Get_group().Incl(list(ranks))
+        return Communicator(self.mpi.Create_group(group), self.node, self._wire)
+
     def _readable(self, tensor: Tensor) -> Tensor:
         """A dense tensor with the same values that MPI may read now."""
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -198,6 +204,16 @@ class Communicator:
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
         self.irecv(tensor, source, tag).wait()
         return tensor
+
+    def isend_object(self, value: Any, to: int, tag: int = 0) -> Pending:
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        return Pending.all(self.node, [self.isend(length, to, tag), self.isend(payload, to, tag)])
+
+    def recv_object(self, source: int, tag: int = 0) -> Any:
+        length = self.recv(torch.zeros(1, dtype=torch.int64), source, tag)
+        payload = self.recv(torch.empty(int(length), dtype=torch.uint8), source, tag)
+        return pickle.loads(payload.numpy().tobytes())
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Start to reduce `tensor` over all ranks, in place; every rank gets bit-equal values."""

@@ -73,6 +73,15 @@ def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tens
     return x
 
 
+def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list[int]:
+    """The shape of this box of a tensor that is `shape` but for its dims of batch, rows and columns."""
+    local = list(shape)
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            local[dim] = box[axis].length
+    return local
+
+
 class Exchange:
     """One exchange of tensors whose dims of batch, rows and columns are `dims` (None where there is none)."""
 
@@ -85,11 +94,7 @@ class Exchange:
         self.fill = fill
 
     def shape(self, x: Tensor, box: Box) -> list[int]:
-        shape = list(x.shape)
-        for axis, dim in enumerate(self.dims):
-            if dim is not None:
-                shape[dim] = box[axis].length
-        return shape
+        return shape_of(box, self.dims, x.shape)
 
     @property
     def inert(self) -> bool:
@@ -156,6 +161,67 @@ def _layout(x: Tensor) -> torch.memory_format:
     if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format
+
+
+class Incoming(NamedTuple):
+    """What was posted to arrive: the strips, the box that they make up, and the wait for them."""
+
+    strips: list[Tensor]
+    slabs: tuple[Slab, ...]
+    box: Box
+    pending: Pending
+
+
+class Transfer:
+    """An exchange between ranks that own and other ranks that need: each rank works at one of its two ends.
+
+    `plan` is this rank's part of it, whose peers are ranks of `comm`. Tensors are `shape` but for `dims`. Forward,
+    owners `send` and the others `expect` and `land`; backward, the roles change, and what comes back is added up.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        comm: Communicator,
+        dims: tuple[int | None, int | None, int | None],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.comm, self.dims, self.shape = plan, comm, dims, shape
+        self.dtype, self.device = dtype, device
+
+    def send(self, x: Tensor, tag: int) -> Pending:
+        return self._send(x, self.plan.held, self.plan.sends, tag)
+
+    def expect(self, tag: int) -> Incoming:
+        return self._expect(self.plan.needed, self.plan.receives, tag)
+
+    def send_back(self, gradient: Tensor, tag: int) -> Pending:
+        return self._send(gradient, self.plan.needed, self.plan.receives, tag)
+
+    def expect_back(self, tag: int) -> Incoming:
+        return self._expect(self.plan.held, self.plan.sends, tag)
+
+    def land(self, incoming: Incoming) -> Tensor:
+        """The box that the strips make up. Where none comes there are zeros, where several do their sum."""
+        incoming.pending.wait()
+        if len(incoming.slabs) == 1 and incoming.slabs[0].box == incoming.box:
+            return incoming.strips[0]
+        whole = torch.zeros(shape_of(incoming.box, self.dims, self.shape), dtype=self.dtype, device=self.device)
+        for slab, strip in zip(incoming.slabs, incoming.strips, strict=True):
+            narrow(whole, self.dims, incoming.box, slab.box).add_(strip)
+        return whole
+
+    def _send(self, x: Tensor, origin: Box, slabs: Sequence[Slab], tag: int) -> Pending:
+        sent = [self.comm.isend(narrow(x, self.dims, origin, slab.box), slab.peer, tag) for slab in slabs]
+        return Pending.all(self.comm.node, sent)
+
+    def _expect(self, box: Box, slabs: tuple[Slab, ...], tag: int) -> Incoming:
+        shapes = [shape_of(slab.box, self.dims, self.shape) for slab in slabs]
+        strips = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        posted = [self.comm.irecv(strip, slab.peer, tag) for strip, slab in zip(strips, slabs, strict=True)]
+        return Incoming(strips, slabs, box, Pending.all(self.comm.node, posted))
 
 
 class _Exchange(torch.autograd.Function):

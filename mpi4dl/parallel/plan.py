@@ -1,42 +1,285 @@
-"""A plan: how many ranks share an image, and how many replicas share a batch. Data, from which all else is derived."""
+"""A plan: stages, tiles, replicas, microbatches and schedule. Data, from which all else is derived.
 
+                     stage 0 on 2x2 tiles       stage 1 on 1x2     stage 2 on 1x1
+    replica 0        ranks  0  1  2  3          4  5               6
+    replica 1        ranks  7  8  9 10          11 12              13
+
+Ranks of a stage are neighbours, so that halos stay within a node, and replicas are far apart. A mirrored copy of the
+model (GEMS) lies over the ranks of each replica in the opposite order.
+"""
+
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Box, Interval, Tiling, even_cuts
+from mpi4dl.geometry import Grid as GridShape
+from mpi4dl.parallel.pipeline.schedules import SCHEDULES, forward_only, table_for
+from mpi4dl.parallel.pipeline.table import Placement, Table
 from mpi4dl.parallel.spatial.grid import Grid
+
+
+class Microbatch(NamedTuple):
+    """Number `number` of a direction: which samples of the batch it has, and how the first stage shares them.
+
+    Way i of the first stage (over all replicas) has the samples from `cuts[i]` up to `cuts[i + 1]`.
+    """
+
+    direction: int
+    number: int
+    cuts: tuple[int, ...]
+
+    @property
+    def samples(self) -> Interval:
+        return Interval(self.cuts[0], self.cuts[-1])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
+
+    def without(self, positions: Collection[int]) -> "Microbatch":
+        """What is left of it in the batch from which these samples were taken out."""
+        return self._replace(cuts=tuple(cut - sum(position < cut for position in positions) for cut in self.cuts))
+
+
+class Read(NamedTuple):
+    """A box of a batch of images that a rank reads, because it works on that part of that microbatch first."""
+
+    microbatch: Microbatch
+    box: Box
+
+
+def nested_cuts(outer: Sequence[int], ways: int) -> tuple[int, ...]:
+    """Every part of `outer` cut again into `ways` parts as even as can be."""
+    inner = [[start + cut for cut in even_cuts(stop - start, ways)][:-1] for start, stop in zip(outer, outer[1:])]
+    return (*(cut for cuts in inner for cut in cuts), outer[-1])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`tiles` (rows, columns) of every image, times `data` replicas that share each batch.
+    """Stage s works on `tiles[s]` (rows, columns) of every image, and splits its batch in `batch_ways[s]` ways.
 
-    Ranks of one replica are neighbours, so that halos stay within a node.
+    Each of `data` replicas takes a share of every microbatch. A batch is cut into `microbatches`, which go through the
+    stages by `schedule`. With `bidirectional` pairs of waves (GEMS), a mirrored copy of the model takes turns with the
+    model, and a batch is cut into 2 x `bidirectional` x `microbatches`. With `chunks`, the stages are dealt out over
+    `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them.
+
+    Raises ValueError where these cannot be together.
     """
 
-    tiles: tuple[int, int] = (1, 1)
+    tiles: tuple[tuple[int, int], ...] = ((1, 1),)
+    batch_ways: tuple[int, ...] = ()
     data: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    bidirectional: int = 0
+    chunks: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        stages: int = 1,
+        tiles: Sequence[tuple[int, int]] = ((1, 1),),
+        batch_ways: Sequence[int] = (1,),
+        data: int = 1,
+        microbatches: int = 1,
+        schedule: str = "1f1b",
+        bidirectional: int = 0,
+        chunks: int = 1,
+    ) -> "Plan":
+        """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
+        if stages % chunks:
+            raise ValueError(f"--stages {stages} cannot be dealt out {chunks} times: --chunks must divide it")
+        places = stages // chunks
+        spread = []
+        for flag, values in (("--tiles", tuple(tiles)), ("--batch-ways", tuple(batch_ways))):
+            if len(values) not in (1, places):
+                a_rank = f" ({stages} stages in {chunks} chunks)" if chunks > 1 else ""
+                raise ValueError(
+                    f"{flag} has {len(values)} entries, but --stages {stages} needs 1 for all or {places}{a_rank}"
+                )
+            spread.append(values * (places // len(values)))
+        return cls(spread[0], spread[1], data, microbatches, schedule, bidirectional, chunks)
+
+    def __post_init__(self) -> None:
+        if not self.batch_ways:
+            object.__setattr__(self, "batch_ways", (1,) * len(self.tiles))
+        numbers = [*self.batch_ways, self.data, self.microbatches, self.chunks]
+        numbers += [n for tiles in self.tiles for n in tiles]
+        if not self.tiles or min(numbers) < 1 or self.bidirectional < 0 or len(self.batch_ways) != len(self.tiles):
+            raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"there is no schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
+                "more, and no other schedule can have them"
+            )
+        if self.bidirectional and (self.num_stages == 1 or self.chunks > 1):
+            raise ValueError(
+                f"--bidirectional {self.bidirectional} lays a mirrored copy over the ranks: it needs at least 2 stages "
+                f"of one chunk each, but there are {self.num_stages} stages in {self.chunks} chunks"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.tiles) * self.chunks
+
+    @property
+    def num_directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many microbatches a training batch is cut, over both directions."""
+        return self.microbatches * 2 * self.bidirectional if self.bidirectional else self.microbatches
+
+    @property
+    def ranks_per_place(self) -> tuple[int, ...]:
+        return tuple(rows * cols * ways for (rows, cols), ways in zip(self.tiles, self.batch_ways, strict=True))
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return sum(self.ranks_per_place)
 
     @property
     def num_ranks(self) -> int:
-        return self.tiles[0] * self.tiles[1] * self.data
+        return self.ranks_per_replica * self.data
 
     def __str__(self) -> str:
-        return f"tiles({self.tiles[0]}x{self.tiles[1]}) x data({self.data})"
+        def place(i: int) -> str:
+            rows, cols = self.tiles[i]
+            return f"{rows}x{cols}" + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
+
+        places = [place(i) for i in range(len(self.tiles))]
+        if self.num_stages == 1:
+            ways = f"batch-ways({self.batch_ways[0]}) x " if self.batch_ways[0] > 1 else ""
+            return f"tiles({self.tiles[0][0]}x{self.tiles[0][1]}) x {ways}data({self.data})"
+        chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"stages({self.num_stages}{chunks}: {' + '.join(places)} tiles) x data({self.data})"
+
+    def describe(self) -> str:
+        """The plan with its microbatches and schedule, for a title."""
+        if self.num_stages == 1 and self.num_microbatches == 1:
+            return str(self)
+        both = f", bidirectional({self.bidirectional})" if self.bidirectional else ""
+        return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}"
+
+    def wrong_world(self, num_ranks: int) -> str | None:
+        """What to say if mpirun started so many ranks; None if that fits."""
+        if self.num_ranks == num_ranks:
+            return None
+        flags = "--tiles or --data" if self.num_stages == 1 else "--stages, --tiles, --batch-ways or --data"
+        return (
+            f"{self} = {self.num_ranks} ranks, but mpirun started {num_ranks}: "
+            f"start with mpirun -n {self.num_ranks}, or change {flags}"
+        )
 
     def problem(self, num_ranks: int, image_size: tuple[int, int], batch_size: int) -> str | None:
         """What is wrong with this plan for so many ranks and such images, in one sentence; None if it fits."""
         if self.num_ranks != num_ranks:
-            return (
-                f"{self} = {self.num_ranks} ranks, but mpirun started {num_ranks}: "
-                f"start with mpirun -n {self.num_ranks}, or change --tiles or --data"
-            )
-        for name, tiles, pixels in zip(("rows", "columns"), self.tiles, image_size, strict=True):
+            return self.wrong_world(num_ranks)
+        for name, tiles, pixels in zip(("rows", "columns"), self.tiles[0], image_size, strict=True):
             if tiles > pixels:
-                asked = f"--tiles {self.tiles[0]}x{self.tiles[1]}"
+                asked = f"--tiles {self.tiles[0][0]}x{self.tiles[0][1]}"
                 return f"{asked} cuts images into {tiles} {name} of tiles, but they have only {pixels} {name} of pixels"
-        if self.data > batch_size:
-            return f"--data {self.data} replicas cannot share a batch of {batch_size}: raise --batch-size"
+        if self.num_microbatches > batch_size:
+            times = f" x {2 * self.bidirectional} (both directions)" if self.bidirectional else ""
+            return (
+                f"--microbatches {self.microbatches}{times} cannot share a batch of {batch_size}: "
+                f"raise --batch-size to {self.num_microbatches}"
+            )
+        sharing = self.data * max(self.batch_ways)
+        if sharing > batch_size // self.num_microbatches:
+            if self.num_microbatches == 1 and max(self.batch_ways) == 1:
+                return f"--data {self.data} replicas cannot share a batch of {batch_size}: raise --batch-size"
+            needed = sharing * self.num_microbatches
+            return (
+                f"data({self.data}) x batch-ways({max(self.batch_ways)}) cannot share a microbatch of "
+                f"{batch_size // self.num_microbatches}: raise --batch-size to {needed}"
+            )
         return None
 
+    @cached_property
+    def placement(self) -> Placement:
+        """Which ranks of one replica, numbered from 0, hold which stage."""
+        return Placement.row(self.ranks_per_place, self.num_directions, self.chunks)
+
+    def table(self) -> Table:
+        """What each rank of a replica does in a training step."""
+        return table_for(self.schedule, self.placement, self.microbatches, max(self.bidirectional, 1))
+
+    def evaluation_table(self, num_microbatches: int) -> Table:
+        """What each rank of a replica does for so many microbatches without training: forward, in one direction."""
+        return forward_only(self.placement.only(0), num_microbatches)
+
+    def shape(self, stage: int) -> GridShape:
+        """The grid of a stage: its batch axis has the ways of all replicas."""
+        place = stage % len(self.tiles)
+        return GridShape(self.data * self.batch_ways[place], *self.tiles[place])
+
+    def ranks(self, direction: int, stage: int) -> tuple[int, ...]:
+        """All ranks that work together on a stage, over all replicas, in the order of its grid."""
+        holders = self.placement.holders[direction][stage]
+        return tuple(d * self.ranks_per_replica + rank for d in range(self.data) for rank in holders)
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """All ranks that have the parameters of a stage: over tiles, ways, replicas and both directions."""
+        ranks = (rank for direction in range(self.num_directions) for rank in self.ranks(direction, stage))
+        return tuple(dict.fromkeys(ranks))
+
+    def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (direction, stage) pairs that a rank works on."""
+        return self.placement.held_by(rank % self.ranks_per_replica)
+
+    def is_plain(self, stage: int) -> bool:
+        """Whether a stage works on plain tensors, since neither it nor a later one shares anything out."""
+        return all(self.shape(later).size == 1 for later in range(stage, self.num_stages))
+
+    def tracks_batch(self, stage: int) -> bool:
+        """Whether a stage must know which dim is the batch, since it or a later one cuts it."""
+        return any(self.shape(later).batch > 1 for later in range(stage, self.num_stages))
+
     def grid(self, comm: Communicator) -> Grid:
-        return Grid(comm, rows=self.tiles[0], cols=self.tiles[1], batch=self.data)
+        """The grid of a plan of one stage."""
+        rows, cols = self.tiles[0]
+        return Grid(comm, rows=rows, cols=cols, batch=self.data * self.batch_ways[0])
+
+    def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
+        """Cut a batch into microbatches, in the order in which a plain loop would take them.
+
+        Both directions of GEMS take turns, wave by wave. Without training there is one direction, and never a
+        microbatch without samples.
+        """
+        if training:
+            waves = [
+                (direction, pair * self.microbatches)
+                for pair in range(max(self.bidirectional, 1))
+                for direction in range(self.num_directions)
+            ]
+            places = [(direction, first + i) for direction, first in waves for i in range(self.microbatches)]
+        else:
+            places = [(0, i) for i in range(max(1, min(self.microbatches, num_samples)))]
+        cuts = even_cuts(num_samples, len(places))
+        return tuple(
+            Microbatch(direction, number, self._shares(Interval(cuts[i], cuts[i + 1])))
+            for i, (direction, number) in enumerate(places)
+        )
+
+    def _shares(self, samples: Interval) -> tuple[int, ...]:
+        replicas = [samples.start + cut for cut in even_cuts(samples.length, self.data)]
+        return nested_cuts(replicas, self.batch_ways[0])
+
+    def reads(self, rank: int, microbatches: Sequence[Microbatch], size: tuple[int, int]) -> tuple[Read, ...]:
+        """Which boxes of a batch of images of `size` (H, W) a rank reads: those that it works on first."""
+        found = []
+        for microbatch in microbatches:
+            ranks = self.ranks(microbatch.direction, 0)
+            if rank in ranks:
+                place = ranks.index(rank)
+                where = Tiling.even(self.shape(0), (1, *size)).owned(place)
+                way = self.shape(0).coordinates(place)[0]
+                found.append(Read(microbatch, where._replace(batch=Interval(*microbatch.cuts[way : way + 2]))))
+        return tuple(found)

@@ -40,8 +40,13 @@ def recompute_blocks(model: nn.Module) -> int:
     """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
     chosen = blocks(model)
     for block in chosen:
-        block.forward = partial(_forward, block, block.forward)
+        recompute_whole(block)
     return len(chosen)
+
+
+def recompute_whole(block: nn.Module) -> None:
+    """Make a module keep only its inputs for the backward pass."""
+    block.forward = partial(_forward, block, block.forward)
 
 
 def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

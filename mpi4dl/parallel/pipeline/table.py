@@ -61,19 +61,17 @@ class Placement:
                 )
 
     @classmethod
-    def row(cls, ranks_per_stage: Sequence[int], directions: int = 1) -> "Placement":
-        """Stage after stage on neighbouring ranks; a second direction lies mirrored, rank P - 1 - r for rank r."""
+    def row(cls, ranks_per_stage: Sequence[int], directions: int = 1, chunks: int = 1) -> "Placement":
+        """Stage after stage on neighbouring ranks; a second direction lies mirrored, rank P - 1 - r for rank r.
+
+        With `chunks`, further stages are dealt out over the same ranks so many times in all.
+        """
         ends = [0, *accumulate(ranks_per_stage)]
-        stages = tuple(tuple(range(*ends)) for ends in pairwise(ends))
+        stages = tuple(tuple(range(*ends)) for ends in pairwise(ends)) * chunks
         mirrored = tuple(tuple(ends[-1] - 1 - rank for rank in ranks) for ranks in stages)
         if directions not in (1, 2):
             raise ValueError(f"directions (={directions}) must be 1, or 2 for a mirrored copy")
         return cls((stages, mirrored)[:directions])
-
-    @classmethod
-    def interleaved(cls, num_ranks: int, chunks: int) -> "Placement":
-        """Stage s on rank s modulo `num_ranks`, so that every rank holds `chunks` stages."""
-        return cls((tuple((stage % num_ranks,) for stage in range(num_ranks * chunks)),))
 
     @property
     def num_directions(self) -> int:

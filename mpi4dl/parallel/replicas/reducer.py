@@ -52,7 +52,8 @@ class Reducer:
     """Sums the gradients of parameters over the ranks of `comm`, each of which holds all of these parameters.
 
     `prepare()` before backward gives every parameter a zero gradient that is a view into a bucket; hooks start a
-    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. Behind the gradients, a
+    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. Where several backward
+    passes add up, `prepare(accumulate=True)` waits with that until `last_pass()`. Behind the gradients, a
     bucket has one number per parameter that says whether there was a gradient: one that took no part in the loss on any
     rank has none afterwards, so that optimizers leave it alone, as they do in plain PyTorch. `reduce()` does the same
     for gradients that exist already.
@@ -68,6 +69,7 @@ class Reducer:
         self.buckets = plan_buckets([p.numel() for p in self.parameters], kinds, bucket_bytes // widest)
         self._flat: list[Tensor] = []
         self._missing: list[set[int]] = []
+        self._used: list[set[int]] = []
         self._started: list[Pending] = []
 
     def attach(self) -> "Reducer":
@@ -79,14 +81,20 @@ class Reducer:
                 self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, slot))
         return self
 
-    def prepare(self) -> None:
+    def prepare(self, accumulate: bool = False) -> None:
         self._flat = self._flat or [self._empty(bucket) for bucket in self.buckets]
         for bucket, flat in zip(self.buckets, self._flat, strict=True):
             flat.zero_()
             for p, view in self._views(bucket, flat):
                 p.grad = view
+        self._used = [set() for _ in self.buckets]
+        self._missing, self._started = [], []
+        if not accumulate:
+            self.last_pass()
+
+    def last_pass(self) -> None:
+        """The gradients that come from now on are the last ones."""
         self._missing = [set(range(len(bucket.members))) for bucket in self.buckets]
-        self._started = []
 
     def _empty(self, bucket: Bucket) -> Tensor:
         like = self.parameters[bucket.members[0]]
@@ -98,6 +106,9 @@ class Reducer:
             yield p, flat[offset : offset + p.numel()].view(p.shape)
 
     def _arrived(self, number: int, slot: int, parameter: Tensor) -> None:
+        if not self._used:
+            return
+        self._used[number].add(slot)
         if not self._missing:
             return
         if slot not in self._missing[number]:
@@ -115,7 +126,7 @@ class Reducer:
     def _start_next(self) -> None:
         number = len(self._started)
         bucket, flat = self.buckets[number], self._flat[number]
-        used = [slot not in self._missing[number] for slot in range(len(bucket.members))]
+        used = [slot in self._used[number] for slot in range(len(bucket.members))]
         flat[bucket.length :] = torch.tensor(used, dtype=flat.dtype)
         self._started.append(self.comm.iall_reduce(flat))
 
@@ -123,7 +134,7 @@ class Reducer:
         while len(self._started) < len(self.buckets):
             self._start_next()
         Pending.all(self.comm.node, self._started).wait()
-        self._missing, self._started = [], []
+        self._missing, self._used, self._started = [], [], []
         for bucket, flat in zip(self.buckets, self._flat, strict=True):
             for i, used in zip(bucket.members, flat[bucket.length :].tolist(), strict=True):
                 if not used:
@@ -133,10 +144,10 @@ class Reducer:
         """The buckets' gradients, flat. For use after `finish()`."""
         return [flat[: bucket.length] for bucket, flat in zip(self.buckets, self._flat, strict=True)]
 
-    def norm(self) -> float:
-        """The norm of the whole gradient, the same on every rank."""
+    def square(self) -> float:
+        """The sum of the squares of the whole gradient, the same on every rank."""
         squares = [torch.linalg.vector_norm(flat, dtype=torch.float64).cpu() ** 2 for flat in self.gradients()]
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        return float(torch.stack(squares).sum()) if squares else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply the gradient by a factor."""

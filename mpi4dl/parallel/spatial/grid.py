@@ -15,10 +15,12 @@ class Grid:
 
     `rows` and `cols` cut the height and the width of every image into tiles, `batch` cuts the batch: those ranks are
     data replicas, or the ways in which a stage splits its batch. Raises ValueError if the grid and `comm` differ in
-    size.
+    size. `tracks_batch`: tensors know which of their dims is the batch; it is so wherever the batch is cut.
     """
 
-    def __init__(self, comm: Communicator, rows: int = 1, cols: int = 1, batch: int = 1) -> None:
+    def __init__(
+        self, comm: Communicator, rows: int = 1, cols: int = 1, batch: int = 1, tracks_batch: bool = False
+    ) -> None:
         if min(rows, cols, batch) < 1:
             raise ValueError(f"a grid needs at least one rank on each axis, but got {batch} x {rows} x {cols}")
         self.shape = geometry.Grid(batch, rows, cols)
@@ -29,6 +31,7 @@ class Grid:
                 f"start with mpirun -n {self.shape.size}, or choose another grid"
             )
         self.comm = comm
+        self.tracks_batch = tracks_batch or batch > 1
         self.coordinates = self.shape.coordinates(comm.rank)
         self._along: dict[tuple[int, ...], Communicator] = {AXES: comm}
 
@@ -71,7 +74,7 @@ class Grid:
 class Layout:
     """Where this rank's part of a tensor lies in the whole: its tiling, and its dims of batch, rows and columns.
 
-    A tensor without one of these axes has None there. A batch that is not cut counts as an ordinary dim.
+    A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim.
     """
 
     grid: Grid

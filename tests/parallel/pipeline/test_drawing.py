@@ -37,7 +37,7 @@ def test_the_mirrored_copy_is_drawn_in_small_letters() -> None:
 
 
 def test_stages_are_named_where_a_rank_holds_several() -> None:
-    simulation = simulated("interleaved", Placement.interleaved(1, 2), 1, Costs.equal(2, 1.0, 1.0))
+    simulation = simulated("interleaved", Placement.row((1,) * 1, chunks=2), 1, Costs.equal(2, 1.0, 1.0))
     assert as_text(simulation).splitlines()[0] == "rank 0 |F0.0 F1.0 B1.0 B0.0"
 
 

@@ -184,7 +184,7 @@ def test_a_table_in_full() -> None:
 
 
 def test_interleaved_is_as_drawn() -> None:
-    placement = Placement.interleaved(num_ranks=2, chunks=2)
+    placement = Placement.row((1,) * 2, chunks=2)
     drawn = """
         F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3
         F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
@@ -193,7 +193,7 @@ def test_interleaved_is_as_drawn() -> None:
 
 
 def test_interleaved_leaves_out_what_does_not_fill_a_round() -> None:
-    placement = Placement.interleaved(num_ranks=2, chunks=2)
+    placement = Placement.row((1,) * 2, chunks=2)
     drawn = """
         F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 B2.1 F2.2 B0.0 B0.1 B2.2 B0.2
         F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 B1.1 F3.2 B3.2 B1.2
@@ -232,7 +232,7 @@ def draw(table: Table, placement: Placement) -> str:
         ("layer", Placement.row([1] * 3), 2),
         ("gpipe", Placement.row([1] * 3), 3),
         ("one_f_one_b", Placement.row([1] * 4), 4),
-        ("interleaved", Placement.interleaved(2, 2), 4),
+        ("interleaved", Placement.row((1,) * 2, chunks=2), 4),
         ("zero_bubble", Placement.row([1] * 3), 4),
         ("forward_only", Placement.row([1] * 3), 3),
     ],
@@ -291,7 +291,7 @@ def test_evaluation_keeps_nothing_and_one_direction_of_two_suffices() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_microbatches_are_refused(name: str) -> None:
-    placement = Placement.interleaved(2, 2)
+    placement = Placement.row((1,) * 2, chunks=2)
     with pytest.raises(ValueError, match=r"num_microbatches \(=0\) must be at least 1"):
         table_for(name, placement, 0)
 

@@ -48,7 +48,7 @@ def test_zero_bubble_leaves_a_third_of_the_bubble(p: int, m: int) -> None:
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 8), (3, 9), (4, 4), (4, 12)])
 def test_chunks_divide_the_bubble(p: int, m: int, chunks: int) -> None:
-    simulation = simulated("interleaved", Placement.interleaved(p, chunks), m, Costs.equal(p * chunks))
+    simulation = simulated("interleaved", Placement.row((1,) * p, chunks=chunks), m, Costs.equal(p * chunks))
     assert simulation.bubble == pytest.approx((p - 1) / (chunks * m + p - 1))
 
 

@@ -16,7 +16,7 @@ def test_a_row_lays_the_mirrored_copy_in_reverse() -> None:
 
 
 def test_interleaved_deals_stages_out() -> None:
-    placement = Placement.interleaved(num_ranks=2, chunks=3)
+    placement = Placement.row((1,) * 2, chunks=3)
     assert placement.holders == (((0,), (1,), (0,), (1,), (0,), (1,)),)
     assert placement.held_by(1) == ((0, 1), (0, 3), (0, 5))
 

@@ -4,12 +4,14 @@ The input with its halo lives only while the convolution runs: what is saved for
 itself, which its producer keeps alive anyway, and the strips that came from the neighbours.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import COLS, ROWS, TransposedWindow, Window
@@ -20,16 +22,27 @@ from mpi4dl.parallel.spatial.tensor import function_name, refusal, register, wra
 class Options(NamedTuple):
     """The arguments of `aten::convolution` that are not tensors."""
 
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     transposed: bool
-    output_padding: tuple[int, int]
+    output_padding: tuple[int, ...]
     groups: int
 
 
-class _Convolution(torch.autograd.Function):
-    """Fetch the halo, convolve. Backward: rebuild the input, and send the halo's gradients home meanwhile."""
+class Later(Protocol):
+    """Takes note of `gradients`: called with `held`, it computes the gradients of a layer's weight and bias."""
+
+    def __call__(self, gradients: Callable[..., tuple[Tensor | None, ...]], *held: Tensor) -> None: ...
+
+
+class Convolution(torch.autograd.Function):
+    """Fetch the halo, convolve. Backward: rebuild the input, and send the halo's gradients home meanwhile.
+
+    With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
+    gradients. `anchor` is then any tensor that requires a gradient, of which it gets none: it makes this a part of the
+    graph even if x is not.
+    """
 
     @staticmethod
     def forward(
@@ -39,14 +52,17 @@ class _Convolution(torch.autograd.Function):
         bias: Tensor | None,
         exchange: Exchange | None,
         options: Options,
-        shape: list[int],
+        shape: Sequence[int],
+        later: Later | None = None,
+        anchor: Tensor | None = None,
     ) -> Tensor:
-        ctx.exchange, ctx.options, ctx.has_bias = exchange, options, bias is not None
+        ctx.exchange, ctx.options, ctx.has_bias, ctx.later = exchange, options, bias is not None, later
         strips: list[Tensor] = []
         padded = x
         if exchange is not None:
             strips, pending = exchange.start(x)
             padded = exchange.assemble(x, strips, pending)
+        ctx.padded_size, ctx.padded_stride = padded.shape, padded.stride()
         ctx.save_for_backward(x, weight, *strips)
         if 0 in shape or padded.numel() == 0:
             y = x.new_zeros(shape)
@@ -58,23 +74,22 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *strips = ctx.saved_tensors
         exchange: Exchange | None = ctx.exchange
-        padded = x if exchange is None else exchange.assemble(x, strips)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        empty = gradient.numel() == 0 or padded.numel() == 0
-
-        def part(*mask: bool) -> tuple[Tensor, Tensor, Tensor]:
-            if empty:
-                bias_gradient = gradient.sum(dim=[d for d in range(gradient.dim()) if d != gradient.dim() - 3])
-                return padded.new_zeros(padded.shape), weight.new_zeros(weight.shape), bias_gradient
-            bias_sizes = [gradient.shape[-3]] if ctx.has_bias else None
-            return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *ctx.options, mask)
-
         gradient_x = gradient_weight = gradient_bias = None
+        if ctx.later is not None:
+            ctx.later(
+                partial(_of_parameters, strips, weight, exchange, ctx.options, ctx.has_bias), gradient, x.detach()
+            )
+            # The gradient of the input depends on the input's shape alone.
+            padded = x if exchange is None else x.new_empty_strided(ctx.padded_size, ctx.padded_stride)
+        else:
+            padded = x if exchange is None else exchange.assemble(x, strips)
         if need_x:
-            gradient_x = part(True, False, False)[0]
+            gradient_x = _gradients(gradient, padded, weight, ctx.options, (True, False, False))[0]
             sent = exchange.start_adjoint(gradient_x) if exchange is not None else None
         if need_weight or need_bias:
-            _, gradient_weight, gradient_bias = part(False, need_weight, need_bias)
+            mask = (False, need_weight, need_bias)
+            _, gradient_weight, gradient_bias = _gradients(gradient, padded, weight, ctx.options, mask)
         if need_x and exchange is not None and sent is not None:
             gradient_x = exchange.finish_adjoint(sent)
         return (
@@ -84,7 +99,55 @@ class _Convolution(torch.autograd.Function):
             None,
             None,
             None,
+            None,
+            None,
         )
+
+
+def _of_parameters(
+    strips: list[Tensor],
+    weight: Tensor,
+    exchange: Exchange | None,
+    options: Options,
+    has_bias: bool,
+    gradient: Tensor,
+    x: Tensor,
+) -> tuple[Tensor, ...]:
+    """The gradients of weight and bias alone."""
+    padded = x if exchange is None else exchange.assemble(x, strips)
+    return _gradients(gradient, padded, weight, options, (False, True, has_bias))[1:]
+
+
+def _gradients(
+    gradient: Tensor, padded: Tensor, weight: Tensor, options: Options, mask: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those gradients of input, weight and bias that the mask asks for."""
+    if gradient.numel() == 0 or padded.numel() == 0:
+        bias_gradient = gradient.sum(dim=[dim for dim in range(gradient.dim()) if dim != 1])
+        return padded.new_zeros(padded.shape), weight.new_zeros(weight.shape), bias_gradient
+    bias_sizes = [gradient.shape[1]] if mask[2] else None
+    return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *options, mask)
+
+
+def convolve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    exchange: Exchange | None,
+    options: Options,
+    shape: Sequence[int],
+) -> Tensor:
+    """Convolve this rank's part, after an exchange if there is one, to an output of `shape`.
+
+    It can be overridden with `__torch_function__`, as PyTorch's own operators can.
+    """
+    if has_torch_function_variadic(input, weight, bias):
+        tensors = (input, weight, bias)
+        return handle_torch_function(convolve, tensors, *tensors, exchange, options, shape)
+    input, weight, bias = cast(input, weight, bias)
+    if exchange is None and 0 not in shape and input.numel():
+        return torch.convolution(input, weight, bias, *options)
+    return Convolution.apply(input, weight, bias, exchange, options, shape)
 
 
 def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int) -> tuple[int, int]:
@@ -127,13 +190,9 @@ def conv2d(
         # thread too, and not to an older kernel that takes twice the time.
         dilation = (2, 2)
     options = Options(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
-    local, weight, bias = cast(x.local, weight, bias)
-    shape = output_shape(reached, local, (windows[0], windows[1]), weight.shape[0])
-    if reached.exchange is None:
-        local = reached.crop(local)
-        if 0 not in shape and local.numel():
-            return wrap(torch.convolution(local, weight, bias, *options), reached.output)
-    return wrap(_Convolution.apply(local, weight, bias, reached.exchange, options, shape), reached.output)
+    shape = output_shape(reached, x.local, (windows[0], windows[1]), weight.shape[0])
+    local = reached.crop(x.local) if reached.exchange is None else x.local
+    return wrap(convolve(local, weight, bias, reached.exchange, options, shape), reached.output)
 
 
 @register(torch.conv_transpose2d)
@@ -158,9 +217,7 @@ def conv_transpose2d(
     reached, own = slide(x, (windows[0], windows[1]))
     keep = [(p, q) if itself else (0, 0) for itself, p, q in zip(own, padding, output_padding, strict=True)]
     options = Options(stride, (keep[0][0], keep[1][0]), dilation, True, (keep[0][1], keep[1][1]), groups)
-    local, weight, bias = cast(x.local, weight, bias)
-    if reached.exchange is None:
-        local = reached.crop(local)
+    local = reached.crop(x.local) if reached.exchange is None else x.local
     # What the needed rows add to, in the coordinates of the output; then that is cropped, or padded, to what is asked.
     shape = output_shape(reached, local, (windows[0], windows[1]), weight.shape[1] * groups)
     covered, crop = list(shape), []
@@ -173,11 +230,11 @@ def conv_transpose2d(
         length = (needed.length - 1) * stride[i] + windows[i].extent if needed.length else 0
         covered[-2 + i] = length
         crop += [first - wanted.start, wanted.stop - first - length] if length else [0, wanted.length]
-    y = _Convolution.apply(local, weight, None, reached.exchange, options, covered)
+    y = convolve(local, weight, None, reached.exchange, options, covered)
     if any(crop):
         y = F.pad(y, crop)
     if bias is not None:
-        y = y + bias.view(-1, 1, 1)
+        y = y + cast(bias)[0].view(-1, 1, 1)
     return wrap(y, reached.output)
 
 

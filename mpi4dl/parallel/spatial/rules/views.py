@@ -12,7 +12,6 @@ from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.rules.pointwise import shift
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
-from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
@@ -148,8 +147,7 @@ def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> 
     """A matrix product with the last dim, the same for every pixel."""
     if not isinstance(input, SpatialTensor) or input.layout.axis(input.dim() - 1) is not None:
         raise refusal("torch.nn.functional.linear", "the last dim, which it sums over, is spread over ranks")
-    local, weight, bias = cast(input.local, weight, bias)
-    return wrap(F.linear(local, weight, bias), input.layout)
+    return wrap(F.linear(input.local, weight, bias), input.layout)
 
 
 @register(torch.channel_shuffle, F.channel_shuffle)

@@ -1,0 +1,400 @@
+"""Halo exchange against raw mpi4py, alone and around a convolution: microseconds by size of image and grid.
+
+    python -m benchmarks.halo --sizes 256,512,1024 --grids 1x2,2x2 --channels 64 --halo 1
+
+           _______________
+          | halo: strips  |     strips            only what travels, packed, sent, received
+          |   _________   |     forward           a new padded tensor: the tile, the strips, zeros outside the image
+          |  |  tile   |  |     forward_backward  that, and its adjoint: strips of the gradient return and are added
+          |  |_________|  |     convolution       forward and backward of one of kernel 2 * halo + 1, against the same
+          |_______________|                       on a tile that is padded already
+
+Every grid is a job of its own under mpirun, and the grids take turns. Both contestants run on the same ranks of it,
+burst by burst; a burst takes as long as on its slowest rank.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, take_turns
+
+if TYPE_CHECKING:
+    import torch
+    from mpi4py import MPI
+
+    from mpi4dl.comm import Communicator
+    from mpi4dl.parallel.spatial import Grid
+
+Work = Callable[[], Any]
+
+
+class Measure(NamedTuple):
+    """What is timed: who is compared with whom, and how often the strips travel in it."""
+
+    title: str
+    ours: str
+    baseline: str
+    trips: int
+
+
+CONVOLUTION = "convolution"
+MEASURES = {
+    "strips": Measure("strips alone", "ours", "raw mpi4py", 1),
+    "forward": Measure("exchange, forward", "ours", "raw mpi4py", 1),
+    "forward_backward": Measure("exchange, forward and backward", "ours", "raw mpi4py", 2),
+    CONVOLUTION: Measure("convolution, forward and backward", "with exchange", "without", 2),
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.halo", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--grids", default="1x2,2x1,2x2", help="grids of tiles, such as 1x2,2x2")
+    parser.add_argument("--sizes", default="256,512,1024", help="heights and widths of the images, in pixels")
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--halo", type=int, default=1, help="rows and columns of a neighbour that a rank needs")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=10, help="exchanges in a turn")
+    parser.add_argument("--convolutions", type=int, default=1, help="convolutions in a turn")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each grid")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, default=Path("results/halo"), help="where to write .json and .png")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    for name in ("channels", "halo", "batch_size", "iterations", "convolutions", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
+    try:
+        sizes, grids = sizes_of(options), {name: grid_shape(name) for name in options.grids.split(",")}
+    except ValueError:
+        parser.error(f"--sizes {options.sizes} --grids {options.grids}: write them as 256,512 and 1x2,2x2")
+    for (name, (rows, cols)), size in product(grids.items(), sizes):
+        if min(rows, cols) < 1 or rows * cols < 2:
+            parser.error(f"--grids {name}: an exchange takes two ranks or more, as 1x2")
+        if size // max(rows, cols) < options.halo:
+            parser.error(
+                f"{size} px on a grid of {name} are tiles of {size // max(rows, cols)} px, less than --halo "
+                f"{options.halo}, which would reach beyond the neighbour: use larger sizes"
+            )
+    return options
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    return [int(size) for size in options.sizes.split(",")]
+
+
+class Neighbour(NamedTuple):
+    """A rank that is next to this one, which strips they swap, and the buffers that MPI reads and writes."""
+
+    rank: int
+    inside: "tuple[slice, slice]"  # of the tile: what it needs of this rank
+    outside: "tuple[slice, slice]"  # of the padded tile: what this rank needs of it
+    leaving: "torch.Tensor"
+    arriving: "torch.Tensor"
+    leaving_bytes: Any
+    arriving_bytes: Any
+
+
+def spans(step: int, length: int, halo: int) -> tuple[slice, slice]:
+    """Along one axis, towards the neighbour `step` further: what it needs of the tile, and where its own part goes."""
+    if step < 0:
+        return slice(0, halo), slice(0, halo)
+    if step > 0:
+        return slice(length - halo, length), slice(halo + length, halo + length + halo)
+    return slice(0, length), slice(halo, halo + length)
+
+
+class RawExchange:
+    """The exchange as one writes it by hand: pack, Irecv, Isend, Waitall, unpack, with up to 8 neighbours.
+
+    `tile` (N, C, h, w) is like the tiles to come. On a GPU, buffers are pinned host memory unless `direct`.
+    """
+
+    def __init__(
+        self, mpi: "MPI.Comm", shape: tuple[int, int], tile: "torch.Tensor", halo: int, direct: bool = False
+    ) -> None:
+        import torch
+        from mpi4py import MPI
+
+        def as_bytes(tensor: torch.Tensor) -> Any:
+            return [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
+
+        self.mpi = mpi
+        self.wait = MPI.Request.Waitall
+        self.halo = halo
+        *images, height, width = tile.shape
+        self.shape = (*images, height + 2 * halo, width + 2 * halo)
+        rows, cols = shape
+        row, col = divmod(mpi.rank, cols)
+        staged = tile.is_cuda and not direct
+        self.neighbours = []
+        for down, right in product((-1, 0, 1), repeat=2):
+            if (down, right) != (0, 0) and 0 <= row + down < rows and 0 <= col + right < cols:
+                (inner_rows, outer_rows), (inner_cols, outer_cols) = (
+                    spans(down, height, halo),
+                    spans(right, width, halo),
+                )
+                inside, outside = (inner_rows, inner_cols), (outer_rows, outer_cols)
+                size = tile[(..., *inside)].shape
+                where = "cpu" if staged else tile.device
+                buffers = [torch.empty(size, dtype=tile.dtype, device=where, pin_memory=staged) for _ in range(2)]
+                rank = (row + down) * cols + col + right
+                self.neighbours.append(Neighbour(rank, inside, outside, *buffers, *map(as_bytes, buffers)))
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(neighbour.leaving.nbytes for neighbour in self.neighbours)
+
+    def tile_of(self, padded: "torch.Tensor") -> "torch.Tensor":
+        return padded[..., self.halo : -self.halo, self.halo : -self.halo]
+
+    def post(self, strips: "list[torch.Tensor]") -> "list[MPI.Request]":
+        import torch
+
+        for neighbour, strip in zip(self.neighbours, strips, strict=True):
+            neighbour.leaving.copy_(strip, non_blocking=True)
+        if strips[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        requests = [self.mpi.Irecv(other.arriving_bytes, other.rank) for other in self.neighbours]
+        return requests + [self.mpi.Isend(other.leaving_bytes, other.rank) for other in self.neighbours]
+
+    def swap(self, padded: "torch.Tensor") -> None:
+        """Bring the strips into a padded tensor that holds the tile already."""
+        tile = self.tile_of(padded)
+        requests = self.post([tile[(..., *other.inside)] for other in self.neighbours])
+        self.unpack(requests, padded)
+
+    def forward(self, tile: "torch.Tensor") -> "torch.Tensor":
+        """A new padded tensor, as every activation needs one of its own."""
+        requests = self.post([tile[(..., *other.inside)] for other in self.neighbours])
+        halo = self.halo
+        padded = tile.new_empty(self.shape)
+        for side in (padded[..., :halo, :], padded[..., -halo:, :], padded[..., :halo], padded[..., -halo:]):
+            side.zero_()
+        self.tile_of(padded).copy_(tile)
+        self.unpack(requests, padded)
+        return padded
+
+    def unpack(self, requests: "list[MPI.Request]", padded: "torch.Tensor") -> None:
+        self.wait(requests)
+        for other in self.neighbours:
+            padded[(..., *other.outside)].copy_(other.arriving, non_blocking=True)
+
+    def adjoint(self, gradient: "torch.Tensor") -> "torch.Tensor":
+        """The gradient of the tile, where each strip of the padded tensor's gradient is added where it came from."""
+        import torch
+
+        requests = self.post([gradient[(..., *other.outside)] for other in self.neighbours])
+        result = self.tile_of(gradient).clone(memory_format=torch.contiguous_format)
+        self.wait(requests)
+        for other in self.neighbours:
+            result[(..., *other.inside)] += other.arriving.to(result.device, non_blocking=True)
+        return result
+
+
+def contests(options: argparse.Namespace, size: int, grid: "Grid") -> tuple[int, dict[str, tuple[Work, Work]]]:
+    """The bytes that this rank sends in one exchange, and for every measure what we do and what we compare it with.
+
+    Raises `Refusal` on all ranks if ours and raw mpi4py do not lead to the same numbers.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    from mpi4dl.geometry import Split, Tiling
+    from mpi4dl.parallel import spatial
+
+    device, halo, channels = grid.comm.node.device(options.device), options.halo, options.channels
+    box = grid.box(options.batch_size, (size, size))
+
+    def integers(height: int, width: int) -> "torch.Tensor":
+        """Small integers, so that sums are exact in any order."""
+        values = torch.randint(-8, 9, (options.batch_size, channels, height, width), device=device)
+        return values.to(torch.float32)
+
+    torch.manual_seed(grid.rank)
+    tile = integers(box.rows.length, box.cols.length)
+    layout = spatial.from_tile(tile, grid, (size, size)).layout
+    batch, rows, cols = layout.tiling.splits
+    wider = [Split(axis.cuts, tuple(held.grow(halo, halo) for held in axis.held)) for axis in (rows, cols)]
+    beyond = Tiling((batch, wider[0], wider[1]))
+    direct = tile.is_cuda and grid.comm.gpu_wire == "direct"
+    raw = RawExchange(grid.comm.mpi, (grid.rows, grid.cols), tile, halo, direct)
+
+    padded, by_hand = layout.exchange_to(beyond)(tile), raw.forward(tile)
+    gradient = integers(*padded.shape[-2:])
+    leaf, padded_leaf = tile.clone().requires_grad_(), padded.clone().requires_grad_()
+    weight = torch.randn(channels, channels, 2 * halo + 1, 2 * halo + 1, device=device, requires_grad=True)
+
+    def forward_backward() -> "torch.Tensor":
+        return torch.autograd.grad(layout.exchange_to(beyond)(leaf), leaf, gradient)[0]
+
+    def convolution() -> None:
+        result = F.conv2d(spatial.wrap(leaf, layout), weight, padding=halo)
+        assert isinstance(result, spatial.SpatialTensor)
+        torch.autograd.grad(result.local, (leaf, weight), tile)
+
+    def local_convolution() -> None:
+        torch.autograd.grad(F.conv2d(padded_leaf, weight), (padded_leaf, weight), tile)
+
+    pixels = sum(slab.box.rows.length * slab.box.cols.length for slab in layout.exchange_to(beyond).plan.sends)
+    sent_bytes = pixels * options.batch_size * channels * tile.itemsize
+    agree(grid.comm, "the padded tensor", torch.equal(padded, by_hand))
+    agree(grid.comm, "the gradient of the tile", torch.equal(forward_backward(), raw.adjoint(gradient)))
+    agree(grid.comm, "the number of bytes sent", sent_bytes == raw.sent_bytes)
+    return sent_bytes, {
+        "strips": (lambda: layout.exchange_to(beyond).start(tile)[1].wait(), lambda: raw.swap(by_hand)),
+        "forward": (lambda: layout.exchange_to(beyond)(tile), lambda: raw.forward(tile)),
+        "forward_backward": (forward_backward, lambda: (raw.forward(tile), raw.adjoint(gradient))),
+        CONVOLUTION: (convolution, local_convolution),
+    }
+
+
+def agree(comm: "Communicator", what: str, same: bool) -> None:
+    comm.agree(None if same else f"{what} differs between our exchange and raw mpi4py's: nothing was measured")
+
+
+def worker(options: argparse.Namespace) -> None:
+    """All contests on one grid; an answer has per size and measure the microseconds of ours and of the other."""
+    import torch
+
+    from mpi4dl.comm import world
+    from mpi4dl.parallel import spatial
+    from mpi4dl.runtime.memory import keep_freed_memory
+
+    keep_freed_memory()
+    comm = world()
+    comm.node.share_cores()
+    grid = spatial.Grid(comm, *grid_shape(options.worker))
+    by_size = {size: contests(options, size, grid) for size in sizes_of(options)}
+
+    def burst(work: Work, iterations: int) -> float:
+        work()
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in range(iterations):
+            work()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        each = torch.tensor((time.perf_counter() - began) / iterations, dtype=torch.float64)
+        return float(comm.all_reduce(each, "max")) * 1e6
+
+    def turn() -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        for size, (sent_bytes, pairs) in by_size.items():
+            most = comm.all_reduce(torch.tensor(sent_bytes), "max")
+            answer[str(size)] = {"sent_bytes": int(most)}
+            for name, pair in pairs.items():
+                count = options.convolutions if name == CONVOLUTION else options.iterations
+                answer[str(size)][name] = [burst(work, count) for work in pair]
+        return answer
+
+    answer_turns(turn, comm)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    if options.worker:
+        worker(options)
+        return
+    contestants = on_grids(options.grids, ["-m", "benchmarks.halo", *sys.argv[1:], "--worker"])
+    take_turns(contestants, options.rounds)
+    results = summarise(contestants)
+    title = (
+        f"halo of {options.halo}, {options.channels} channels, batch {options.batch_size}, float32, {options.device}"
+    )
+    print(title)
+    print(as_tables(results))
+    save_json(Path(f"{options.out}.json"), {"settings": settings(options), "measurements": results})
+    plot(results, title, Path(f"{options.out}.png"))
+    print(f"saved {options.out}.json and {options.out}.png")
+
+
+def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
+    """Medians over the turns, and the medians of ratios and differences within a turn."""
+    results = []
+    for name, measure in MEASURES.items():
+        for contestant in contestants:
+            for size in contestant.answers[0]:
+                pairs = [answer[size][name] for answer in contestant.answers]
+                quotients = [ours / other for ours, other in pairs]
+                moved_bytes = contestant.answers[0][size]["sent_bytes"] * measure.trips
+                ours, other = (median([pair[i] for pair in pairs]) for i in (0, 1))
+                row = {
+                    "measure": name,
+                    "grid": contestant.name,
+                    "ranks": contestant.ranks,
+                    "size_px": int(size),
+                    "moved_bytes": moved_bytes,
+                    "microseconds": ours,
+                    "baseline_microseconds": other,
+                    "ratio": median(quotients),
+                    "ratio_min": min(quotients),
+                    "ratio_max": max(quotients),
+                    "difference_microseconds": median([a - b for a, b in pairs]),
+                }
+                if name != CONVOLUTION:
+                    row["megabytes_per_second"] = moved_bytes / ours
+                    row["baseline_megabytes_per_second"] = moved_bytes / other
+                results.append(row)
+    return results
+
+
+def as_tables(results: list[dict[str, Any]]) -> str:
+    """A table per measure. Bytes are those that the busiest rank sends; MB are 10^6 bytes."""
+    parts = []
+    for name, measure in MEASURES.items():
+        head = ["", "kB sent", f"{measure.ours} us", f"{measure.baseline} us", "ratio", "(min-max)"]
+        timed = name != CONVOLUTION
+        rows = [[*head, *(("ours MB/s", "raw MB/s") if timed else ("difference us",))]]
+        for r in results:
+            if r["measure"] == name:
+                row = [f"{r['grid']} {r['size_px']} px", f"{r['moved_bytes'] / 1e3:.1f}"]
+                row += [f"{r['microseconds']:.0f}", f"{r['baseline_microseconds']:.0f}", f"{r['ratio']:.2f}"]
+                row.append(f"({r['ratio_min']:.2f}-{r['ratio_max']:.2f})")
+                if timed:
+                    row += [f"{r['megabytes_per_second']:.0f}", f"{r['baseline_megabytes_per_second']:.0f}"]
+                else:
+                    row.append(f"{r['difference_microseconds']:.0f}")
+                rows.append(row)
+        parts.append(f"\n{measure.title}\n{table(rows)}")
+    return "\n".join(parts)
+
+
+def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Microseconds over the size of the image: a panel per measure, a colour per grid, solid for ours."""
+    plots = pyplot()
+    figure, axes = plots.subplots(2, 2, figsize=(9, 7.5), sharex=True)
+    grids = list(dict.fromkeys(r["grid"] for r in results))
+    sizes = sorted({r["size_px"] for r in results})
+    for axis, (name, measure) in zip(axes.flat, MEASURES.items(), strict=True):
+        for number, grid in enumerate(grids):
+            rows = sorted((r for r in results if (r["measure"], r["grid"]) == (name, grid)), key=lambda r: r["size_px"])
+            for key, line, face in (("microseconds", "o-", f"C{number}"), ("baseline_microseconds", "s--", "white")):
+                style = {"color": f"C{number}", "markerfacecolor": face, "linewidth": 1.4, "markersize": 5}
+                axis.plot(sizes, [r[key] for r in rows], line, **style)
+        axis.set_title(f"{measure.title}\n(solid: {measure.ours}, dashed: {measure.baseline})", fontsize=9.5)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(plots.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.yaxis.set_minor_locator(plots.NullLocator())
+        axis.grid(color="0.9")
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("microseconds")
+    for axis in axes[-1]:
+        axis.set_xlabel("height and width of the image (px)")
+    colors = [plots.Line2D([], [], color=f"C{number}", label=grid) for number, grid in enumerate(grids)]
+    figure.legend(handles=colors, ncols=len(grids), loc="upper right", frameon=False)
+    figure.suptitle(title, x=0.02, horizontalalignment="left", fontsize=11)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Between two stages: the values that the first hands on land on the grid of the second, whatever its tiles and ways.
+
+    stage s on 2x2 tiles         stage s + 1 on 1x2
+      [ 0 ][ 1 ]                     [   ][   ]          forward:   every box goes to whoever needs a part of it
+      [ 2 ][ 3 ]       ----->        [ 4 ][ 5 ]          backward:  its gradient returns to its owner (the adjoint)
+
+What the values are (how they nest, their shapes, how they are cut) is said once, ahead of the first microbatch of a
+kind; it is the same for all that follow.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.exchange import ExchangePlan, Incoming, Slab, Transfer, plan_exchange
+from mpi4dl.geometry import AXES, BATCH, Box, Interval, Split, Tiling, even_cuts
+from mpi4dl.geometry import Grid as GridShape
+from mpi4dl.parallel.pipeline.handover import Header, pack, unpack
+from mpi4dl.parallel.plan import Plan, nested_cuts
+from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
+
+NOWHERE = Box(Interval(0, 0), Interval(0, 0), Interval(0, 0))
+NO_DIMS: Dims = (None, None, None)
+ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
+
+
+class Landing(NamedTuple):
+    """How a tensor lies on the next stage's grid, and which box each of its ranks needs for that."""
+
+    tiling: Tiling
+    dims: Dims
+    needed: tuple[Box, ...]
+
+
+class Arrival(NamedTuple):
+    """What the previous stage handed on: its values, and the tensors in them that gather gradients."""
+
+    values: tuple[Any, ...]
+    leaves: list[Tensor]
+
+
+def landing(tiling: Tiling, dims: Dims, target: GridShape, replicas: int, plain: bool, tracks_batch: bool) -> Landing:
+    """How a tensor that was cut by `tiling` is cut on a stage of grid `target`.
+
+    Samples stay in their replica. Cuts stay where they were if both grids are alike along an axis. Of an axis that the
+    tensor does not have, every rank of either stage holds a copy: each one of the target takes one of those.
+    """
+    splits, lands, parts = [], list(dims), []
+    for axis in AXES:
+        split, ways = tiling.splits[axis], target[axis]
+        if dims[axis] is None:
+            splits.append(Split.at(range(ways + 1)))
+            chosen = [part * split.parts // ways for part in range(ways)]
+            parts.append([Interval(copy, copy + 1) for copy in chosen])
+            continue
+        if split.parts == ways:
+            cut = Split.at(split.cuts)
+        elif axis == BATCH:
+            cut = Split.at(nested_cuts(split.cuts[:: split.parts // replicas], ways // replicas))
+        else:
+            cut = Split.at(even_cuts(split.size, ways))
+        parts.append([cut.owned(part) for part in range(ways)])
+        if plain or (axis == BATCH and not tracks_batch):
+            lands[axis] = None
+            cut = Split.at(range(ways + 1))
+        splits.append(cut)
+    places = (target.coordinates(rank) for rank in range(target.size))
+    needed = tuple(Box(*(parts[axis][where[axis]] for axis in AXES)) for where in places)
+    return Landing(Tiling((splits[0], splits[1], splits[2])), (lands[0], lands[1], lands[2]), needed)
+
+
+def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: int) -> ExchangePlan:
+    """What the rank at `place` among `ends` does: the ranks that own the tensor, then those that need it."""
+    nothing = (NOWHERE,) * len(needed)
+    held = (*tiling.all_owned, *nothing)
+    plan = plan_exchange(place, held, held, (*(NOWHERE,) * tiling.grid.size, *needed), tiling.whole)
+
+    def by_rank(slabs: tuple[Slab, ...]) -> tuple[Slab, ...]:
+        return tuple(Slab(ends[slab.peer], slab.box) for slab in slabs)
+
+    return plan._replace(sends=by_rank(plan.sends), receives=by_rank(plan.receives))
+
+
+class Announcement(NamedTuple):
+    """What the values are, and where each of their tensors lies on the stage that made them."""
+
+    header: Header
+    tilings: tuple[Tiling, ...]
+    dims: tuple[Dims, ...]
+
+
+class Channel(NamedTuple):
+    """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
+
+    announcement: Announcement
+    transfers: tuple[Transfer, ...]
+    landings: tuple[Landing, ...]
+
+
+class Boundary:
+    """One end of the boundary behind `stage` in one direction: of a rank that holds `stage`, or the one after it.
+
+    `grid` is this rank's grid on that side. `kind` in the methods below is whatever is equal exactly for microbatches
+    whose values have the same shapes: both sides know it.
+    """
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, direction: int, stage: int, grid: Grid, device: torch.device, sends: bool
+    ) -> None:
+        sources, targets = plan.ranks(direction, stage), plan.ranks(direction, stage + 1)
+        self.comm, self.plan, self.stage, self.grid, self.device = comm, plan, stage, grid, device
+        self.ends = (*sources, *targets)
+        self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
+        self.tag = NUM_TAGS * (direction * plan.num_stages + stage)
+        # A target hears what comes from one source of its own replica.
+        hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
+        self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
+        self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
+        self._channels: dict[Any, Channel] = {}
+        self._expected: dict[tuple[Any, bool], list[list[Incoming]]] = {}
+
+    def knows(self, kind: Any) -> bool:
+        return kind in self._channels
+
+    def send(self, kind: Any, values: Sequence[Any], names: Sequence[str]) -> tuple[Pending, list[GradientEdge]]:
+        """Hand values on; where they came from, for those whose gradients will come back."""
+        tensors, header = pack(values, names)
+        layouts = [self._layout(tensor) for tensor in tensors]
+        announcement = Announcement(
+            header, tuple(layout.tiling for layout in layouts), tuple(layout.dims for layout in layouts)
+        )
+        pending = []
+        if kind not in self._channels:
+            self._channels[kind] = self._channel(announcement)
+            tag = self.tag + ANNOUNCED
+            pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
+        channel = self._channels[kind]
+        if announcement != channel.announcement:
+            raise ValueError(
+                f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
+                f"{announcement.header} instead of {channel.announcement.header}; a model whose shapes or numbers "
+                "depend on what is in the images cannot be cut there"
+            )
+        local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
+        pending += [
+            transfer.send(tensor, self.tag + FORWARD)
+            for transfer, tensor in zip(channel.transfers, local, strict=True)
+        ]
+        edges = [get_gradient_edge(tensor) for tensor in local if tensor.requires_grad]
+        return Pending.all(self.comm.node, pending), edges
+
+    def expect(self, kind: Any, back: bool = False) -> None:
+        """Post the receives for one more microbatch of this kind, whose shapes are known: values, or gradients back."""
+        transfers = self._channels[kind].transfers
+        if back:
+            posted = [t.expect_back(self.tag + BACKWARD) for t in self._differentiable(kind)]
+        else:
+            posted = [t.expect(self.tag + FORWARD) for t in transfers]
+        self._expected.setdefault((kind, back), []).append(posted)
+
+    def receive(self, kind: Any) -> Arrival:
+        """The values of the next microbatch."""
+        if kind not in self._channels:
+            assert self.speaker is not None
+            self._channels[kind] = self._channel(self.comm.recv_object(self.speaker, self.tag + ANNOUNCED))
+        announcement, transfers, landings = self._channels[kind]
+        values, leaves = [], []
+        specs = announcement.header.tensors
+        for transfer, incoming, place, spec in zip(transfers, self._next(kind, False), landings, specs, strict=True):
+            leaf = transfer.land(incoming)
+            if spec.requires_grad and torch.is_grad_enabled():
+                leaves.append(leaf.requires_grad_())
+            values.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
+        return Arrival(unpack(values, announcement.header), leaves)
+
+    def send_back(self, kind: Any, leaves: Sequence[Tensor]) -> Pending:
+        """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        sent = [
+            transfer.send_back(gradient, self.tag + BACKWARD)
+            for transfer, gradient in zip(self._differentiable(kind), gradients, strict=True)
+        ]
+        return Pending.all(self.comm.node, sent)
+
+    def receive_back(self, kind: Any) -> list[Tensor]:
+        """The gradients of the values that were handed on and wanted one."""
+        arrived = self._next(kind, True)
+        return [t.land(incoming) for t, incoming in zip(self._differentiable(kind), arrived, strict=True)]
+
+    def _next(self, kind: Any, back: bool) -> list[Incoming]:
+        if not self._expected.get((kind, back)):
+            self.expect(kind, back)
+        return self._expected[kind, back].pop(0)
+
+    def _differentiable(self, kind: Any) -> list[Transfer]:
+        channel = self._channels[kind]
+        specs = channel.announcement.header.tensors
+        return [transfer for transfer, spec in zip(channel.transfers, specs, strict=True) if spec.requires_grad]
+
+    def _layout(self, tensor: Tensor) -> Layout:
+        if isinstance(tensor, SpatialTensor):
+            return tensor.layout.narrow
+        copies = [Split.at(range(parts + 1)) for parts in self.grid.shape]
+        return Layout(self.grid, Tiling((copies[0], copies[1], copies[2])), NO_DIMS)
+
+    def _channel(self, announcement: Announcement) -> Channel:
+        following = self.stage + 1
+        transfers, landings = [], []
+        for spec, tiling, dims in zip(announcement.header.tensors, announcement.tilings, announcement.dims, strict=True):
+            place = landing(
+                tiling,
+                dims,
+                self.plan.shape(following),
+                self.plan.data,
+                self.plan.is_plain(following),
+                self.plan.tracks_batch(following),
+            )
+            plan = crossing(tiling, place.needed, self.ends, self.place)
+            transfers.append(Transfer(plan, self.comm, dims, spec.shape, spec.dtype, self.device))
+            landings.append(place)
+        return Channel(announcement, tuple(transfers), tuple(landings))

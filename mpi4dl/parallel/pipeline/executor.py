@@ -1,0 +1,196 @@
+"""Runs a table: this rank does the actions of its row, one after the other. The table knows when, the boundaries where.
+
+    row       F0   F1   B0   F2   B1   B2
+    forward   values from the stage before -> stage -> values to the stage behind; on the last stage, the loss
+    backward  gradients from the stage behind -> autograd -> gradients to the stage before
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.parallel.pipeline.boundary import Boundary
+from mpi4dl.parallel.pipeline.deferred import WeightGradients
+from mpi4dl.parallel.pipeline.held import Held, Part
+from mpi4dl.parallel.pipeline.statistics import RunningStatistics
+from mpi4dl.parallel.pipeline.table import Action, Table
+from mpi4dl.parallel.plan import Microbatch
+
+GRADIENTS = ("backward", "input", "weight")
+
+
+class Feed(Protocol):
+    """What goes into the first stage and what is made of the last stage's output, for one batch."""
+
+    @property
+    def microbatches(self) -> Sequence[Microbatch]: ...
+
+    def kind(self, microbatch: Microbatch) -> Any:
+        """What is equal for microbatches whose values have the same shapes; known on all ranks."""
+
+    def images(self, part: Part, microbatch: Microbatch) -> Tensor:
+        """The images as the first stage takes them."""
+
+    def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
+        """This rank's share of the objective; None if there is nothing to train."""
+
+
+@dataclass
+class Live:
+    """What is kept of a microbatch between its forward and its backward."""
+
+    roots: Sequence[GradientEdge | Tensor]
+    leaves: list[Tensor]
+    weights: WeightGradients = field(default_factory=WeightGradients)
+
+
+class Executor:
+    """Runs tables over the stages that this rank holds. Collective; all ranks run the same tables in the same order.
+
+    `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
+    the step, the stage and the microbatch, not on the rank.
+    """
+
+    def __init__(
+        self, held: Held, comm: Communicator, context: Callable[[], AbstractContextManager[Any]], seed: int
+    ) -> None:
+        self.held, self.plan, self.context, self.seed = held, held.plan, context, seed
+        self.comm = comm.split(0)  # its messages meet no others
+        self.num_runs = 0
+        self.before: dict[tuple[int, int], Boundary] = {}
+        self.behind: dict[tuple[int, int], Boundary] = {}
+        for (direction, stage), part in held.parts.items():
+            ends = {"grid": part.grid, "device": held.device}
+            if stage > 0:
+                self.before[direction, stage] = Boundary(self.plan, self.comm, direction, stage - 1, sends=False, **ends)
+            if stage + 1 < self.plan.num_stages:
+                self.behind[direction, stage] = Boundary(self.plan, self.comm, direction, stage, sends=True, **ends)
+        self._statistics: dict[int, RunningStatistics] = {}
+
+    def run(self, table: Table, feed: Feed, last: Callable[[int], None] | None = None) -> None:
+        """Do this rank's row. `last(stage)` is called before the last action that adds to a stage's gradients.
+
+        With backwards in the table this is a step of training; else nothing is kept.
+        """
+        row = table[self.comm.rank % self.plan.ranks_per_replica]
+        training = any(action.kind in GRADIENTS for action in row)
+        ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
+        run = _Run(self, feed, training, defers=any(action.kind == "weight" for action in row))
+        if training and self.plan.bidirectional:
+            self._statistics = {stage: self._copies(stage) for stage in self.held.modules_of}
+        with torch.set_grad_enabled(training):
+            for position, action in enumerate(row):
+                run.expect(action)
+                if position + 1 < len(row):
+                    run.expect(row[position + 1])
+                if last is not None and ends.get(action.stage) == position:
+                    last(action.stage)
+                run.do[action.kind](action)
+        run.finish()
+        for statistics in self._statistics.values():
+            statistics.apply(feed.microbatches)
+        self._statistics = {}
+        self.num_runs += 1
+
+    def _copies(self, stage: int) -> RunningStatistics:
+        speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
+        return RunningStatistics(self.held.modules_of[stage], self.held.groups[stage], speaks)
+
+    def collecting(self, action: Action) -> AbstractContextManager[None]:
+        if action.stage not in self._statistics:
+            return nullcontext()
+        return self._statistics[action.stage].collect(action.direction, action.microbatch)
+
+    def seed_for(self, action: Action) -> None:
+        """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""
+        if self.plan.num_stages > 1:
+            torch.manual_seed(hash((self.seed, self.num_runs, action[1:])) & (2**63 - 1))
+
+
+class _Run:
+    """One run of a table on this rank: what is live, what was posted, what is on its way."""
+
+    def __init__(self, executor: Executor, feed: Feed, training: bool, defers: bool) -> None:
+        self.executor, self.feed, self.training, self.defers = executor, feed, training, defers
+        self.microbatches = {(m.direction, m.number): m for m in feed.microbatches}
+        self.live: dict[tuple[int, int, int], Live] = {}
+        self.posted: set[Action] = set()
+        self.sent: list[Pending] = []
+        self.do: dict[str, Callable[[Action], None]] = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "input": self.input,
+            "weight": self.weight,
+        }
+
+    def microbatch(self, action: Action) -> Microbatch:
+        return self.microbatches[action.direction, action.microbatch]
+
+    def kind(self, action: Action) -> Any:
+        return (self.training, self.feed.kind(self.microbatch(action)))
+
+    def expect(self, action: Action) -> None:
+        """Post the receives that an action waits for, ahead of time where their shapes are known."""
+        if action in self.posted or action.kind == "weight":
+            return
+        back = action.kind != "forward"
+        boundary = (self.executor.behind if back else self.executor.before).get((action.direction, action.stage))
+        if boundary is not None and boundary.knows(self.kind(action)):
+            boundary.expect(self.kind(action), back)
+            self.posted.add(action)
+
+    def forward(self, action: Action) -> None:
+        executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
+        place, kind = (action.direction, action.stage), self.kind(action)
+        before, behind = executor.before.get(place), executor.behind.get(place)
+        if before is None:
+            values, leaves = (self.feed.images(part, microbatch),), []
+        else:
+            values, leaves = before.receive(kind)
+        live = Live((), leaves)
+        executor.seed_for(action)
+        deferred = live.weights.deferred() if self.defers else nullcontext()
+        with executor.collecting(action), executor.context(), deferred:
+            outputs = part.module(*values)
+        del values
+        if behind is None:
+            loss = self.feed.loss(part, microbatch, outputs)
+            live.roots = [] if loss is None else [loss]
+        else:
+            pending, live.roots = behind.send(kind, outputs, part.module.recipe.outputs)
+            self._keep(pending)
+        if self.training:
+            self.live[action[1:]] = live
+
+    def backward(self, action: Action) -> None:
+        self.input(action)
+        del self.live[action[1:]]
+
+    def input(self, action: Action) -> None:
+        live, place, kind = self.live[action[1:]], (action.direction, action.stage), self.kind(action)
+        before, behind = self.executor.before.get(place), self.executor.behind.get(place)
+        gradients = None if behind is None else behind.receive_back(kind)
+        if live.roots:
+            torch.autograd.backward(live.roots, gradients)
+        live.roots = ()
+        if before is not None:
+            self._keep(before.send_back(kind, live.leaves))
+        live.leaves = []
+
+    def weight(self, action: Action) -> None:
+        self.live.pop(action[1:]).weights.compute()
+
+    def _keep(self, pending: Pending) -> None:
+        """Sends never block; those that are complete are forgotten, with their buffers."""
+        self.sent = [one for one in self.sent if not one.ready()]
+        self.sent.append(pending)
+
+    def finish(self) -> None:
+        Pending.all(self.executor.comm.node, self.sent).wait()
+        assert not self.live

@@ -1,0 +1,188 @@
+"""What one rank holds of a model: its stages, each with the grid of the ranks that work on it together.
+
+    held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.pipeline import balance as costs
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.table import Action
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.grid import Grid
+
+BALANCES = ("auto", "flops", "memory", "time")
+MEASURED_PX = 256
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of one direction on this rank. `plain`: it works on plain tensors, not on SpatialTensors."""
+
+    direction: int
+    stage: int
+    module: nn.Module
+    grid: Grid
+    plain: bool
+
+
+class Held(nn.Module):
+    """This rank's stages of a model that is laid over `comm` by `plan`; `parameters()` are those to optimize.
+
+    `outline` is the whole model, of which names and shapes count, not values. Copies of a stage that one rank holds in
+    both directions are one module. Collective.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        outline: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        counts: tuple[int, ...] = (),
+        names: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        if plan.num_ranks != comm.size:
+            raise Refusal(plan.wrong_world(comm.size))
+        self.plan, self.comm, self.counts, self.names = plan, comm, counts, names
+        self.modules_of = dict(modules)
+        self.stages = nn.ModuleList(modules.values())
+        if next(self.parameters(), None) is None:
+            self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
+        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in outline.state_dict().items()}
+        self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
+        self.num_parameters = sum(p.numel() for p in outline.parameters())
+        self.parts: dict[tuple[int, int], Part] = {}
+        for direction in range(plan.num_directions):
+            for stage in range(plan.num_stages):
+                ranks, shape = plan.ranks(direction, stage), plan.shape(stage)
+                if comm.rank in ranks:
+                    grid = Grid(comm.subset(ranks), shape.rows, shape.cols, shape.batch, plan.tracks_batch(stage))
+                    part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
+                    self.parts[direction, stage] = part
+        # Those who hold a stage, in either direction, hold the same parameters.
+        self.groups = {stage: comm.subset(plan.holders(stage)) for stage in sorted(self.modules_of)}
+
+    @classmethod
+    def whole(cls, model: nn.Module, plan: Plan, comm: Communicator) -> "Held":
+        """The whole model, for a plan of one stage. It need not be traceable."""
+        if plan.num_stages != 1:
+            raise Refusal(f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model")
+        return cls({0: model}, model, plan, comm)
+
+    def part(self, action: Action) -> Part:
+        return self.parts[action.direction, action.stage]
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The state of this rank's stages, under the model's own names."""
+        return {name: value for module in self.modules_of.values() for name, value in module.state_dict().items()}
+
+    def gather_state(self) -> dict[str, Tensor] | None:
+        """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
+        mine, keepers = self.own_state(), self._keepers()
+        if self.comm.rank != 0:
+            for name in keepers.get(self.comm.rank, ()):
+                self.comm.send(mine[name], 0)
+            return None
+        found = {name: mine[name].detach().cpu() for name in keepers[0]}
+        for rank, names in keepers.items():
+            for name in names if rank else ():
+                shape, dtype = self.shapes[name]
+                found[name] = self.comm.recv(torch.empty(shape, dtype=dtype), rank)
+        return {name: found[name] for name in self.shapes}
+
+    def _keepers(self) -> dict[int, list[str]]:
+        """Which rank sends which values of the model: the first that holds their stage."""
+        mine = {stage: list(module.state_dict()) for stage, module in self.modules_of.items()}
+        found: dict[int, list[str]] = {}
+        for rank, stages in enumerate(self.comm.all_gather_object(mine)):
+            for stage, names in stages.items():
+                if self.plan.ranks(0, stage)[0] == rank:
+                    found.setdefault(rank, []).extend(names)
+        return found
+
+
+def split(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    comm: Communicator,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    balance: str | Sequence[int] = "auto",
+    image: tuple[int, int, int, int],
+) -> Held:
+    """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
+
+    `balance` is how many atoms of the model each stage gets: by numbers, or by counted FLOPs ("auto", "flops"), by the
+    bytes that training keeps ("memory"), or by measured seconds ("time"), for images of shape `image`; the cost of a
+    stage is divided by the number of ranks that share it. Collective.
+
+    Raises:
+        ValueError: the model cannot be traced, or cannot be cut so; on all ranks alike.
+    """
+    model = outline(build)
+    if plan.num_stages == 1:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return Held.whole(build().to(device), plan, comm)
+    cuttable = Cuttable(model)
+    counts = choose_counts(cuttable, plan, comm, balance, image, device)
+    stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
+    modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
+    return Held(modules, model, plan, comm, counts, cuttable.names)
+
+
+def choose_counts(
+    cuttable: Cuttable,
+    plan: Plan,
+    comm: Communicator | None,
+    balance: str | Sequence[int],
+    image: tuple[int, int, int, int],
+    device: torch.device | str = "cpu",
+) -> tuple[int, ...]:
+    """How many atoms each stage gets, the same on all ranks. Collective if `balance` is "time"."""
+    if not isinstance(balance, str):
+        return costs.by_hand(cuttable, balance, plan.num_stages)
+    if balance not in BALANCES:
+        raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
+    if len(cuttable) < plan.num_stages:
+        raise ValueError(
+            f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
+            f"{cuttable.hint()}"
+        )
+    shares = [plan.shape(stage).size // plan.data for stage in range(plan.num_stages)]
+    return costs.partition(atom_costs(cuttable, comm, balance, image, device), plan.num_stages, shares)
+
+
+def atom_costs(
+    cuttable: Cuttable,
+    comm: Communicator | None,
+    balance: str,
+    image: tuple[int, int, int, int],
+    device: torch.device | str = "cpu",
+) -> list[float]:
+    """What each atom costs, by `balance`. Seconds are measured on rank 0, on images of at most 256 px a side."""
+    dtype = next((p.dtype for p in cuttable.model.parameters()), torch.float32)
+    if balance == "memory":
+        return costs.count_bytes(cuttable, torch.empty(image, dtype=dtype, device="meta"))
+    if balance != "time":
+        return costs.count_flops(cuttable, torch.empty(image, dtype=dtype, device="meta"))
+    seconds: Any = None
+    if comm is None or comm.rank == 0:
+        n, channels, height, width = image
+        small = torch.rand(n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX), dtype=dtype)
+        seconds = costs.measure_seconds(cuttable, small, device=device)
+    return seconds if comm is None else comm.broadcast_object(seconds)
