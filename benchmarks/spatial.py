@@ -98,10 +98,10 @@ def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable
     rows, cols = map(int, options.worker.split("x"))
     model = models.build(options.model, 10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = Engine(model, Plan((rows, cols)), optimizer, F.cross_entropy, comm=comm)
+    engine = Engine(model, Plan(((rows, cols),)), optimizer, F.cross_entropy, comm=comm)
     size = (options.size, options.size)
-    box = engine.grid.box(options.batch_size, size)
-    tile = torch.randn(options.batch_size, 3, box.rows.length, box.cols.length, device=device)
+    (read,) = engine.reads(options.batch_size, size)
+    tile = torch.randn(options.batch_size, 3, read.box.rows.length, read.box.cols.length, device=device)
     labels = torch.zeros(options.batch_size, dtype=torch.int64)
     return lambda: engine.step(tile, labels, size) and None
 

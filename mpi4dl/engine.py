@@ -226,7 +226,9 @@ class _Batch:
         self.num_samples = self.microbatches[-1].samples.stop
         reads = engine.plan.reads(engine.comm.rank, self.microbatches, size)
         if len(reads) != len(tiles):
-            raise ValueError(f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`")
+            raise ValueError(
+                f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`"
+            )
         self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
         self.total, self.correct, self.classified = 0.0, 0, False
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpi4dl.comm import Communicator
+    from mpi4dl.datasets import Batch
     from mpi4dl.engine import Evaluation
+    from mpi4dl.geometry import Box
 
 SAMPLE_IMAGES = 4
 SAMPLE_IMAGE_PX = 256
@@ -54,13 +57,13 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.comm.guard import Watchdog
     from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.spatial import NoRule
     from mpi4dl.runtime import build
     from mpi4dl.runtime.folder import RunFolder, default_path
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
-    plan = Plan(config.parallel.tiles, config.parallel.data)
+    with comm.together((ValueError,)):
+        plan = build.build_plan(config)
     comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
     comm.node.share_cores()
     keep_freed_memory()
@@ -73,7 +76,9 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     with comm.together((DatasetError, OSError)):
         images = build.build_datasets(config)
     with comm.together((ValueError, TypeError)):
-        model = build.build_model(config, build.number_of_classes(config, images[0].classes)).to(device)
+        num_classes = build.number_of_classes(config, images[0].classes)
+        model = build.hold_model(config, plan, num_classes, images[0].channels, comm, device)
+    with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model)
         schedule = build.build_schedule(config, optimizer)
     engine = Engine(
@@ -114,7 +119,7 @@ class Run:
     """A run of the training command: loaders, epochs, validation and reports around one engine."""
 
     def __init__(self, config: Config, engine: Any, schedule: Any, images: Any, watchdog: Any, meter: Any) -> None:
-        from mpi4dl.datasets import Loader, Share
+        from mpi4dl.datasets import Loader
         from mpi4dl.runtime.bad_images import BadImages
         from mpi4dl.runtime.build import build_views
 
@@ -122,13 +127,11 @@ class Run:
         self.watchdog, self.meter = watchdog, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images[0].channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
-        box = engine.grid.box(1, self.size)
-        self.share = Share(box.rows, box.cols, engine.grid.coordinates[0], config.parallel.data)
         views = build_views(config, self.channels)
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": config.data.num_workers}
         batch_size = config.data.batch_size
-        self.training = Loader(images[0], views[0], batch_size, self.share, shuffle=True, drop_last=True, **common)
-        self.validation = Loader(images[1], views[1], batch_size, self.share, **common)
+        self.training = Loader(images[0], views[0], batch_size, self.boxes, shuffle=True, drop_last=True, **common)
+        self.validation = Loader(images[1], views[1], batch_size, partial(self.boxes, training=False), **common)
         limit = config.training.max_steps
         steps = config.training.epochs * len(self.training)
         self.num_steps = steps if limit is None else min(steps, limit)
@@ -137,6 +140,10 @@ class Run:
         self.reporter: Any = None
         self.folder: Any = None
         self.evaluation: Evaluation | None = None
+
+    def boxes(self, num_samples: int, training: bool = True) -> list["Box"]:
+        """Which boxes this rank reads of a batch."""
+        return [read.box for read in self.engine.reads(num_samples, self.size, training)]
 
     def open(self, folder: Any, closing: ExitStack) -> None:
         """Report to this folder, from rank 0."""
@@ -154,10 +161,10 @@ class Run:
 
     def title(self) -> str:
         height, width = self.size
-        count = sum(p.numel() for p in self.engine.model.parameters())
+        engine, batch_size = self.engine, self.config.data.batch_size
         return (
-            f"{self.config.model.model}, {count:,} parameters, on {self.comm.size} ranks: {self.engine.plan}, "
-            f"images of {height} x {width} px, batches of {self.config.data.batch_size}, {self.engine.device.type}"
+            f"{self.config.model.model}, {engine.held.num_parameters:,} parameters, on {self.comm.size} ranks: "
+            f"{engine.plan.describe()}, images of {height} x {width} px, batches of {batch_size}, {engine.device.type}"
         )
 
     def explain(self) -> None:
@@ -199,20 +206,22 @@ class Run:
         skipped = f", {self.bad_images.skipped} unreadable images skipped" if self.bad_images.skipped else ""
         self.say(f"done: {result}{self.engine.num_steps} steps in {seconds:.0f} s{skipped}; see {self.folder.path}")
 
-    def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        """The batches that all ranks can read; the watchdog is fed between them."""
+    def batches(self, loader: Any, epoch: int, training: bool = True) -> Iterator[tuple["Batch", Any]]:
+        """The batches that all ranks can read, and how they are divided; the watchdog is fed between them."""
         for batch in loader.epoch(epoch):
             self.watchdog.feed()
-            readable = self.bad_images.agree(batch, self.share(len(batch.indices)).batch)
+            microbatches = self.engine.plan.divide(len(batch.indices), training)
+            held = [box.batch for box in self.boxes(len(batch.indices), training)]
+            readable = self.bad_images.agree(batch, microbatches, held)
             if readable is not None:
                 yield readable
 
     def one_epoch(self, epoch: int) -> None:
         interval = Interval(self)
-        for batch in self.batches(self.training, epoch):
+        for batch, microbatches in self.batches(self.training, epoch):
             if self.engine.num_steps == 0:
-                self.show_samples(batch.tile)
-            result = self.engine.step(batch.tile, batch.labels, self.size)
+                self.show_samples(batch.tiles)
+            result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches)
             self.schedule.after_step()
             interval.add(result.loss, len(batch.labels))
             if self.reporter is not None:
@@ -227,30 +236,37 @@ class Run:
     def validate(self, epoch: int) -> None:
         from mpi4dl.runtime.report import ValidationReport
 
-        batches = ((batch.tile, batch.labels) for batch in self.batches(self.validation, 0))
+        batches = ((b.tiles, b.labels, divided) for b, divided in self.batches(self.validation, 0, training=False))
         self.evaluation = self.engine.evaluate(batches, self.size)
         if self.reporter is not None:
             found = self.evaluation
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, found.accuracy or 0.0))
 
-    def show_samples(self, tile: "Tensor") -> None:
-        """A few images, small, for TensorBoard."""
+    def show_samples(self, tiles: Sequence["Tensor"]) -> None:
+        """A few images of the first microbatch, small, for TensorBoard."""
         from torch.nn import functional as F
 
         from mpi4dl.parallel import spatial
 
+        part = self.engine.held.parts.get((0, 0))
+        if part is None:
+            return
         height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in self.size)
-        small = spatial.gather(F.adaptive_avg_pool2d(self.engine.spread(tile, self.size), (height, width)))
+        small = F.adaptive_avg_pool2d(self.engine.images(part, tiles[0], self.size), (height, width))
+        small = spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small
         if self.reporter is not None and small.shape[1] in (1, 3):
             data = self.config.data
             self.reporter.images("samples", small[:SAMPLE_IMAGES] * data.std + data.mean, self.engine.num_steps)
 
     def save(self) -> None:
         """Keep the weights as one process would have: under the model's own names."""
-        from safetensors.torch import save_model
+        from safetensors.torch import save_file
 
-        if self.comm.rank == 0:
-            save_model(self.engine.model, str(self.folder.path / "model.safetensors"))
+        held = self.engine.held
+        state = held.gather_state()
+        if state is not None:
+            values = {name: value.contiguous() for name, value in state.items() if name not in held.ties}
+            save_file(values, str(self.folder.path / "model.safetensors"), metadata=held.ties)
 
 
 class Interval:

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.datasets import Batch, Loader, Share
+from mpi4dl.datasets import Batch, Loader
 from mpi4dl.geometry import Interval
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, parse
 from mpi4dl.train import train
 from tests.commands import read_metrics, train_command, truncate, write_images
+from tests.datasets.sharing import Share
 from tests.pool.job import Finished
 from tests.pool.ranks import ROOT, Ranks
 
@@ -105,7 +106,7 @@ def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) 
             assert found[metric["step"]] == pytest.approx(metric[name])
     (samples,) = events.Images("samples")
     shown = np.asarray(PIL.Image.open(io.BytesIO(samples.encoded_image_string)))
-    first = next(whole_batches(parse(recorded.flags), 0)).tile * 0.25 + 0.5
+    first = next(whole_batches(parse(recorded.flags), 0)).tiles[0] * 0.25 + 0.5
     assert shown.shape == (70, 4 * 62, 3)
     expected = (first.clamp(0, 1) * 255).permute(2, 0, 3, 1).reshape(shown.shape).numpy()
     assert np.abs(shown - expected).max() <= 1.01
@@ -125,7 +126,7 @@ def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator
 def readable(batch: Batch) -> tuple[Tensor, Tensor]:
     """The images of a batch, and their labels, without those that cannot be read."""
     keep = [position for position in range(len(batch.indices)) if position not in batch.errors]
-    return batch.tile[keep], batch.labels[keep]
+    return batch.tiles[0][keep], batch.labels[keep]
 
 
 def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from mpi4dl import models
-from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, parse
 from tests.pool.ranks import ROOT
@@ -39,7 +38,7 @@ def test_an_example_names_what_exists(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_makefile_starts_as_many_ranks_as_an_example_needs(file: Path) -> None:
     config, makefile = configured(file), (ROOT / "Makefile").read_text()
-    plan = Plan(config.parallel.tiles, config.parallel.data)
+    plan = build.build_plan(config)
     assert plan.problem(plan.num_ranks, config.data.image_size, config.data.batch_size) is None
     assert f"RANKS ?= {plan.num_ranks}\n" in makefile
     assert f"mpi4dl.train --config {file.relative_to(ROOT)}\n" in makefile

@@ -1,7 +1,7 @@
 """A short training run by the engine on ranks, and the same one by a plain PyTorch loop: they should agree."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -31,7 +31,10 @@ BOTH = Plan(((1, 2),), data=2)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key."""
+    """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key.
+
+    `balance` cuts the model into the plan's stages.
+    """
 
     model: str
     size: tuple[int, int]
@@ -40,6 +43,7 @@ class Task:
     dense: bool = False
     model_options: tuple[tuple[str, Any], ...] = ()
     engine_options: tuple[tuple[str, Any], ...] = ()
+    balance: str | tuple[int, ...] = "auto"
 
     def with_engine(self, **options: Any) -> "Task":
         return replace(self, engine_options=tuple(options.items()))
@@ -51,11 +55,15 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What a training run left behind; ranks other than 0 give no more than the digests of the state that they hold."""
+    """What a training run left behind; ranks other than 0 give no more than digests of what they hold.
+
+    `gradients` are those of the last step, None where there is none. Digests are of the state and of the gradients.
+    """
 
     steps: list[StepResult] = field(default_factory=list)
     evaluation: Evaluation | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -162,7 +170,8 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     """A body: the task on ranks, whose models begin with the same values or each with its own."""
     seed = comm.rank if own_values else 0
     if plan.num_stages > 1:
-        model = split(lambda: model_of(task), plan, comm, seed=seed, image=(task.batch, 3, *task.size))
+        image = (task.batch, 3, *task.size)
+        model = split(lambda: model_of(task), plan, comm, seed=seed, balance=task.balance, image=image)
     else:
         torch.manual_seed(seed)
         model = Held.whole(model_of(task), plan, comm)
@@ -178,9 +187,17 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
             outcome.evaluation = engine.evaluate(batches, task.size)
         images, targets = batch_of(task, number)
         outcome.steps.append(engine.step(tiles_of(images, engine), targets, task.size))
-    outcome.digests = {name: digest_of({name: value}) for name, value in model.own_state().items()}
+    mine = gradients_of(model.modules_of.values())
+    held = model.own_state() | {f"{name}.grad": value for name, value in mine.items() if value is not None}
+    outcome.digests = {name: digest_of({name: value}) for name, value in held.items()}
     outcome.state = model.gather_state() or {}
+    for theirs in comm.all_gather_object(mine):
+        outcome.gradients |= theirs if comm.rank == 0 else {}
     return outcome
+
+
+def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor | None]:
+    return {name: p.grad for module in modules for name, p in module.named_parameters()}
 
 
 @cache
@@ -205,6 +222,7 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
         optimizer.step()
         outcome.steps.append(StepResult(total, float(norm)))
     outcome.state = model.state_dict()
+    outcome.gradients = gradients_of([model])
     return outcome
 
 
@@ -222,19 +240,29 @@ def evaluate(model: nn.Module, task: Task) -> Evaluation:
 
 
 def assert_like(found: Outcome, expected: Outcome, tolerance: float = EXACT) -> None:
-    """Losses, norms, every weight and buffer, and the validation agree, each relative to its own size."""
+    """Losses, norms, gradients, every weight and buffer, and the validation agree, each relative to its own size."""
     for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
         assert ours.loss == pytest.approx(theirs.loss, rel=tolerance), f"loss of step {number}"
         assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=tolerance), f"norm of step {number}"
     assert list(found.state) == list(expected.state)
+    assert found.gradients.keys() == expected.gradients.keys()
     for name, value in expected.state.items():
-        error = float((found.state[name].double() - value.double()).abs().max())
-        assert error <= tolerance * float(value.double().abs().max()) + 1e-15, f"{name} is wrong by {error}"
+        assert_close(found.state[name], value, tolerance, name)
+    for name, gradient in expected.gradients.items():
+        ours = found.gradients[name]
+        assert (ours is None) == (gradient is None), f"{name}.grad"
+        if ours is not None and gradient is not None:
+            assert_close(ours, gradient, tolerance, f"{name}.grad")
     assert found.evaluation is not None
     assert expected.evaluation is not None
     assert found.evaluation.loss == pytest.approx(expected.evaluation.loss, rel=tolerance)
     assert found.evaluation.accuracy == expected.evaluation.accuracy
     assert found.evaluation.count == expected.evaluation.count
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    error = float((found.double() - expected.double()).abs().max())
+    assert error <= tolerance * float(expected.double().abs().max()) + 1e-15, f"{name} is wrong by {error}"
 
 
 def check(ranks: Ranks, task: Task, plan: Plan) -> None:
@@ -244,7 +272,8 @@ def check(ranks: Ranks, task: Task, plan: Plan) -> None:
     for outcome in outcomes:
         for name, digest in outcome.digests.items():
             assert bits.setdefault(name, digest) == digest, name
-    assert bits.keys() == outcomes[0].state.keys()
+    gradients = {f"{name}.grad" for name, value in outcomes[0].gradients.items() if value is not None}
+    assert bits.keys() == outcomes[0].state.keys() | gradients
     assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
     assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
     assert_like(outcomes[0], plain(task, plan.num_microbatches))

@@ -134,8 +134,10 @@ class Communicator:
 
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """A communicator of these ranks, in this order. Collective over them alone."""
-        group = self.mpi.Get_group().Incl(list(ranks))
-        return Communicator(self.mpi.Create_group(group), self.node, self._wire)
+        from mpi4py import MPI
+
+        assert isinstance(self.mpi, MPI.Intracomm)
+        return Communicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.node, self._wire)
 
     def _readable(self, tensor: Tensor) -> Tensor:
         """A dense tensor with the same values that MPI may read now."""

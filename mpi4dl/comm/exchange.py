@@ -9,7 +9,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
                     slabs that are sent, "strips" to the rank that receives them; outside the whole is `fill`
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -113,8 +113,8 @@ class Exchange:
             return x
         kept = narrow(x, self.dims, self.plan.held, self.plan.kept)
         result = torch.empty(self.shape(x, self.plan.needed), dtype=x.dtype, device=x.device, memory_format=_layout(x))
-        if kept.numel() + sum(strip.numel() for strip in strips) < result.numel():
-            result.fill_(self.fill)
+        for edge in self._outside(result):
+            edge.fill_(self.fill)
         if not self.plan.kept.empty:
             narrow(result, self.dims, self.plan.needed, self.plan.kept).copy_(kept)
         if pending is not None:
@@ -122,6 +122,20 @@ class Exchange:
         for slab, strip in zip(self.plan.receives, strips, strict=True):
             narrow(result, self.dims, self.plan.needed, slab.box).copy_(strip)
         return result
+
+    def _outside(self, result: Tensor) -> Iterator[Tensor]:
+        """The parts of the needed box that neither what is kept nor a strip covers: together those are a box."""
+        parts = [box for box in (self.plan.kept, *(slab.box for slab in self.plan.receives)) if not box.empty]
+        if not parts:
+            yield result
+            return
+        for axis, dim in enumerate(self.dims):
+            if dim is not None:
+                needed = self.plan.needed[axis]
+                first = min(box[axis].start for box in parts) - needed.start
+                last = max(box[axis].stop for box in parts) - needed.start
+                yield result.narrow(dim, 0, first)
+                yield result.narrow(dim, last, needed.length - last)
 
     def start_adjoint(self, gradient: Tensor) -> tuple[Tensor, list[Tensor], Pending]:
         """Send the gradients of strips back to their owners; `finish_adjoint` adds what comes back to this rank."""

@@ -7,7 +7,7 @@ the batches of tiles.
 from mpi4dl.datasets.augment import Augmentation, Variation
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.files import open_image
-from mpi4dl.datasets.loader import Batch, Loader, Share
+from mpi4dl.datasets.loader import Batch, Loader
 from mpi4dl.datasets.sources import open
 from mpi4dl.datasets.view import View
 
@@ -19,7 +19,6 @@ __all__ = [
     "DatasetError",
     "Image",
     "Loader",
-    "Share",
     "Variation",
     "View",
     "open",

@@ -1,7 +1,7 @@
-"""Batches of tiles: every rank goes through the same samples in the same order, and reads its own box of each batch."""
+"""Batches of tiles: every rank goes through the same samples in the same order, and reads its own boxes of a batch."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,44 +11,30 @@ from mpi4dl.datasets.augment import SHUFFLE_STREAM
 from mpi4dl.datasets.base import BadImage, Dataset
 from mpi4dl.datasets.prefetch import Prefetcher
 from mpi4dl.datasets.view import View
-from mpi4dl.geometry import Box, Interval, ceil_div, even_cuts
+from mpi4dl.geometry import Box, ceil_div
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's box of a global batch.
+    """This rank's boxes of a global batch.
 
-    `tile` is float32 (samples of this rank, channels, rows, columns). `labels`, int64, and `indices` are those of the
-    whole global batch. `errors` maps positions in the global batch to what is wrong with that image; its tile is zeros.
-    A position is there only on ranks that hold a part of the image, and perhaps not on all of those.
+    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box. `labels`, int64, and `indices`
+    are those of the whole global batch. `errors` maps positions in the global batch to what is wrong with that image,
+    whose tiles are zeros. A position is there only on ranks that hold a part of the image, and perhaps not on all.
     """
 
-    tile: torch.Tensor
+    tiles: tuple[torch.Tensor, ...]
     labels: torch.Tensor
     indices: tuple[int, ...]
     errors: dict[int, str]
 
 
-@dataclass(frozen=True)
-class Share:
-    """The box of a rank whose tile is `rows` x `cols`, and which is number `way` of `ways` that share each batch."""
-
-    rows: Interval
-    cols: Interval
-    way: int = 0
-    ways: int = 1
-
-    def __call__(self, num_samples: int) -> Box:
-        cuts = even_cuts(num_samples, self.ways)
-        return Box(Interval(cuts[self.way], cuts[self.way + 1]), self.rows, self.cols)
-
-
 class Loader:
-    """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its box.
+    """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its boxes.
 
-    `box_of(num_samples)` is the box that this rank holds of a global batch of so many images, in positions of that
-    batch and pixels of the view: a `Share`, or `lambda n: Tiling.even(grid, (n, height, width)).owned(rank)`. A rank
-    that holds no pixels has an empty box; it reads nothing and still sees the labels.
+    `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
+    batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. A rank that holds no
+    pixels has none, or empty ones; it reads nothing and still sees the labels.
 
     `num_workers` threads read ahead, up to `prefetch` batches; 0 reads in the caller's thread when a batch is wanted.
     The order of samples depends on (`seed`, epoch) alone, never on the number of workers.
@@ -65,7 +51,7 @@ class Loader:
         dataset: Dataset,
         view: View,
         batch_size: int,
-        box_of: Callable[[int], Box],
+        boxes_of: Callable[[int], Sequence[Box]],
         *,
         seed: int = 0,
         shuffle: bool = False,
@@ -81,7 +67,7 @@ class Loader:
                 f"{len(dataset)} images do not fill one batch of {batch_size}, and drop_last leaves out what does not: "
                 "choose a smaller batch_size"
             )
-        self._dataset, self._view, self._batch_size, self._box_of = dataset, view, batch_size, box_of
+        self._dataset, self._view, self._batch_size, self._boxes_of = dataset, view, batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._prefetch = num_workers, prefetch
         self.wait_seconds = 0.0
@@ -132,10 +118,14 @@ class Loader:
         return np.random.default_rng((SHUFFLE_STREAM, self._seed, epoch)).permutation(len(self._dataset)).tolist()
 
     def _read(self, indices: tuple[int, ...], epoch: int) -> Batch:
-        box = self._box_of(len(indices))
+        errors: dict[int, str] = {}
+        tiles = tuple(self._tile(box, indices, epoch, errors) for box in self._boxes_of(len(indices)))
+        labels = torch.tensor([self._dataset.label(index) for index in indices], dtype=torch.int64)
+        return Batch(tiles, labels, indices, errors)
+
+    def _tile(self, box: Box, indices: tuple[int, ...], epoch: int, errors: dict[int, str]) -> torch.Tensor:
         samples, height, width = box.shape
         tile = torch.zeros((samples, self._dataset.channels, height, width))
-        errors: dict[int, str] = {}
         for position in range(*box.batch) if not box.empty else ():
             index = indices[position]
             try:
@@ -145,5 +135,4 @@ class Loader:
                 errors[position] = str(error)
                 continue
             tile[position - box.batch.start] = torch.from_numpy(pixels)
-        labels = torch.tensor([self._dataset.label(index) for index in indices], dtype=torch.int64)
-        return Batch(tile, labels, indices, errors)
+        return tile

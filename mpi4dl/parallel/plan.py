@@ -11,6 +11,7 @@ model (GEMS) lies over the ranks of each replica in the opposite order.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
@@ -37,7 +38,7 @@ class Microbatch(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple(stop - start for start, stop in pairwise(self.cuts))
 
     def without(self, positions: Collection[int]) -> "Microbatch":
         """What is left of it in the batch from which these samples were taken out."""
@@ -53,7 +54,7 @@ class Read(NamedTuple):
 
 def nested_cuts(outer: Sequence[int], ways: int) -> tuple[int, ...]:
     """Every part of `outer` cut again into `ways` parts as even as can be."""
-    inner = [[start + cut for cut in even_cuts(stop - start, ways)][:-1] for start, stop in zip(outer, outer[1:])]
+    inner = [[start + cut for cut in even_cuts(stop - start, ways)][:-1] for start, stop in pairwise(outer)]
     return (*(cut for cuts in inner for cut in cuts), outer[-1])
 
 
@@ -93,15 +94,21 @@ class Plan:
         if stages % chunks:
             raise ValueError(f"--stages {stages} cannot be dealt out {chunks} times: --chunks must divide it")
         places = stages // chunks
-        spread = []
-        for flag, values in (("--tiles", tuple(tiles)), ("--batch-ways", tuple(batch_ways))):
-            if len(values) not in (1, places):
-                a_rank = f" ({stages} stages in {chunks} chunks)" if chunks > 1 else ""
+        for flag, number in (("--tiles", len(tiles)), ("--batch-ways", len(batch_ways))):
+            if number not in (1, places):
+                dealt = f" ({stages} stages in {chunks} chunks)" if chunks > 1 else ""
                 raise ValueError(
-                    f"{flag} has {len(values)} entries, but --stages {stages} needs 1 for all or {places}{a_rank}"
+                    f"{flag} has {number} entries, but --stages {stages} needs 1 for all, or {places}{dealt}"
                 )
-            spread.append(values * (places // len(values)))
-        return cls(spread[0], spread[1], data, microbatches, schedule, bidirectional, chunks)
+        return cls(
+            tuple(tiles) * (places // len(tiles)),
+            tuple(batch_ways) * (places // len(batch_ways)),
+            data,
+            microbatches,
+            schedule,
+            bidirectional,
+            chunks,
+        )
 
     def __post_init__(self) -> None:
         if not self.batch_ways:

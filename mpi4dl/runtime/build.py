@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl import datasets, models
-from mpi4dl.comm import Refusal
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.options import nearest
 
@@ -31,6 +33,21 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         return kind_of(*args, **options)
     except Exception as error:  # torch raises anything for values that it cannot use
         raise ConfigError(f"--{kind} {name} does not take these options {dict(options)}: {error}") from None
+
+
+def build_plan(config: Config) -> Plan:
+    """The plan that the flags ask for. Raises ValueError where they contradict each other."""
+    chosen = config.parallel
+    return Plan.of(
+        stages=chosen.stages,
+        tiles=chosen.tiles,
+        batch_ways=chosen.batch_ways,
+        data=chosen.data,
+        microbatches=chosen.microbatches,
+        schedule=chosen.schedule,
+        bidirectional=chosen.bidirectional,
+        chunks=chosen.chunks,
+    )
 
 
 def build_datasets(config: Config) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -64,13 +81,31 @@ def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.
 
 
 def build_model(config: Config, num_classes: int) -> nn.Module:
-    """The model, the same on every rank that uses the same seed."""
+    """The whole model, the same on every rank that uses the same seed."""
     torch.manual_seed(config.training.seed)
     name, options = config.model.model, config.model.model_options
     try:
         return models.build(name, num_classes, **options)
     except TypeError as error:
         raise ConfigError(f"--model {name} does not take these options {dict(options)}: {error}") from None
+
+
+def hold_model(
+    config: Config, plan: Plan, num_classes: int, channels: int, comm: Communicator, device: torch.device
+) -> Held:
+    """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective."""
+    if plan.num_stages == 1:
+        return Held.whole(build_model(config, num_classes).to(device), plan, comm)
+    samples = max(1, config.data.batch_size // plan.num_microbatches)
+    return split(
+        lambda: build_model(config, num_classes),
+        plan,
+        comm,
+        device=device,
+        seed=config.training.seed,
+        balance=config.parallel.balance,
+        image=(samples, channels, *config.data.image_size),
+    )
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:

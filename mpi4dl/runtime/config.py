@@ -13,7 +13,8 @@ from mpi4dl.runtime.kinds import (
     BOOLEAN,
     COUNT,
     COUNT_OR_ZERO,
-    GRID,
+    COUNTS,
+    GRIDS,
     IMAGE_SIZE,
     KEYWORDS,
     NAME,
@@ -24,6 +25,7 @@ from mpi4dl.runtime.kinds import (
     SHARE,
     TEXT,
     choice,
+    counts_or,
     optional,
 )
 from mpi4dl.runtime.options import ConfigError, option, parse_options, shared_options, to_toml
@@ -63,8 +65,27 @@ class Data:
 
 @dataclass(frozen=True)
 class Parallel:
-    tiles: tuple[int, int] = option((1, 1), "the grid of tiles that every image is cut into, one per rank", GRID)
+    tiles: tuple[tuple[int, int], ...] = option(
+        ((1, 1),), "the grid of tiles that every image is cut into, one per rank: for all stages, or for each", GRIDS
+    )
+    stages: int = option(1, "into how many stages the model is cut, one behind the other", COUNT)
+    batch_ways: tuple[int, ...] = option((1,), "in how many ways a stage splits its batch: for all, or each", COUNTS)
     data: int = option(1, "data replicas: how many groups of ranks share the batch", COUNT)
+    microbatches: int = option(1, "into how many microbatches a batch is cut, in each wave", COUNT)
+    schedule: str = option(
+        "1f1b",
+        "how microbatches go through the stages",
+        choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
+    )
+    bidirectional: int = option(
+        0, "GEMS: how many pairs of waves go through the model and a mirrored copy of it; 0: no copy", COUNT_OR_ZERO
+    )
+    chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
+    balance: str | tuple[int, ...] = option(
+        "auto",
+        "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or layers of each stage",
+        counts_or("auto", "flops", "memory", "time"),
+    )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
     gpu_wire: str = option(
         "auto", "how GPU tensors reach MPI: directly, or staged on the host", choice("auto", "direct", "staged")

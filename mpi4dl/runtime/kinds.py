@@ -121,7 +121,42 @@ IMAGE_SIZE = Kind(
     lambda value: _pair(value, r"(\d+)(?:x(\d+))?"),
     raw=_joined,
 )
-GRID = Kind("a grid such as 2x2 (rows x columns)", "RxC", lambda value: _pair(value, r"(\d+)x(\d+)"), raw=_joined)
+
+
+def _list_of(value: Any, entry: Callable[[str], Any]) -> tuple[Any, ...]:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError
+    return tuple(entry(piece.strip()) for piece in str(value).split(","))
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"\d+", text, re.ASCII) or not int(text):
+        raise ValueError
+    return int(text)
+
+
+GRIDS = Kind(
+    "grids such as 2x2 (rows x columns), or one for each stage such as 2x2,1x2,1x1",
+    "RxC,...",
+    lambda value: _list_of(value, lambda text: _pair(text, r"(\d+)x(\d+)")),
+    raw=lambda grids: ",".join(map(_joined, grids)),
+)
+COUNTS = Kind(
+    "whole numbers of at least 1, such as 2 or 1,1,2",
+    "N,...",
+    lambda value: _list_of(value, _positive),
+    raw=lambda counts: ",".join(map(str, counts)),
+)
+
+
+def counts_or(*words: str) -> Kind:
+    """One of these words, or whole numbers such as 3,4,5."""
+    return Kind(
+        f"one of {', '.join(words)}, or whole numbers such as 3,4,5",
+        "{" + ",".join(words) + "}|N,...",
+        lambda value: value if value in words else COUNTS.check(value),
+        raw=lambda value: value if isinstance(value, str) else COUNTS.raw(value),
+    )
 
 
 def _split_at_commas(text: str) -> list[str]:

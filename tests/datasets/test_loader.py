@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mpi4dl import datasets
-from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Share, View
+from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.geometry import Box, Grid, Interval, Tiling
+from tests.datasets.sharing import Share
 
 SIZE = (12, 10)
 DATASET = Synthetic(11, (15, 13), num_classes=3)
@@ -22,41 +23,35 @@ WHOLE = Share(Interval(0, SIZE[0]), Interval(0, SIZE[1]))
 
 
 def contents(batches):
-    return [(b.indices, b.labels.tolist(), b.tile.numpy().tobytes(), b.errors) for b in batches]
+    return [(b.indices, b.labels.tolist(), [tile.numpy().tobytes() for tile in b.tiles], b.errors) for b in batches]
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2, 2), Grid(2, 1, 1), Grid(3, 2, 1), Grid(5, 1, 3)])
 def test_the_tiles_of_all_ranks_make_up_the_batch(grid):
-    def loader(box_of):
-        return Loader(DATASET, VARIED, 4, box_of, seed=1, shuffle=True)
+    def loader(boxes_of):
+        return Loader(DATASET, VARIED, 4, boxes_of, seed=1, shuffle=True)
 
     def owned(rank):
-        return lambda n: Tiling.even(grid, (n, *SIZE)).owned(rank)
+        return lambda n: [Tiling.even(grid, (n, *SIZE)).owned(rank)]
 
     parts = [list(loader(owned(rank)).epoch(2)) for rank in range(grid.size)]
     for number, batch in enumerate(loader(WHOLE).epoch(2)):
-        assert batch.tile.dtype == torch.float32
-        joined = torch.full_like(batch.tile, torch.nan)
+        assert batch.tiles[0].dtype == torch.float32
+        joined = torch.full_like(batch.tiles[0], torch.nan)
         for rank in range(grid.size):
-            part, box = parts[rank][number], owned(rank)(len(batch.indices))
+            part, (box,) = parts[rank][number], owned(rank)(len(batch.indices))
             assert part.indices == batch.indices
             assert torch.equal(part.labels, batch.labels)
             where = [slice(*interval) for interval in box]
-            joined[where[0], :, where[1], where[2]] = part.tile
-        assert torch.equal(joined, batch.tile)
-
-
-def test_a_share_cuts_every_batch_evenly():
-    rows, cols = Interval(2, 4), Interval(3, 9)
-    assert [Share(rows, cols, way, 3)(7).batch for way in range(3)] == [(0, 2), (2, 4), (4, 7)]
-    assert Share(rows, cols)(7) == Box(Interval(0, 7), rows, cols)
+            joined[where[0], :, where[1], where[2]] = part.tiles[0]
+        assert torch.equal(joined, batch.tiles[0])
 
 
 def test_batches_hold_the_samples_that_they_name():
     for batch in Loader(DATASET, View(SIZE), 4, WHOLE, shuffle=True).epoch(0):
         for position, index in enumerate(batch.indices):
             expected = View(SIZE).tile(DATASET.image(index), WHOLE.rows, WHOLE.cols)
-            assert np.array_equal(batch.tile[position].numpy(), expected)
+            assert np.array_equal(batch.tiles[0][position].numpy(), expected)
         assert batch.labels.dtype == torch.int64
         assert batch.labels.tolist() == [DATASET.label(index) for index in batch.indices]
 
@@ -109,10 +104,10 @@ def test_a_rank_without_pixels_reads_nothing_and_sees_the_labels():
             raise AssertionError("read")
 
     nothing = Interval(0, 0)
-    for box_of in (lambda n: Box(nothing, *WHOLE(n)[1:]), lambda n: Box(Interval(0, n), nothing, WHOLE.cols)):
-        batch = next(Loader(Unreadable(5, SIZE), View(SIZE), 4, box_of).epoch(0))
+    for boxes in ([], [Box(nothing, WHOLE.rows, WHOLE.cols)], [Box(Interval(0, 4), nothing, WHOLE.cols)]):
+        batch = next(Loader(Unreadable(5, SIZE), View(SIZE), 4, lambda n, boxes=boxes: boxes).epoch(0))
         assert batch.labels.tolist() == [0, 1, 2, 3]
-        assert batch.tile.numel() == 0
+        assert [tile.numel() for tile in batch.tiles] == [0] * len(boxes)
         assert batch.errors == {}
 
 
@@ -134,7 +129,7 @@ def test_bad_images_are_reported_and_zero(folder, num_workers):
     assert sorted(batch.errors) == [1, 2]
     assert batch.errors[1] == f"{folder.path(1)}: is empty (0 bytes)"
     assert batch.errors[2].startswith(f"{folder.path(2)}: cannot be decoded")
-    assert [bool(batch.tile[i].any()) for i in range(4)] == [True, False, False, True]
+    assert [bool(batch.tiles[0][i].any()) for i in range(4)] == [True, False, False, True]
     assert batch.labels.tolist() == [0, 0, 1, 1]
 
 
@@ -142,7 +137,7 @@ def test_positions_of_errors_are_those_of_the_global_batch(folder):
     errors = []
     for way in range(2):
         (batch,) = Loader(folder, View(SIZE), 4, Share(WHOLE.rows, WHOLE.cols, way, 2)).epoch(0)
-        assert batch.tile.shape == (2, 3, *SIZE)
+        assert batch.tiles[0].shape == (2, 3, *SIZE)
         errors.append(sorted(batch.errors))
     assert errors == [[1], [2]]
 
@@ -193,8 +188,8 @@ def test_images_of_one_channel():
             return WholeImage(np.zeros((*SIZE, 1), np.uint8))
 
     (batch,) = Loader(Grey(2, SIZE), View(SIZE, mean=(0.5,), std=(0.5,)), 2, WHOLE).epoch(0)
-    assert batch.tile.shape == (2, 1, *SIZE)
-    assert (batch.tile == -1).all()
+    assert batch.tiles[0].shape == (2, 1, *SIZE)
+    assert (batch.tiles[0] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_images_of_one_channel():
 )
 def test_loaders_that_cannot_be(wrong, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Loader(DATASET, View(SIZE), **{"batch_size": 4, "box_of": WHOLE, **wrong})
+        Loader(DATASET, View(SIZE), **{"batch_size": 4, "boxes_of": WHOLE, **wrong})
 
 
 def test_bad_image_tells_the_path_and_survives_a_copy(tmp_path):

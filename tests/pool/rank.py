@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,27 @@ ORPHAN_SECONDS = 30.0
 
 
 class PoolCommunicator(Communicator):
-    """Remembers what was split off it, so that it can be freed: MPI has no more than some thousand communicators."""
+    """Remembers all that came of it, so that it can be freed: MPI has no more than some thousand communicators."""
 
-    def __init__(self, mpi: MPI.Comm, node: Node) -> None:
+    def __init__(self, mpi: MPI.Comm, node: Node, family: list[MPI.Comm] | None = None) -> None:
         super().__init__(mpi, node)
-        self.parts: list[Communicator] = []
+        self.family = [] if family is None else family
+        self.family.append(mpi)
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        part = super().split(color, key)
-        self.parts.append(part)
-        return part
+        return self._child(super().split(color, key))
+
+    def subset(self, ranks: Sequence[int]) -> Communicator:
+        return self._child(super().subset(ranks))
+
+    def _child(self, part: Communicator) -> Communicator:
+        child = PoolCommunicator(part.mpi, part.node, self.family)
+        child._wire = part._wire
+        return child
 
     def free(self) -> None:
-        for part in self.parts:
-            part.mpi.Free()
-        self.mpi.Free()
+        for mpi in self.family:
+            mpi.Free()
 
 
 def perform(comm: PoolCommunicator, call: bytes) -> Report:

@@ -144,8 +144,9 @@ def test_what_else_counts_as_a_failure(pool: Pool, body: object, message: str) -
 
 
 def split_often(comm: Communicator) -> None:
-    for _ in range(300):
-        comm.split(comm.rank % 2)
+    for _ in range(100):
+        comm.split(comm.rank % 2).split(0)
+        comm.subset([comm.rank])
 
 
 def test_communicators_that_a_body_splits_off_are_freed(ranks: Ranks) -> None:

@@ -8,17 +8,19 @@ import torch
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
 from mpi4dl.geometry import Interval
+from mpi4dl.parallel.plan import Microbatch
 from mpi4dl.runtime.bad_images import BadImages
 from tests.pool.ranks import Ranks
 
 BATCH_SIZE = 4
+WHOLE = Microbatch(0, 0, (0, BATCH_SIZE))
 
 
 def batch_of(held: Interval, errors: dict[int, str]) -> Batch:
     """The tile of image i is full of i, its label is 10 + i, and it is sample 20 + i of the dataset."""
     tile = torch.arange(held.start, held.stop, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
     labels, indices = torch.arange(BATCH_SIZE) + 10, tuple(range(20, 20 + BATCH_SIZE))
-    return Batch(tile, labels, indices, errors)
+    return Batch((tile,), labels, indices, errors)
 
 
 def agree(
@@ -28,13 +30,16 @@ def agree(
     held = Interval(*shares[comm.rank])
     bad_images = BadImages(comm, policy)
     try:
-        left = bad_images.agree(batch_of(held, errors[comm.rank]), held)
+        left = bad_images.agree(batch_of(held, errors[comm.rank]), [WHOLE], [held])
     except Refusal as refusal:
         return str(refusal)
     if left is None:
         return None
-    assert left.tile.shape[1:] == (3, 2, 2)
-    return left.tile[:, 0, 0, 0].tolist(), left.labels.tolist(), left.indices, left.errors, bad_images.skipped
+    batch, (microbatch,) = left
+    assert microbatch.samples == Interval(0, len(batch.indices))
+    (tile,) = batch.tiles
+    assert tile.shape[1:] == (3, 2, 2)
+    return tile[:, 0, 0, 0].tolist(), batch.labels.tolist(), batch.indices, batch.errors, bad_images.skipped
 
 
 TWO_REPLICAS = [(0, 2), (2, 4)]
@@ -84,7 +89,7 @@ def meet_again(comm: Communicator) -> tuple[int, list[str]]:
     try:
         bad_images = BadImages(comm, "skip")
         for errors in ({1: "b: damaged"}, {3: "b: damaged"}, {0: "a: damaged"}):
-            bad_images.agree(batch_of(Interval(0, 4), errors), Interval(0, 4))
+            bad_images.agree(batch_of(Interval(0, 4), errors), [WHOLE], [Interval(0, 4)])
     finally:
         logger.removeHandler(handler)
     return bad_images.skipped, logged
@@ -99,3 +104,22 @@ def test_one_rank_alone_needs_no_others(ranks: Ranks, policy: str) -> None:
     (found,) = ranks(1).run(agree, policy, [(0, 4)], [{0: "a: damaged"}])
     expected = ([1.0, 2.0, 3.0], [11, 12, 13], (21, 22, 23), {}, 1)
     assert found == ("a: damaged; --on-bad-image skip leaves such images out" if policy == "error" else expected)
+
+
+def several(comm: Communicator, errors: dict[int, str]) -> object:
+    """Two microbatches of two images, of which this rank has the second half of each."""
+    microbatches = [Microbatch(0, 0, (0, 1, 2)), Microbatch(0, 1, (2, 3, 4))]
+    held = [Interval(1, 2), Interval(3, 4)]
+    tiles = tuple(torch.full((1, 3, 2, 2), float(part.start)) for part in held)
+    batch = Batch(tiles, torch.arange(4), (20, 21, 22, 23), errors)
+    left = BadImages(comm, "skip").agree(batch, microbatches, held)
+    return None if left is None else ([tile[:, 0, 0, 0].tolist() for tile in left[0].tiles], left[1])
+
+
+def test_microbatches_shrink_by_what_is_left_out(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(several, {1: "b: damaged"})
+    assert found == ([[], [3.0]], (Microbatch(0, 0, (0, 1, 1)), Microbatch(0, 1, (1, 2, 3))))
+
+
+def test_a_batch_with_an_empty_microbatch_is_given_up(ranks: Ranks) -> None:
+    assert ranks(1).run(several, {2: "c: damaged", 3: "d: damaged"}) == [None]

@@ -41,7 +41,7 @@ def test_no_argument_at_all_gives_the_defaults() -> None:
     config = parse([])
     assert config == Config()
     assert config.data.image_size == (224, 224)
-    assert config.parallel.tiles == (1, 1)
+    assert config.parallel.tiles == ((1, 1),)
     assert config.model.model_options == {}
     assert config.training.max_steps is None
 
@@ -57,7 +57,7 @@ def test_flags_set_every_kind_of_option() -> None:
     assert config.model.model_options == {"depth": 29, "pool": "max"}
     assert (config.data.image_size, config.data.batch_size) == ((768, 1024), 8)
     assert (config.data.flip, config.data.random_crop) == (False, True)
-    assert (config.parallel.tiles, config.parallel.data) == ((2, 3), 2)
+    assert (config.parallel.tiles, config.parallel.data) == (((2, 3),), 2)
     assert (config.optimizer.lr, config.optimizer.clip_norm) == (1e-3, 1.0)
     assert config.optimizer.optimizer_options == {"betas": [0.9, 0.99]}
     assert (config.training.max_steps, config.training.eval_every) == (5, None)
@@ -96,7 +96,7 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--batch-size four", "--batch-size is 'four', but must be a whole number of at least 1"),
         ("--batch-size 0", "--batch-size is '0', but must be a whole number of at least 1"),
         ("--fit stretch", "--fit is 'stretch', but must be one of auto, resize, crop"),
-        ("--tiles 4", "--tiles is '4', but must be a grid such as 2x2 (rows x columns)"),
+        ("--tiles 4", "--tiles is '4', but must be grids such as 2x2 (rows x columns), or one for each stage such as 2x2,1x2,1x1"),  # noqa: E501
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
         ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
         ("--lr -1", "--lr is '-1', but must be a number of at least 0"),
@@ -172,7 +172,7 @@ def test_a_written_file_gives_the_equal_config_back(
         config,
         model=replace(config.model, model=model, model_options=options),
         data=replace(config.data, image_size=pair, flip=flip),
-        parallel=replace(config.parallel, tiles=pair),
+        parallel=replace(config.parallel, tiles=(pair, (1, 1)), batch_ways=pair),
         optimizer=replace(config.optimizer, lr=lr),
         training=replace(config.training, max_steps=steps),
         run=replace(config.run, run_folder=folder),

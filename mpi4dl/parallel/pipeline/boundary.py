@@ -148,8 +148,7 @@ class Boundary:
             )
         local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
         pending += [
-            transfer.send(tensor, self.tag + FORWARD)
-            for transfer, tensor in zip(channel.transfers, local, strict=True)
+            transfer.send(tensor, self.tag + FORWARD) for transfer, tensor in zip(channel.transfers, local, strict=True)
         ]
         edges = [get_gradient_edge(tensor) for tensor in local if tensor.requires_grad]
         return Pending.all(self.comm.node, pending), edges
@@ -211,7 +210,9 @@ class Boundary:
     def _channel(self, announcement: Announcement) -> Channel:
         following = self.stage + 1
         transfers, landings = [], []
-        for spec, tiling, dims in zip(announcement.header.tensors, announcement.tilings, announcement.dims, strict=True):
+        for spec, tiling, dims in zip(
+            announcement.header.tensors, announcement.tilings, announcement.dims, strict=True
+        ):
             place = landing(
                 tiling,
                 dims,

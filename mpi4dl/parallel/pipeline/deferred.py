@@ -120,7 +120,8 @@ class _Deferring(TorchFunctionMode):
             with self:  # The rule comes back here with the tensors of this rank.
                 return SpatialTensor.__torch_function__(function, types, args, kwargs)
         weight, bias = _parameters(*args, **kwargs)
-        layer = None if types or weight is None else LAYERS[function](*args, **kwargs)
+        foreign = any(kind is not Tensor for kind in types)
+        layer = None if foreign or weight is None else LAYERS[function](*args, **kwargs)
         if weight is None or layer is None:
             return function(*args, **kwargs)
         x, *tensors = cast(layer.input, weight.detach(), None if bias is None else bias.detach())

@@ -1,13 +1,14 @@
 """Runs a table: this rank does the actions of its row, one after the other. The table knows when, the boundaries where.
 
-    row       F0   F1   B0   F2   B1   B2
-    forward   values from the stage before -> stage -> values to the stage behind; on the last stage, the loss
-    backward  gradients from the stage behind -> autograd -> gradients to the stage before
+row       F0   F1   B0   F2   B1   B2
+forward   values from the stage before -> stage -> values to the stage behind; on the last stage, the loss
+backward  gradients from the stage behind -> autograd -> gradients to the stage before
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.parallel.pipeline.boundary import Boundary
+from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
@@ -45,7 +46,7 @@ class Feed(Protocol):
 class Live:
     """What is kept of a microbatch between its forward and its backward."""
 
-    roots: Sequence[GradientEdge | Tensor]
+    roots: Sequence[GradientEdge] | Sequence[Tensor]
     leaves: list[Tensor]
     weights: WeightGradients = field(default_factory=WeightGradients)
 
@@ -66,11 +67,11 @@ class Executor:
         self.before: dict[tuple[int, int], Boundary] = {}
         self.behind: dict[tuple[int, int], Boundary] = {}
         for (direction, stage), part in held.parts.items():
-            ends = {"grid": part.grid, "device": held.device}
+            boundary = partial(Boundary, self.plan, self.comm, direction, grid=part.grid, device=held.device)
             if stage > 0:
-                self.before[direction, stage] = Boundary(self.plan, self.comm, direction, stage - 1, sends=False, **ends)
+                self.before[direction, stage] = boundary(stage - 1, sends=False)
             if stage + 1 < self.plan.num_stages:
-                self.behind[direction, stage] = Boundary(self.plan, self.comm, direction, stage, sends=True, **ends)
+                self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
 
     def run(self, table: Table, feed: Feed, last: Callable[[int], None] | None = None) -> None:
@@ -149,21 +150,18 @@ class _Run:
         executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
         place, kind = (action.direction, action.stage), self.kind(action)
         before, behind = executor.before.get(place), executor.behind.get(place)
-        if before is None:
-            values, leaves = (self.feed.images(part, microbatch),), []
-        else:
-            values, leaves = before.receive(kind)
-        live = Live((), leaves)
+        arrival = before.receive(kind) if before else Arrival((self.feed.images(part, microbatch),), [])
+        live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
         with executor.collecting(action), executor.context(), deferred:
-            outputs = part.module(*values)
-        del values
+            outputs = part.module(*arrival.values)
+        del arrival
         if behind is None:
             loss = self.feed.loss(part, microbatch, outputs)
             live.roots = [] if loss is None else [loss]
         else:
-            pending, live.roots = behind.send(kind, outputs, part.module.recipe.outputs)
+            pending, live.roots = behind.send(kind, outputs, part.outputs)
             self._keep(pending)
         if self.training:
             self.live[action[1:]] = live

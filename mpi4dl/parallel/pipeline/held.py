@@ -1,7 +1,7 @@
 """What one rank holds of a model: its stages, each with the grid of the ranks that work on it together.
 
-    held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
-    optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
+optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.table import Action
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
@@ -31,6 +32,11 @@ class Part:
     module: nn.Module
     grid: Grid
     plain: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values that it hands on."""
+        return self.module.recipe.outputs if isinstance(self.module, Stage) else ()
 
 
 class Held(nn.Module):
@@ -58,6 +64,7 @@ class Held(nn.Module):
         if next(self.parameters(), None) is None:
             self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
         self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in outline.state_dict().items()}
+        self.ties = _ties(outline)
         self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
         self.num_parameters = sum(p.numel() for p in outline.parameters())
         self.parts: dict[tuple[int, int], Part] = {}
@@ -75,7 +82,9 @@ class Held(nn.Module):
     def whole(cls, model: nn.Module, plan: Plan, comm: Communicator) -> "Held":
         """The whole model, for a plan of one stage. It need not be traceable."""
         if plan.num_stages != 1:
-            raise Refusal(f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model")
+            raise Refusal(
+                f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model"
+            )
         return cls({0: model}, model, plan, comm)
 
     def part(self, action: Action) -> Part:
@@ -112,6 +121,14 @@ class Held(nn.Module):
                 if self.plan.ranks(0, stage)[0] == rank:
                     found.setdefault(rank, []).extend(names)
         return found
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Names of values that are the same tensor as one of another name: that name, the first in the alphabet."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    return {name: min(same) for same in names.values() for name in same if name != min(same)}
 
 
 def split(

@@ -22,9 +22,7 @@ class RunningStatistics:
     def __init__(self, module: nn.Module, comm: Communicator, speaks: dict[int, bool]) -> None:
         self.comm = comm
         self.speaks = speaks
-        self.norms = [
-            m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None
-        ]
+        self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
         self.others = [(name, b) for name, b in module.named_buffers() if id(b) not in norms]
         self._found: dict[tuple[int, int], list[dict[str, Tensor | None]]] = {}

@@ -12,7 +12,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
 def image_dims(grid: Grid, ndim: int) -> Dims:
-    """The dims of batch, rows and columns of images of so many dims; a batch that is not tracked counts as any other."""
+    """The dims of batch, rows and columns of such images; a batch that is not tracked counts as any other."""
     return (0 if grid.tracks_batch and ndim > 3 else None, ndim - 2, ndim - 1)
 
 
