@@ -95,7 +95,7 @@ class Engine:
             stage: Reducer(module.parameters(), self.held.groups[stage]).attach()
             for stage, module in self.held.modules_of.items()
         }
-        self._executor = Executor(self.held, comm, self._autocast, comm.broadcast_object(torch.initial_seed()))
+        self.executor = Executor(self.held, comm, self._autocast, comm.broadcast_object(torch.initial_seed()))
         self._table = plan.table()
         self._evaluation_table = cache(plan.evaluation_table)
 
@@ -138,7 +138,7 @@ class Engine:
         batch = _Batch(self, tiles, targets, size, microbatches, training=True)
         for reducer in self.reducers.values():
             reducer.prepare(accumulate=True)
-        self._executor.run(self._table, batch, lambda stage: self.reducers[stage].last_pass())
+        self.executor.run(self._table, batch, lambda stage: self.reducers[stage].last_pass())
         for reducer in self.reducers.values():
             reducer.finish()
         loss, norm = self._sum_up(batch)
@@ -188,7 +188,7 @@ class Engine:
         count, sums = 0, torch.zeros(3, dtype=torch.float64)
         for tiles, targets, *rest in batches:
             batch = _Batch(self, tiles, targets, size, rest[0] if rest else None, training=False)
-            self._executor.run(self._evaluation_table(len(batch.microbatches)), batch)
+            self.executor.run(self._evaluation_table(len(batch.microbatches)), batch)
             samples = batch.num_samples
             count += samples
             sums += torch.tensor([batch.total * samples, batch.correct, float(batch.classified)], dtype=torch.float64)

@@ -3,6 +3,8 @@
 import ctypes
 import resource
 import sys
+import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -98,3 +100,46 @@ class MemoryMeter:
         except OSError:
             return False
         return True
+
+
+class _Kept:
+    """A tensor that autograd keeps for the backward pass."""
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self.tensor = tensor
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd keeps for the backward pass, each storage once, without parameters.
+
+    `with meter.counting(): ...` counts what is saved in there, until it is freed. It takes time: not for training.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._uses: dict[int, int] = {}
+
+    def counting(self) -> AbstractContextManager[None]:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        return saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+
+    def _keep(self, tensor: "torch.Tensor") -> _Kept:
+        from torch.nn import Parameter
+
+        kept = _Kept(tensor)
+        if not isinstance(tensor, Parameter):
+            storage = tensor.untyped_storage()
+            place, size = storage.data_ptr(), storage.nbytes()
+            self._uses[place] = self._uses.get(place, 0) + 1
+            if self._uses[place] == 1:
+                self.live_bytes += size
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(kept, self._release, place, size)
+        return kept
+
+    def _release(self, place: int, size: int) -> None:
+        self._uses[place] -= 1
+        if not self._uses[place]:
+            self.live_bytes -= size

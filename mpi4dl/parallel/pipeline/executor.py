@@ -5,10 +5,11 @@ forward   values from the stage before -> stage -> values to the stage behind; o
 backward  gradients from the stage behind -> autograd -> gradients to the stage before
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from mpi4dl.comm import Communicator, Pending
 from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
+from mpi4dl.parallel.pipeline.simulator import Span
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
 from mpi4dl.parallel.pipeline.table import Action, Table
 from mpi4dl.parallel.plan import Microbatch
@@ -55,7 +57,8 @@ class Executor:
     """Runs tables over the stages that this rank holds. Collective; all ranks run the same tables in the same order.
 
     `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
-    the step, the stage and the microbatch, not on the rank.
+    the step, the stage and the microbatch, not on the rank. With `records`, `spans` are when this rank worked on which
+    action in the last run, without its waits for other stages.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Executor:
         self.held, self.plan, self.context, self.seed = held, held.plan, context, seed
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
+        self.records = False
+        self.spans: list[Span] = []
         self.before: dict[tuple[int, int], Boundary] = {}
         self.behind: dict[tuple[int, int], Boundary] = {}
         for (direction, stage), part in held.parts.items():
@@ -82,6 +87,8 @@ class Executor:
         row = table[self.comm.rank % self.plan.ranks_per_replica]
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
+        if self.records:
+            self.comm.barrier()
         run = _Run(self, feed, training, defers=any(action.kind == "weight" for action in row))
         if training and self.plan.bidirectional:
             self._statistics = {stage: self._copies(stage) for stage in self.held.modules_of}
@@ -94,6 +101,7 @@ class Executor:
                     last(action.stage)
                 run.do[action.kind](action)
         run.finish()
+        self.spans = run.spans
         for statistics in self._statistics.values():
             statistics.apply(feed.microbatches)
         self._statistics = {}
@@ -123,6 +131,8 @@ class _Run:
         self.live: dict[tuple[int, int, int], Live] = {}
         self.posted: set[Action] = set()
         self.sent: list[Pending] = []
+        self.began = perf_counter()
+        self.spans: list[Span] = []
         self.do: dict[str, Callable[[Action], None]] = {
             "forward": self.forward,
             "backward": self.backward,
@@ -154,7 +164,7 @@ class _Run:
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
-        with executor.collecting(action), executor.context(), deferred:
+        with self.timed(action), executor.collecting(action), executor.context(), deferred:
             outputs = part.module(*arrival.values)
         del arrival
         if behind is None:
@@ -174,15 +184,24 @@ class _Run:
         live, place, kind = self.live[action[1:]], (action.direction, action.stage), self.kind(action)
         before, behind = self.executor.before.get(place), self.executor.behind.get(place)
         gradients = None if behind is None else behind.receive_back(kind)
-        if live.roots:
-            torch.autograd.backward(live.roots, gradients)
+        with self.timed(action):
+            if live.roots:
+                torch.autograd.backward(live.roots, gradients)
         live.roots = ()
         if before is not None:
             self._keep(before.send_back(kind, live.leaves))
         live.leaves = []
 
     def weight(self, action: Action) -> None:
-        self.live.pop(action[1:]).weights.compute()
+        with self.timed(action):
+            self.live.pop(action[1:]).weights.compute()
+
+    @contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        if self.executor.records:
+            self.spans.append(Span(action, start - self.began, perf_counter() - self.began))
 
     def _keep(self, pending: Pending) -> None:
         """Sends never block; those that are complete are forgotten, with their buffers."""

@@ -4,7 +4,7 @@ held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,12 +140,13 @@ def split(
     seed: int = 0,
     balance: str | Sequence[int] = "auto",
     image: tuple[int, int, int, int],
+    whole: Collection[str] = (),
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
 
     `balance` is how many atoms of the model each stage gets: by numbers, or by counted FLOPs ("auto", "flops"), by the
     bytes that training keeps ("memory"), or by measured seconds ("time"), for images of shape `image`; the cost of a
-    stage is divided by the number of ranks that share it. Collective.
+    stage is divided by the number of ranks that share it. `whole` are paths of modules that shall not be cut. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut so; on all ranks alike.
@@ -155,7 +156,7 @@ def split(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return Held.whole(build().to(device), plan, comm)
-    cuttable = Cuttable(model)
+    cuttable = Cuttable(model, whole)
     counts = choose_counts(cuttable, plan, comm, balance, image, device)
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
     modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
