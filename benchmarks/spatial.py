@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import save_json, table
-from benchmarks.turns import Contestant, answer_turns, median, ratios, take_turns
+from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, ratios, take_turns
 
 PLAIN = "plain"
 ALLOCATOR_HELP = "keep: all contestants keep freed memory, as the training command does; default: as the C library does"
@@ -66,7 +66,7 @@ def worker(options: argparse.Namespace) -> None:
     answer_turns(turn, comm)
 
 
-def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], None]:
+def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], Any]:
     import torch
     from torch.nn import functional as F
 
@@ -87,7 +87,7 @@ def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], None]:
     return step
 
 
-def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable[[], None]:
+def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable[[], Any]:
     import torch
     from torch.nn import functional as F
 
@@ -95,7 +95,7 @@ def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.plan import Plan
 
-    rows, cols = map(int, options.worker.split("x"))
+    rows, cols = grid_shape(options.worker)
     model = models.build(options.model, 10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = Engine(model, Plan(((rows, cols),)), optimizer, F.cross_entropy, comm=comm)
@@ -103,7 +103,7 @@ def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable
     (read,) = engine.reads(options.batch_size, size)
     tile = torch.randn(options.batch_size, 3, read.box.rows.length, read.box.cols.length, device=device)
     labels = torch.zeros(options.batch_size, dtype=torch.int64)
-    return lambda: engine.step(tile, labels, size) and None
+    return lambda: engine.step(tile, labels, size)
 
 
 def main() -> None:
@@ -112,10 +112,7 @@ def main() -> None:
         worker(options)
         return
     arguments = ["-m", "benchmarks.spatial", *sys.argv[1:], "--worker"]
-    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN])]
-    for grid in options.grids.split(","):
-        rows, cols = map(int, grid.split("x"))
-        contestants.append(Contestant(grid, rows * cols, [*arguments, grid]))
+    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN]), *on_grids(options.grids, arguments)]
     take_turns(contestants, options.rounds)
     results = summarise(contestants)
     title = (
@@ -123,8 +120,7 @@ def main() -> None:
     )
     print(title)
     print(as_table(results))
-    settings = {name: value for name, value in vars(options).items() if name not in ("worker", "out")}
-    save_json(Path(f"{options.out}.json"), {"settings": settings, "contestants": results})
+    save_json(Path(f"{options.out}.json"), {"settings": settings(options), "contestants": results})
     plot(results, title, Path(f"{options.out}.png"))
     print(f"saved {options.out}.json and {options.out}.png")
 
@@ -163,12 +159,7 @@ def as_table(results: list[dict[str, Any]]) -> str:
 
 def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     """Two bar charts side by side: speed, and memory of a rank, both over plain PyTorch's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6))
     names = [f"{r['name']}\n{r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
     colors = ["0.6"] + ["tab:blue"] * (len(results) - 1)
     for axis, key, label in ((axes[0], "speed_ratio", "images/s"), (axes[1], "memory_ratio", "peak memory of a rank")):
@@ -181,9 +172,7 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     high = [r["speed_ratio_max"] - r["speed_ratio"] for r in results]
     axes[0].errorbar(names, [r["speed_ratio"] for r in results], [low, high], fmt="none", ecolor="0.2", capsize=3)
     figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

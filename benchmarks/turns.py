@@ -7,6 +7,7 @@ driver (no MPI)      round 1            round 2
 """
 
 import json
+import select
 import shutil
 import statistics
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 IDLE_SECONDS = 0.02
-START_SECONDS = 300.0
+ANSWER_SECONDS = 1800.0
+STOP_SECONDS = 60.0
 
 
 @dataclass
@@ -48,6 +50,9 @@ class Contestant:
         assert self._process.stdout is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            self._process.terminate()
+            raise SystemExit(f"{self.name} hangs: no answer for {ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self.name} ended: exit code {self._process.wait()}")
@@ -57,7 +62,10 @@ class Contestant:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.communicate(timeout=60)
+            try:
+                self._process.communicate(timeout=STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()
             self._process = None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.geometry import COLS, ROWS, Interval
+from mpi4dl.geometry import COLS, ROWS, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
@@ -119,10 +119,14 @@ class Engine:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
         return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
-    def images(self, part: Part, tile: Tensor, size: Size) -> Tensor:
+    def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor:
         """A tile (n, C, h, w) of images of `size` (H, W) on the engine's device, as part of the whole microbatch."""
         tile = tile.to(self.device, non_blocking=True)
-        return tile if part.plain else spatial.from_tile(tile, part.grid, size)
+        if part.plain:
+            return tile
+        samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
+        rows, cols = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size, part.grid.shape[1:], strict=True))
+        return spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols)))
 
     def step(
         self, tiles: Tiles, targets: Any, size: Size | None = None, microbatches: Sequence[Microbatch] | None = None
@@ -236,7 +240,8 @@ class _Batch:
         return (self.size, microbatch.counts)
 
     def images(self, part: Part, microbatch: Microbatch) -> Tensor:
-        return self.engine.images(part, self.tiles.pop((microbatch.direction, microbatch.number)), self.size)
+        tile = self.tiles.pop((microbatch.direction, microbatch.number))
+        return self.engine.images(part, tile, microbatch, self.size)
 
     def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
         """The share of this rank in the mean over the batch: dense outputs stay spread over the ranks."""

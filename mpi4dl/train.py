@@ -92,7 +92,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         clip_norm=config.optimizer.clip_norm,
     )
     with comm.together((ValueError,)):
-        run = Run(config, engine, schedule, images, watchdog, meter)
+        run = Run(config, engine, schedule, images, num_classes, watchdog, meter)
     if config.run.dry_run:
         run.explain()
         return
@@ -118,13 +118,15 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
 class Run:
     """A run of the training command: loaders, epochs, validation and reports around one engine."""
 
-    def __init__(self, config: Config, engine: Any, schedule: Any, images: Any, watchdog: Any, meter: Any) -> None:
+    def __init__(
+        self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, watchdog: Any, meter: Any
+    ) -> None:
         from mpi4dl.datasets import Loader
         from mpi4dl.runtime.bad_images import BadImages
         from mpi4dl.runtime.build import build_views
 
         self.config, self.engine, self.schedule = config, engine, schedule
-        self.watchdog, self.meter = watchdog, meter
+        self.num_classes, self.watchdog, self.meter = num_classes, watchdog, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images[0].channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         views = build_views(config, self.channels)
@@ -168,23 +170,43 @@ class Run:
         )
 
     def explain(self) -> None:
-        """Say what training would take: parameters, activations, messages. Nothing is trained."""
+        """Say what training would take: parameters, activations, messages, the timeline. Nothing is trained."""
+        if self.comm.rank == 0:
+            print(self.title())
+            print("\n".join(self.by_operator() if self.engine.plan.num_stages == 1 else self.by_stage()))
+            print(f"dry run: {self.num_steps} steps were not made")
+        self.comm.barrier()
+
+    def by_operator(self) -> Iterator[str]:
+        """What each operator of a model in one stage sends, and the memory of a rank."""
         from mpi4dl.parallel import spatial
         from mpi4dl.runtime.build import state_bytes
 
-        model = self.engine.model
-        images = (self.config.data.batch_size, self.channels, *self.size)
-        if self.comm.rank == 0:
-            found = spatial.explain(model.train(), images, self.engine.grid)
-            weights, states = sum(p.nbytes for p in model.parameters()), state_bytes(self.engine.optimizer)
-            print(self.title())
-            print(found)
-            print(
-                f"memory of a rank: parameters {weights / 2**20:.1f} MiB, gradients {weights / 2**20:.1f} MiB, "
-                f"optimizer {states / 2**20:.1f} MiB, activations at most {found.saved_bytes / 2**20:.1f} MiB"
-            )
-            print(f"dry run: {self.num_steps} steps were not made")
-        self.comm.barrier()
+        model, batch_size = self.engine.held.modules_of[0], self.config.data.batch_size
+        found = spatial.explain(
+            model.train(), (batch_size, self.channels, *self.size), self.engine.held.parts[0, 0].grid
+        )
+        weights, states = sum(p.nbytes for p in model.parameters()), state_bytes(self.engine.optimizer)
+        yield str(found)
+        yield (
+            f"memory of a rank: parameters {weights / 2**20:.1f} MiB, gradients {weights / 2**20:.1f} MiB, "
+            f"optimizer {states / 2**20:.1f} MiB, activations at most {found.saved_bytes / 2**20:.1f} MiB"
+        )
+
+    def by_stage(self) -> Iterator[str]:
+        """Who holds which stage and reads which images, and the timeline."""
+        from mpi4dl.runtime.build import build_model
+        from mpi4dl.runtime.overview import overview
+
+        held = self.engine.held
+        found = overview(
+            self.config.model.model,
+            lambda: build_model(self.config, self.num_classes),
+            held.plan,
+            (self.config.data.batch_size, self.channels, *self.size),
+            balance=held.counts,
+        )
+        yield from (*found.stages(), *found.images(), *found.ranks())
 
     def all_epochs(self) -> None:
         """Train, validate, keep the weights."""
@@ -220,7 +242,7 @@ class Run:
         interval = Interval(self)
         for batch, microbatches in self.batches(self.training, epoch):
             if self.engine.num_steps == 0:
-                self.show_samples(batch.tiles)
+                self.show_samples(batch.tiles, microbatches[0])
             result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches)
             self.schedule.after_step()
             interval.add(result.loss, len(batch.labels))
@@ -242,7 +264,7 @@ class Run:
             found = self.evaluation
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, found.accuracy or 0.0))
 
-    def show_samples(self, tiles: Sequence["Tensor"]) -> None:
+    def show_samples(self, tiles: Sequence["Tensor"], first: Any) -> None:
         """A few images of the first microbatch, small, for TensorBoard."""
         from torch.nn import functional as F
 
@@ -252,7 +274,7 @@ class Run:
         if part is None:
             return
         height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in self.size)
-        small = F.adaptive_avg_pool2d(self.engine.images(part, tiles[0], self.size), (height, width))
+        small = F.adaptive_avg_pool2d(self.engine.images(part, tiles[0], first, self.size), (height, width))
         small = spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small
         if self.reporter is not None and small.shape[1] in (1, 3):
             data = self.config.data

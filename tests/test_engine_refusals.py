@@ -43,15 +43,15 @@ def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None) -> tuple[
     model, optimizer = build(SMALL)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
     images, targets = batch_of(SMALL, 0)
-    tile = tiles_of(images, engine)
-    engine.step(tile, targets, SMALL.size)
+    tiles = tiles_of(images, engine)
+    engine.step(tiles, targets, SMALL.size)
     if bad_rank is None:
         engine.loss = infinite_gradient
     elif comm.rank == bad_rank:
-        tile[0, 0, 0, 0] = float("nan")
+        tiles[0][0, 0, 0, 0] = float("nan")
     before = bits(model, optimizer)
     with pytest.raises(Refusal) as caught:
-        engine.step(tile, targets, SMALL.size)
+        engine.step(tiles, targets, SMALL.size)
     return str(caught.value), bits(model, optimizer) == before
 
 

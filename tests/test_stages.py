@@ -36,7 +36,9 @@ from tests.training import (
 # than `EXACT` if it only computes in another memory format. An optimizer that divides by the gradient does likewise.
 RESNET = replace(DEEP, batch=8)
 UNET = replace(DENSE, batch=8)
-AMOEBANET = Task("amoebanetd", (64, 64), batch=16, model_options=(("num_layers", 3), ("num_filters", 16)))
+AMOEBANET = Task("amoebanetd", (64, 64), batch=16, model_options=(("num_layers", 3), ("num_filters", 16))).with_engine(
+    clip_norm=1.0
+)
 
 ONE = (1, 1)
 SQUARE, VERTICAL, HORIZONTAL = (2, 2), (1, 2), (2, 1)
@@ -79,3 +81,214 @@ def label(value: object) -> str:
 @pytest.mark.parametrize(("task", "plan"), everything(), ids=label)
 def test_every_combination_equals_plain_pytorch(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
+
+
+FURTHER = {
+    "ways of the last stage": Plan((ONE, ONE), (1, 2), microbatches=2),
+    "ways of the first stage, on tiles": Plan((VERTICAL, ONE), (2, 1), microbatches=2),
+    "ways come and go": Plan((ONE, ONE, ONE), (1, 2, 1), data=2, microbatches=2),
+    "more tiles behind": Plan((ONE, SQUARE), microbatches=2),
+    "fewer and fewer tiles": Plan((SQUARE, VERTICAL, ONE), microbatches=2),
+    "other tiles": Plan((HORIZONTAL, VERTICAL), data=2, microbatches=2),
+    "the same tiles": Plan((HORIZONTAL, HORIZONTAL), microbatches=2, schedule="gpipe"),
+    "four stages": Plan((ONE,) * 4, microbatches=4),
+    "more stages than microbatches": Plan((ONE,) * 4, data=2, microbatches=1),
+    "gpipe": Plan((ONE, ONE), microbatches=3, schedule="gpipe"),
+    "chunks": Plan((ONE, ONE), microbatches=4, schedule="interleaved", chunks=2),
+    "chunks on tiles": Plan((VERTICAL, ONE), data=2, microbatches=3, schedule="interleaved", chunks=2),
+    "chunks of one place": Plan((VERTICAL,), microbatches=2, schedule="interleaved", chunks=3),
+    "zero bubble": Plan((ONE,) * 3, microbatches=4, schedule="zero-bubble"),
+    "zero bubble on tiles": Plan((HORIZONTAL, ONE), data=2, microbatches=3, schedule="zero-bubble"),
+    "zero bubble in both directions": Plan((VERTICAL, ONE), microbatches=2, schedule="zero-bubble", bidirectional=1),
+    "two pairs of waves": Plan((ONE, ONE), microbatches=2, bidirectional=2),
+    "two pairs of waves on tiles": Plan((VERTICAL, ONE), data=2, microbatches=1, bidirectional=2, schedule="gpipe"),
+    "both directions with ways": Plan((ONE, ONE), (2, 1), microbatches=2, bidirectional=1),
+    "both directions on the same tiles": Plan((VERTICAL, VERTICAL), microbatches=2, bidirectional=1),
+    "one stage in microbatches": Plan((SQUARE,), data=2, microbatches=2),
+}
+PIPELINE = Plan((VERTICAL, ONE), microbatches=2)
+MIRRORED = Plan((VERTICAL, ONE), microbatches=1, bidirectional=1)
+BOTH = {"pipeline": PIPELINE, "mirrored": MIRRORED}
+
+
+@pytest.mark.parametrize("plan", FURTHER.values(), ids=FURTHER.keys())
+def test_stages_of_any_grids_in_any_order_equal_plain_pytorch(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, RESNET, plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "plan"),
+    [
+        (7, Plan((VERTICAL, ONE), microbatches=4)),
+        (7, Plan((ONE, ONE), data=2, microbatches=2)),
+        (7, Plan((ONE, ONE), (1, 2), microbatches=3)),
+        (7, Plan((ONE, ONE), bidirectional=1, microbatches=2)),
+    ],
+    ids=label,
+)
+def test_microbatches_need_not_be_equal(ranks: Ranks, batch: int, plan: Plan) -> None:
+    """The validation ends with a batch of one image, which is less than every plan here has microbatches."""
+    check(ranks, replace(RESNET, batch=batch), plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan((VERTICAL, VERTICAL), microbatches=2),
+        Plan((ONE, SQUARE), microbatches=2),
+        Plan((SQUARE, HORIZONTAL), microbatches=2, schedule="zero-bubble"),
+        Plan((ONE, VERTICAL), data=2, microbatches=2),
+        Plan((VERTICAL, HORIZONTAL), bidirectional=1, microbatches=2),
+        Plan((VERTICAL, ONE), (1, 2), microbatches=2),
+        Plan((ONE, VERTICAL), microbatches=2, schedule="interleaved", chunks=2),
+    ],
+    ids=label,
+)
+def test_a_class_for_every_pixel_from_a_last_stage_on_tiles(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, UNET, plan)
+
+
+@pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+@pytest.mark.parametrize("task", [RESNET, UNET], ids=str)
+def test_recomputing_stages_changes_nothing(ranks: Ranks, task: Task, plan: Plan) -> None:
+    check(ranks, task.with_engine(recompute=True), plan)
+
+
+def test_recomputing_leaves_the_halves_of_a_backward_exact(ranks: Ranks) -> None:
+    check(ranks, RESNET.with_engine(recompute=True), replace(PIPELINE, schedule="zero-bubble"))
+
+
+@pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+def test_the_norm_to_clip_is_that_of_all_stages(ranks: Ranks, plan: Plan) -> None:
+    task = RESNET.with_engine(clip_norm=0.5)
+    check(ranks, task, plan)
+    assert min(step.gradient_norm for step in plain(task, plan.num_microbatches).steps) > 0.5
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, plan: Plan, optimizer: str) -> None:
+    task = replace(UNUSED, optimizer=optimizer)
+    check(ranks, task, plan)
+    expected = plain(task, plan.num_microbatches)
+    begin = build(task)[0].state_dict()
+    for name in ("forgotten.weight", "frozen.weight"):
+        assert torch.equal(expected.state[name], begin[name])
+        assert expected.gradients[name] is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan((VERTICAL, VERTICAL, ONE), microbatches=2),
+        Plan((ONE, ONE, ONE), data=2, microbatches=2),
+        Plan((ONE, ONE, ONE), microbatches=1, bidirectional=1),
+        Plan((ONE, ONE, ONE), microbatches=2, schedule="zero-bubble"),
+    ],
+    ids=label,
+)
+def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, replace(UNUSED, balance=(2, 2, 1)), plan)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        (TORCHVISION, Plan((VERTICAL, VERTICAL, ONE), microbatches=2)),
+        (
+            Task("densenet121", (71, 45), batch=8).with_engine(clip_norm=1.0),
+            Plan((ONE, ONE, ONE), microbatches=2, bidirectional=0),
+        ),
+    ],
+    ids=label,
+)
+def test_models_of_torchvision_in_three_stages(ranks: Ranks, task: Task, plan: Plan) -> None:
+    check(ranks, task, plan)
+
+
+def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:
+    """Outcomes with dropout, where all ranks that hold a value have the same bits of it."""
+    outcomes = ranks(plan.num_ranks).run(train, DROPPING.with_engine(recompute=recompute), plan)
+    bits: dict[str, str] = {}
+    for outcome in outcomes:
+        for name, digest in outcome.digests.items():
+            assert bits.setdefault(name, digest) == digest, name
+    return outcomes
+
+
+@pytest.mark.parametrize("plan", [*BOTH.values(), replace(MIRRORED, data=2)], ids=label)
+def test_the_same_seed_gives_the_same_bits(ranks: Ranks, plan: Plan) -> None:
+    first, second = (dropped(ranks, plan) for _ in range(2))
+    assert [a.digests for a in first] == [b.digests for b in second]
+    assert [a.steps for a in first] == [b.steps for b in second]
+
+
+@pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+def test_dropout_is_the_same_on_tiles_and_when_it_is_recomputed(ranks: Ranks, plan: Plan) -> None:
+    kept = dropped(ranks, replace(plan, tiles=(ONE, ONE)))[0]
+    assert_like(dropped(ranks, plan)[0], kept)
+    assert_like(dropped(ranks, plan, recompute=True)[0], kept)
+
+
+def test_dropout_does_not_depend_on_the_schedule(ranks: Ranks) -> None:
+    kept = dropped(ranks, PIPELINE)[0]
+    assert_like(dropped(ranks, replace(PIPELINE, schedule="zero-bubble"))[0], kept)
+    assert kept.steps[0].loss != pytest.approx(dropped(ranks, MIRRORED)[0].steps[0].loss, rel=1e-6), "no dropout"
+
+
+def small_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """So small that fp16 does not overflow."""
+    return 0.01 * F.cross_entropy(outputs, targets)
+
+
+def with_autocast(comm: Communicator, task: Task, plan: Plan, precision: str) -> Engine:
+    held = split(lambda: model_of(task).float(), plan, comm, image=(task.batch, 3, *task.size))
+    return Engine(held, plan, optimizer_of(task, held), small_loss, comm=comm, precision=precision)
+
+
+def step(engine: Engine, task: Task, number: int) -> tuple[float, float]:
+    images, targets = batch_of(task, number)
+    result = engine.step(tiles_of(images.float(), engine), targets, task.size)
+    return result.loss, result.gradient_norm
+
+
+def first_steps(comm: Communicator, task: Task, plan: Plan, precision: str) -> list[tuple[float, float]]:
+    engine = with_autocast(comm, task, plan, precision)
+    return [step(engine, task, number) for number in range(2)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", [*BOTH.values(), replace(PIPELINE, schedule="zero-bubble")], ids=label)
+def test_autocast_stays_near_full_precision(ranks: Ranks, plan: Plan, precision: str) -> None:
+    exact = plain(RESNET, plan.num_microbatches).steps[0]
+    for (loss, norm), second in ranks(plan.num_ranks).run(first_steps, RESNET, plan, precision):
+        assert loss == pytest.approx(0.01 * exact.loss, rel=0.02)
+        assert norm == pytest.approx(0.01 * exact.gradient_norm, rel=0.1)
+        assert loss != pytest.approx(0.01 * exact.loss, rel=1e-6), "it was not on"
+        assert all(map(math.isfinite, second))
+
+
+def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], list[bool], list[float]]:
+    """Three steps of fp16, where a gradient of one rank is infinite in the second: the norms, moves and scales."""
+    engine = with_autocast(comm, RESNET, plan, "fp16")
+    finite, moved, scales = [], [], []
+    for number in range(3):
+        parameters = list(engine.held.parameters())
+        hooks = [parameters[0].register_hook(lambda g: g * math.inf)] if number == 1 and comm.rank == rank else []
+        before = [p.detach().clone() for p in parameters]
+        finite.append(math.isfinite(step(engine, RESNET, number)[1]))
+        moved.append(not all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
+        scales.append(engine._scaler.get_scale())
+        for hook in hooks:
+            hook.remove()
+    return finite, moved, scales
+
+
+@pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_infinite_gradient_in_one_stage_makes_all_ranks_leave_the_step_out(
+    ranks: Ranks, plan: Plan, rank: int
+) -> None:
+    for finite, moved, scales in ranks(plan.num_ranks).run(overflow_on, plan, rank):
+        assert finite == moved == [True, False, True]
+        assert scales == [scales[0], scales[0] / 2, scales[0] / 2]

@@ -203,10 +203,12 @@ def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
     assert (last["loss"], last["accuracy"]) == pytest.approx((loss, accuracy), rel=SINGLE)
 
 
-@pytest.mark.parametrize("plan", ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3"])
+PLANS = ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3", "--stages 2 --tiles 1x2,1x1"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_same_numbers(ranks: Ranks, recorded: Recorded, tmp_path: Path, plan: str) -> None:
-    config = parse(plan.split()).parallel
-    num_ranks = config.tiles[0] * config.tiles[1] * config.data
+    num_ranks = build.build_plan(parse(plan.split())).num_ranks
     ranks(num_ranks).run(train, [*recorded.flags, *plan.split(), "--run-folder", str(tmp_path / "run")])
     assert_same_numbers(read_metrics(tmp_path / "run"), [
         {name: m[name] for name in ("loss", "accuracy") if name in m} for m in read_metrics(recorded.folder)

@@ -191,8 +191,9 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     held = model.own_state() | {f"{name}.grad": value for name, value in mine.items() if value is not None}
     outcome.digests = {name: digest_of({name: value}) for name, value in held.items()}
     outcome.state = model.gather_state() or {}
-    for theirs in comm.all_gather_object(mine):
-        outcome.gradients |= theirs if comm.rank == 0 else {}
+    first = [module for stage, module in model.modules_of.items() if plan.ranks(0, stage)[0] == comm.rank]
+    for theirs in comm.mpi.gather(gradients_of(first)) or ():
+        outcome.gradients |= theirs
     return outcome
 
 

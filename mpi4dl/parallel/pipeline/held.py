@@ -146,7 +146,7 @@ def split(
 
     `balance` is how many atoms of the model each stage gets: by numbers, or by counted FLOPs ("auto", "flops"), by the
     bytes that training keeps ("memory"), or by measured seconds ("time"), for images of shape `image`; the cost of a
-    stage is divided by the number of ranks that share it. `whole` are paths of modules that shall not be cut. Collective.
+    stage is divided by the number of ranks that share it. `whole` are paths of modules not to be cut. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut so; on all ranks alike.

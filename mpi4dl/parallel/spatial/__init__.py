@@ -14,7 +14,7 @@ from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
 from mpi4dl.parallel.spatial.explain import explain
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
-from mpi4dl.parallel.spatial.sharding import from_tile, shard, sum_gradients
+from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, sum_gradients
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SpatialTensor",
     "explain",
     "from_tile",
+    "from_tiling",
     "gather",
     "register",
     "retile",

@@ -56,7 +56,6 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     wide, and together they make up the image; `Grid.box` gives the even cut. With a grid that cuts the batch, N may
     differ from replica to replica. Raises `Refusal` on all ranks otherwise.
     """
-    dims = image_dims(grid, tile.dim())
     answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
     shapes = [shape for shape, _, _ in answers]
     if any(len(shape) < 2 for shape in shapes):
@@ -79,7 +78,21 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     if problem is not None:
         grid.comm.agree(problem)
     batch, rows, cols = splits
-    return SpatialTensor(tile, Layout(grid, _tiling(grid, dims, (batch, rows, cols)), dims))
+    return from_tiling(tile, grid, Tiling((batch, rows, cols)))
+
+
+def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
+    """Spread images whose tiling all ranks know, so that they need not ask each other. Raises ValueError on this rank
+    if its tile, such as (N, C, h, w), is not what it owns by that.
+    """
+    dims, box = image_dims(grid, tile.dim()), tiling.owned(grid.rank)
+    found = (tile.shape[0], tile.shape[-2], tile.shape[-1])
+    if found != box.shape:
+        raise ValueError(
+            f"this rank's tile has {found[0]} samples of {found[1]} x {found[2]} px, but its part of the batch is "
+            f"{box.shape[0]} samples of {box.shape[1]} x {box.shape[2]} px"
+        )
+    return SpatialTensor(tile, Layout(grid, _tiling(grid, dims, tiling.splits), dims))
 
 
 def sum_gradients(model: nn.Module, grid: Grid) -> None:

@@ -1,0 +1,456 @@
+"""Stages, tiles and mirrored copies against plain PyTorch: images/s, memory of a rank, and how long ranks stand idle.
+
+    python -m benchmarks.stages --models amoebanetd,resnet_v2 --sizes 128,256
+    python -m benchmarks.stages --sleep
+
+    LP   the stages of a model lie on ranks, one microbatch at a time     SP+    the first stage is cut into tiles
+    PP   the same, with microbatches in flight by a schedule              GEMS+  a mirrored copy takes half of them
+
+Plain PyTorch, one process and a plain loop over the same microbatches, and every configuration (a job of its own under
+mpirun) take turns on the same cores. With more ranks than cores, images/s says nothing about scaling, and a bubble is
+also a wait for a core. With --sleep, stages sleep instead of computing, so that the bubble is that of the schedule.
+
+Memory is the peak of the largest rank, without interpreter and libraries; activations are the bytes that autograd keeps
+at most, counted in a step that is not timed. The bubble is the share of a step for which ranks stand idle: measured,
+and simulated from the measured seconds of each stage. On a GPU, whose work the host does not wait for, there is none.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.report import save_json, settings
+from benchmarks.stages_charts import as_table, plot, plot_bubbles
+from benchmarks.turns import Contestant, answer_turns, grid_shape, median, ratios, take_turns
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from mpi4dl.comm import Communicator
+    from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, Span
+    from mpi4dl.parallel.plan import Plan
+
+PLAIN, SLEEP = "plain", "sleep"
+CONFIGURATIONS = ("SP", *(kind + way for kind in ("", "SP+", "GEMS+", "SP+GEMS+") for way in ("LP", "PP")))
+NUM_CLASSES = 10
+CHUNKS = 2
+SLEEP_SECONDS = 0.03  # a rank's forward of a microbatch; its backward takes twice as long
+SLEEP_PX = 8
+TITLES = {"amoebanetd": "AmoebaNet-D", "resnet_v2": "ResNet-v2", SLEEP: "stages that sleep"}
+OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 32}, "resnet_v2": {"depth": 20, "num_filters": 8}}
+QUICK_OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 8}, "resnet_v2": {"depth": 11, "num_filters": 4}}
+QUICK = {"sizes": "64", "configurations": "SP+GEMS+PP", "rounds": 1}
+SLEEPING = {
+    "stages": 4,
+    "microbatches": 8,
+    "batch_size": 8,
+    "configurations": "LP,PP,GEMS+LP,GEMS+PP",
+    "schedules": "gpipe,1f1b,interleaved,zero-bubble",
+}
+QUICK_SLEEPING = {"configurations": "PP", "schedules": "gpipe,1f1b", "rounds": 1}
+
+
+class Case(NamedTuple):
+    """What contestants are compared on."""
+
+    model: str
+    size_px: int
+
+
+class Trainer(NamedTuple):
+    """A training step, and when this rank worked on what in the last one."""
+
+    step: Callable[[], Any]
+    spans: "Callable[[], list[Span]]"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stages", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", default="amoebanetd,resnet_v2", help="models of mpi4dl.models")
+    parser.add_argument("--num-layers", type=int, help="of amoebanetd, instead of 3")
+    parser.add_argument("--num-filters", type=int, help="of all models, instead of 32 (amoebanetd) and 8 (resnet_v2)")
+    parser.add_argument("--depth", type=int, help="of resnet_v2, instead of 20")
+    parser.add_argument("--sizes", default="128,256", help="heights and widths of the images, in pixels")
+    parser.add_argument(
+        "--configurations",
+        default="LP,PP,SP+LP,SP+PP,GEMS+LP,GEMS+PP,SP+GEMS+PP",
+        help=f"of {', '.join(CONFIGURATIONS)}",
+    )
+    parser.add_argument("--stages", type=int, default=2, help="into how many LP and PP cut the model")
+    parser.add_argument("--tiles", default="1x2", help="grid of SP, over the first stage")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a batch; with GEMS half of them each way")
+    parser.add_argument(
+        "--schedules", default="1f1b", help="of PP; interleaved cuts twice as many stages, not for GEMS"
+    )
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=1, help="training steps in a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--cores", type=int, default=2, help="of plain PyTorch; the ranks share as many")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--sleep", action="store_true", help="4 stages that sleep instead of --models")
+    parser.add_argument("--quick", action="store_true", help="tiny models and one round, to see that it works")
+    parser.add_argument("--timeline", help="where to draw what the first of the pipelines did: FILE.png")
+    parser.add_argument("--out", type=Path, default=Path("results/stages"), help="how names of .json and .png begin")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    flags = parser.parse_args(argv)
+    for asked, defaults in (
+        (flags.quick, QUICK),
+        (flags.sleep, SLEEPING),
+        (flags.quick and flags.sleep, QUICK_SLEEPING),
+    ):
+        if asked:
+            parser.set_defaults(**defaults)
+    options = parser.parse_args(argv)
+    for name in ("stages", "microbatches", "batch_size", "steps", "rounds", "cores"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
+    unknown = [name for name in options.configurations.split(",") if name not in CONFIGURATIONS]
+    if unknown:
+        parser.error(f"--configurations {','.join(unknown)}: choose of {', '.join(CONFIGURATIONS)}")
+    if "GEMS" in options.configurations and options.microbatches % 2:
+        parser.error(f"--microbatches {options.microbatches} cannot be halved for GEMS: use an even number")
+    try:
+        cases(options), grid_shape(options.tiles)
+    except ValueError:
+        parser.error(f"--sizes {options.sizes} --tiles {options.tiles}: write them as 128,256 and 1x2")
+    return options
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    if options.sleep:
+        return [Case(SLEEP, SLEEP_PX)]
+    return [Case(model, int(size)) for model in options.models.split(",") for size in options.sizes.split(",")]
+
+
+def plans(options: argparse.Namespace) -> "dict[str, Plan]":
+    """A plan for each configuration, and for each schedule where it has a choice. Raises ValueError."""
+    from mpi4dl.parallel.plan import Plan
+
+    found: dict[str, Plan] = {}
+    schedules = options.schedules.split(",")
+    for name in options.configurations.split(","):
+        words = name.split("+")
+        gems, pipelined = "GEMS" in words, "PP" in words
+        stages = options.stages if pipelined or "LP" in words else 1
+        tiles = [grid_shape(options.tiles) if "SP" in words else (1, 1)] + [(1, 1)] * (stages - 1)
+        for schedule in schedules if pipelined else ["layer"]:
+            chunks = CHUNKS if schedule == "interleaved" else 1
+            if gems and chunks > 1:
+                continue
+            label = f"{name} {schedule}" if pipelined and len(schedules) > 1 else name
+            microbatches, pairs = (options.microbatches // 2, 1) if gems else (options.microbatches, 0)
+            found[label] = Plan(tuple(tiles), (), 1, microbatches, schedule, pairs, chunks)
+    return found
+
+
+def model_options(options: argparse.Namespace, model: str) -> dict[str, int]:
+    """What the model is built with: our small ones, unless flags say otherwise; of other models nothing but flags."""
+    chosen = dict((QUICK_OPTIONS if options.quick else OPTIONS).get(model, {}))
+    flags = {"num_layers": options.num_layers, "num_filters": options.num_filters, "depth": options.depth}
+    return chosen | {k: v for k, v in flags.items() if v is not None and (k in chosen or not chosen)}
+
+
+def sleep_seconds(plan: "Plan | None") -> float:
+    return SLEEP_SECONDS / (1 if plan is None else plan.chunks)
+
+
+def builder(options: argparse.Namespace, model: str, plan: "Plan | None") -> "Callable[[], nn.Module]":
+    if model == SLEEP:
+        from benchmarks.sleeping import sleeping_model
+
+        return partial(sleeping_model, plan.num_stages if plan else options.stages, sleep_seconds(plan), NUM_CLASSES)
+    from mpi4dl import models
+
+    return partial(models.build, model, NUM_CLASSES, **model_options(options, model))
+
+
+def worker(options: argparse.Namespace) -> None:
+    """One contestant: steps of plain PyTorch, or of the engine by a plan."""
+    import torch
+
+    from mpi4dl.comm import world
+    from mpi4dl.runtime.memory import ActivationMeter, MemoryMeter, keep_freed_memory
+
+    model, size, name = options.worker
+    case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]
+    keep_freed_memory()
+    comm = None if plan is None else world()
+    torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
+    device = torch.device(options.device) if comm is None else comm.node.device(options.device)
+    load_libraries(device)
+    memory, activations = MemoryMeter(device), ActivationMeter()
+    if plan is None or comm is None:
+        trainer = plain_trainer(options, case, device)
+    else:
+        trainer = engine_trainer(options, case, device, plan, comm)
+
+    def of_ranks(value: Any) -> list[Any]:
+        return [value] if comm is None else comm.all_gather_object(value)
+
+    def turn() -> dict[str, Any]:
+        began = time.perf_counter()
+        for _ in range(options.steps):
+            trainer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        peaks, rows = of_ranks(memory.peak_bytes()), of_ranks(trainer.spans())
+        if not activations.peak_bytes:  # in the first turn, which is not counted
+            with activations.counting():
+                trainer.step()
+        kept = of_ranks(activations.peak_bytes)
+        speed = options.batch_size * options.steps / seconds
+        return {
+            "images_per_second": speed,
+            "peak_bytes": max(peaks),
+            "peak_bytes_of_ranks": peaks,
+            "activation_bytes_of_ranks": kept,
+            "rows": rows,
+        }
+
+    answer_turns(turn, comm)
+
+
+def load_libraries(device: "torch.device") -> None:
+    """Compute a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
+    import torch
+    from torch import nn
+
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+    layers.to(device)(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
+
+
+def plain_trainer(options: argparse.Namespace, case: Case, device: "torch.device") -> Trainer:
+    import torch
+    from torch.nn import functional as F
+
+    model = builder(options, case.model, None)().to(device)
+    if case.model == SLEEP:
+        slow_weights_of(model, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    images = torch.randn(options.batch_size, 3, case.size_px, case.size_px, device=device)
+    labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        total = 0.0
+        pairs = zip(images.tensor_split(options.microbatches), labels.tensor_split(options.microbatches), strict=True)
+        for some, theirs in pairs:
+            loss = F.cross_entropy(model(some), theirs) * (len(some) / len(images))
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+
+    return Trainer(step, list)
+
+
+def engine_trainer(
+    options: argparse.Namespace, case: Case, device: "torch.device", plan: "Plan", comm: "Communicator"
+) -> Trainer:
+    import torch
+    from torch.nn import functional as F
+
+    from mpi4dl.engine import Engine
+    from mpi4dl.parallel.pipeline.held import split
+
+    size = (case.size_px, case.size_px)
+    sleeps = case.model == SLEEP
+    held = split(
+        builder(options, case.model, plan),
+        plan,
+        comm,
+        device=device,
+        balance=(1,) * plan.num_stages if sleeps else "auto",
+        image=(max(1, options.batch_size // options.microbatches), 3, *size),
+        whole=[str(stage) for stage in range(plan.num_stages)] if sleeps else (),
+    )
+    if sleeps:
+        slow_weights_of(held, plan)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.01), F.cross_entropy, comm=comm)
+    engine.executor.records = True
+    shapes = [[slab.length for slab in read.box] for read in engine.reads(options.batch_size, size)]
+    tiles = [torch.randn(n, 3, rows, cols, device=device) for n, rows, cols in shapes]
+    labels = torch.zeros(options.batch_size, dtype=torch.int64)
+    return Trainer(lambda: engine.step(tiles, labels, size), lambda: engine.executor.spans)
+
+
+def slow_weights_of(model: "nn.Module", plan: "Plan | None") -> None:
+    from benchmarks.sleeping import slow_weights
+
+    slow_weights(model, sleep_seconds(plan))
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    if options.worker:
+        worker(options)
+        return
+    chosen = plans_that_fit(options)
+    options.cores = share_cores(options.cores)
+    results: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for case in cases(options):
+        try:
+            contestants = compete(case, chosen, options)
+        except SystemExit as problem:
+            problems.append(f"{case.model} {case.size_px} px: {problem}")
+            print(problems[-1], file=sys.stderr)
+        else:
+            found = summarise(case, contestants, chosen, options.device)
+            if options.timeline and not results:
+                draw_timeline(contestants, chosen, Path(options.timeline))
+            results += found
+            print(f"\n{title(options, case.model)}\n{as_table(found)}", flush=True)
+        if results:
+            save(results, problems, options)
+    if problems:
+        raise SystemExit("\n".join(["not measured:", *problems]))
+
+
+def plans_that_fit(options: argparse.Namespace) -> "dict[str, Plan]":
+    """The plans of all configurations; ends with what is wrong with one."""
+    try:
+        chosen = plans(options)
+        for name, plan in chosen.items():
+            for case in cases(options):
+                problem = plan.problem(plan.num_ranks, (case.size_px, case.size_px), options.batch_size)
+                if problem is not None:
+                    raise ValueError(f"{name}: {problem}")
+    except ValueError as problem:
+        print(f"python -m benchmarks.stages: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return chosen
+
+
+def share_cores(wanted: int) -> int:
+    """Keep this process and the contestants that it starts to so many cores, or as many as there are."""
+    cores = sorted(os.sched_getaffinity(0))[:wanted]
+    os.sched_setaffinity(0, cores)
+    return len(cores)
+
+
+def compete(case: Case, chosen: "dict[str, Plan]", options: argparse.Namespace) -> list[Contestant]:
+    """Plain PyTorch and all others after their turns."""
+    arguments = ["-m", "benchmarks.stages", *sys.argv[1:], f"--cores={options.cores}", "--worker"]
+    arguments += [case.model, str(case.size_px)]
+    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN])]
+    contestants += [Contestant(name, plan.num_ranks, [*arguments, name]) for name, plan in chosen.items()]
+    print(f"{case.model}, {case.size_px} px: {len(contestants)} contestants", file=sys.stderr)
+    take_turns(contestants, options.rounds)
+    return contestants
+
+
+def measured(answer: dict[str, Any]) -> "Simulation":
+    """What the ranks did in the last step of a turn."""
+    from mpi4dl.parallel.pipeline.simulator import Simulation, Span
+    from mpi4dl.parallel.pipeline.table import Action
+
+    rows = tuple(tuple(Span(Action(*action), start, end) for action, start, end in row) for row in answer["rows"])
+    return Simulation(rows, tuple(answer["activation_bytes_of_ranks"]))
+
+
+def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs":
+    """The mean seconds of each stage's forward and backward; messages are left to the bubble."""
+    from mpi4dl.parallel.pipeline.simulator import Costs
+
+    spans = [span for timeline in timelines for row in timeline.rows for span in row]
+
+    def mean(kind: str, stage: int) -> float:
+        seconds = [s.end_seconds - s.start_seconds for s in spans if (s.action.kind, s.action.stage) == (kind, stage)]
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
+    stages = range(num_stages)
+    forward, whole, inputs, weights = (
+        [mean(kind, stage) for stage in stages] for kind in ("forward", "backward", "input", "weight")
+    )
+    backward = [sum(parts) for parts in zip(whole, inputs, weights, strict=True)]
+    split_seconds = sum(inputs) + sum(weights)
+    share = sum(inputs) / split_seconds if split_seconds else 0.5
+    return Costs(tuple(forward), tuple(backward), (0.0,) * (num_stages - 1), (1,) * num_stages, share)
+
+
+def summarise(
+    case: Case, contestants: list[Contestant], chosen: "dict[str, Plan]", device: str
+) -> list[dict[str, Any]]:
+    """Medians over the rounds, and medians of the ratios to plain PyTorch in the same round.
+
+    What there is no such thing of is None: bubbles without stages or on a GPU, and the activations of zero-bubble,
+    which keeps what it needs for later outside of autograd.
+    """
+    from mpi4dl.parallel.pipeline.simulator import simulate
+
+    results = []
+    for contestant in contestants:
+        plan, answers = chosen.get(contestant.name), contestant.answers
+        speeds = [answer["images_per_second"] for answer in answers]
+        speed, memory = (ratios(contestant, contestants[0], key) for key in ("images_per_second", "peak_bytes"))
+        kept = answers[-1]["activation_bytes_of_ranks"]
+        row: dict[str, Any] = {
+            "model": case.model,
+            "size_px": case.size_px,
+            "name": contestant.name,
+            "ranks": contestant.ranks,
+            "plan": None if plan is None else plan.describe(),
+            "images_per_second": median(speeds),
+            "images_per_second_min": min(speeds),
+            "images_per_second_max": max(speeds),
+            "speed_ratio": median(speed),
+            "peak_bytes": median([answer["peak_bytes"] for answer in answers]),
+            "peak_bytes_of_ranks": answers[-1]["peak_bytes_of_ranks"],
+            "memory_ratio": median(memory),
+            "activation_bytes": None if plan and plan.schedule == "zero-bubble" else max(kept),
+            "measured_bubble": None,
+            "simulated_bubble": None,
+        }
+        if plan is not None and plan.num_stages > 1 and device == "cpu":
+            timelines = [measured(answer) for answer in answers]
+            costs = measured_costs(timelines, plan.num_stages)
+            row["measured_bubble"] = median([timeline.bubble for timeline in timelines])
+            row["simulated_bubble"] = simulate(plan.table(), plan.placement, costs).bubble
+            row["forward_seconds"], row["backward_seconds"] = costs.forward_seconds, costs.backward_seconds
+        results.append(row)
+    return results
+
+
+def title(options: argparse.Namespace, model: str) -> str:
+    """What was trained on how many cores."""
+    numbers = ", ".join(f"{name} {value}" for name, value in model_options(options, model).items())
+    what = TITLES.get(model, model) + (f" ({numbers})" if numbers and model != SLEEP else "")
+    batch = f"batch {options.batch_size} in {options.microbatches} microbatches"
+    tiles = f", SP tiles {options.tiles}" if "SP" in options.configurations.replace("+", ",").split(",") else ""
+    return f"{what}, {batch}, {options.stages} stages{tiles}, {options.device}, {options.cores} cores in all"
+
+
+def save(results: list[dict[str, Any]], problems: list[str], options: argparse.Namespace) -> None:
+    """What there is so far: a sweep that is broken off keeps what it has measured."""
+    out = f"{options.out}_{SLEEP}" if options.sleep else str(options.out)
+    what = {"settings": settings(options), "cores": options.cores, "problems": problems, "measurements": results}
+    save_json(Path(f"{out}.json"), what)
+    paths = [f"{out}.json"]
+    for model in dict.fromkeys(r["model"] for r in results):
+        paths.append(f"{out}.png" if options.sleep else f"{out}_{model}.png")
+        draw = plot_bubbles if options.sleep else plot
+        draw([r for r in results if r["model"] == model], title(options, model), Path(paths[-1]))
+    print("saved " + ", ".join(paths))
+
+
+def draw_timeline(contestants: list[Contestant], chosen: "dict[str, Plan]", path: Path) -> None:
+    """What the first configuration of several stages did in its last step; of none if there is none."""
+    from mpi4dl.parallel.pipeline.drawing import as_png
+
+    for contestant in contestants[1:]:
+        if chosen[contestant.name].num_stages > 1:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            as_png(measured(contestant.answers[-1]), path)
+            print(f"timeline of {contestant.name}: {path}")
+            return
+
+
+if __name__ == "__main__":
+    main()

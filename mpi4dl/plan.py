@@ -1,0 +1,137 @@
+"""The planning command: `python -m mpi4dl.plan --stages 4 --microbatches 8`, with the flags of `mpi4dl.train`.
+
+It says what training by these flags would be, without MPI, and without making the model's values.
+"""
+
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpi4dl.runtime.config import Config, ConfigError, to_toml
+from mpi4dl.runtime.kinds import NAME, POSITIVE, optional
+from mpi4dl.runtime.options import option, parse_options
+
+if TYPE_CHECKING:
+    from mpi4dl.runtime.overview import Overview
+
+USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
+DESCRIPTION = (
+    "Show what training by these flags would be: stages, tiles, messages, memory and a timeline. No MPI needed."
+)
+CHANNELS = 3
+NUM_CLASSES = 10
+USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Shown:
+    timeline: str | None = option(
+        None,
+        "where to draw the timeline of a step, as FILE.png or FILE.txt; none: nowhere",
+        optional(NAME),
+        flag_only=True,
+    )
+    rank_gflops: float = option(
+        50.0, "what a rank is assumed to compute per second, in GFLOP, unless it is measured", POSITIVE, flag_only=True
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig(Config):
+    shown: Shown = field(default_factory=Shown)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print what the command line `argv` would train; whatever is wrong with it ends in one message."""
+    try:
+        show(list(sys.argv[1:] if argv is None else argv))
+    except ValueError as problem:
+        print(f"mpi4dl: {problem}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+def show(argv: Sequence[str]) -> None:
+    """Print the overview, and draw its timeline. Raises ValueError."""
+    config = parse_options(PlanConfig, argv, USAGE, DESCRIPTION)
+    if config.run.print_config:
+        print(to_toml(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
+        return
+    timeline = None if config.shown.timeline is None else Path(config.shown.timeline)
+    if timeline is not None:
+        require_drawable(timeline)
+    found = look_ahead(config, training_flags(argv))
+    print(found)
+    if timeline is not None:
+        draw(found, timeline)
+
+
+def look_ahead(config: PlanConfig, flags: Sequence[str]) -> "Overview":
+    """The overview of what `flags` would train, of which `config` was made."""
+    from mpi4dl.runtime.build import build_model, build_plan
+    from mpi4dl.runtime.overview import overview
+
+    plan = build_plan(config)
+    num_classes = config.model.num_classes or NUM_CLASSES
+    return overview(
+        config.model.model,
+        lambda: build_model(config, num_classes),
+        plan,
+        (config.data.batch_size, CHANNELS, *config.data.image_size),
+        balance=config.parallel.balance,
+        device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
+        rank_gflops=config.shown.rank_gflops,
+        command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
+    )
+
+
+def training_flags(argv: Sequence[str]) -> list[str]:
+    """The flags that are for the training too, as they were given."""
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    for item in fields(Shown):
+        own.add_argument("--" + item.name.replace("_", "-"))
+    return own.parse_known_args(list(argv))[1]
+
+
+def measuring_device(config: Config) -> str:
+    """Where atoms are timed: where the training would compute."""
+    import torch
+
+    asked, there = config.parallel.device, torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise ConfigError("--device cuda with --balance time measures on a GPU, but there is none: use --balance auto")
+    return "cuda" if there and asked != "cpu" else "cpu"
+
+
+def require_drawable(path: Path) -> None:
+    """Raise ConfigError unless a timeline can be drawn to such a file."""
+    if path.suffix not in (".png", ".txt"):
+        raise ConfigError(f"--timeline {path}: the name must end in .png or .txt")
+    if path.suffix == ".png":
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                f"--timeline {path} needs matplotlib: pip install 'mpi4dl[examples]', or draw to a .txt file"
+            ) from None
+
+
+def draw(found: "Overview", path: Path) -> None:
+    """Write the timeline, and say where."""
+    from mpi4dl.parallel.pipeline.drawing import as_png, as_text
+
+    try:
+        if path.suffix == ".png":
+            as_png(found.simulation, path)
+        else:
+            path.write_text(as_text(found.simulation) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--timeline {path}: {error.strerror}") from None
+    print(f"timeline: {path}")
+
+
+if __name__ == "__main__":
+    main()

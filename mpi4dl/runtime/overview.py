@@ -1,0 +1,300 @@
+"""What training by a plan would be, in words: who holds, reads, hands on and keeps what, and when."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpi4dl.geometry import Interval
+from mpi4dl.parallel.pipeline import balance as costing
+from mpi4dl.parallel.pipeline.checker import Report, check
+from mpi4dl.parallel.pipeline.drawing import as_text
+from mpi4dl.parallel.pipeline.handover import map_leaves, pack
+from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
+from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.plan import Plan
+
+TEXT_COLUMNS = 120
+MOST_READERS = 10
+MOST_INTERVALS = 4
+
+
+class Work(NamedTuple):
+    """What one stage has to do for a microbatch, over all its ranks together: counted, not measured.
+
+    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass;
+    `handed_bytes` of what goes to the next stage.
+    """
+
+    atoms: tuple[str, ...]
+    num_parameters: int
+    forward_flops: float
+    activation_bytes: int
+    handed_bytes: int
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A plan for a model and a batch of images of shape `image` (N, C, H, W), and what it comes to; `str` writes it.
+
+    `work` has one entry a stage; `costs`, `report` and `simulation` are those of the ranks of one replica.
+    `assumption` says where the seconds come from, `command` what starts the training.
+    """
+
+    name: str
+    plan: Plan
+    image: tuple[int, int, int, int]
+    num_parameters: int
+    work: tuple[Work, ...]
+    costs: Costs
+    report: Report
+    simulation: Simulation
+    assumption: str
+    command: str = ""
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(part) for part in (self.title(), self.stages(), self.images(), self.ranks()))
+
+    def title(self) -> list[str]:
+        """The model, the plan, the images, and how to start."""
+        plan, (batch_size, _, height, width) = self.plan, self.image
+        ranks = counted(plan.num_ranks, "rank", "ranks")
+        line = (
+            f"{self.name}, {self.num_parameters:,} parameters, on {ranks}: {plan.describe()}, "
+            f"images of {height} x {width} px, batches of {batch_size}"
+        )
+        return [line, *([f"start: {self.command}"] if self.command else [])]
+
+    def stages(self) -> list[str]:
+        """A table with one line a stage."""
+        plan = self.plan
+        mean = sum(self.costs.forward_seconds) / plan.num_stages or 1.0
+        total = sum(work.forward_flops for work in self.work) or 1.0
+        traced, staged, mirrored = bool(self.work[0].atoms), plan.num_stages > 1, plan.num_directions > 1
+        columns = ["stage", "ranks", *["mirrored"] * mirrored, "tiles", "ways", *["atoms"] * traced, "parameters"]
+        columns += ["FLOPs", *["cost/mean", "hands on"] * staged]
+        rows = [columns]
+        for stage, work in enumerate(self.work):
+            ways, grid_rows, cols = plan.shape(stage)
+            cells = [str(stage), *(runs(ranks[stage]) for ranks in plan.placement.holders)]
+            cells += [f"{grid_rows}x{cols}", str(ways // plan.data)]
+            if traced:
+                ends = dict.fromkeys((work.atoms[0], work.atoms[-1]))
+                cells.append(f"{len(work.atoms)}: {' .. '.join(ends)}")
+            cells += [f"{work.num_parameters:,}", f"{100 * work.forward_flops / total:.1f} %"]
+            if staged:
+                cells.append(f"{self.costs.forward_seconds[stage] / mean:.2f}")
+                cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
+            rows.append(cells)
+        lines = list(aligned(rows, left={"tiles", "atoms"}))
+        samples = samples_of(plan, self.image)
+        cost = "; cost/mean: of a rank's time; hands on: from all ranks of the stage together" if staged else ""
+        lines.append(f"a microbatch of {samples}: {total / 1e9:.4g} GFLOP forward{cost}")
+        if plan.data > 1:
+            lines.append(f"replica d of {plan.data} has these ranks + d x {plan.ranks_per_replica}")
+        return lines
+
+    def images(self) -> list[str]:
+        """Which boxes of a batch each rank reads."""
+        readers = list(self._readers())
+        lines = ["images read of each batch, from the first number up to, not including, the second:"]
+        lines += [f"  rank {rank}: {what}" for rank, what in readers[:MOST_READERS]]
+        if len(readers) > MOST_READERS:
+            lines.append(f"  ... and {counted(len(readers) - MOST_READERS, 'rank', 'ranks')} more")
+        others = self.plan.num_ranks - len(readers)
+        return [*lines, f"  {counted(others, 'rank reads', 'ranks read')} none"] if others else lines
+
+    def _readers(self) -> Iterator[tuple[int, str]]:
+        batch_size, _, *size = self.image
+        microbatches = self.plan.divide(batch_size)
+        for rank in range(self.plan.num_ranks):
+            samples: dict[tuple[Interval, Interval], list[Interval]] = {}
+            for read in self.plan.reads(rank, microbatches, (size[0], size[1])):
+                found = samples.setdefault((read.box.rows, read.box.cols), [])
+                adjoining = found and found[-1].stop == read.box.batch.start
+                start = found.pop().start if adjoining else read.box.batch.start
+                found.append(Interval(start, read.box.batch.stop))
+            if samples:
+                yield rank, "; ".join(_box(*where, found) for where, found in samples.items())
+
+    def ranks(self) -> list[str]:
+        """What each rank keeps, how long it is idle, and the timeline."""
+        found = []
+        for rank, bubble in enumerate(self.simulation.bubbles):
+            live = counted(self.report.peak_live[rank], "microbatch", "microbatches")
+            kept = mebibytes(self.simulation.peak_bytes[rank])
+            found.append(f"at most {live} with {kept} of activations, idle {100 * bubble:.1f} %")
+        lines = [f"a step, simulated ({self.assumption}; activations in fp32, none recomputed):"]
+        for what, group in groupby(enumerate(found), key=lambda item: item[1]):
+            ranks = [rank for rank, _ in group]
+            lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
+        return [*lines, as_text(self.simulation, TEXT_COLUMNS)]
+
+
+def overview(
+    name: str,
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    image: tuple[int, int, int, int],
+    *,
+    balance: str | Sequence[int] = "auto",
+    device: torch.device | str = "cpu",
+    rank_gflops: float = 50.0,
+    command: str = "",
+) -> Overview:
+    """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
+
+    Nothing is allocated but with balance "time", which measures on `device`. Else a rank is assumed to compute
+    `rank_gflops` per second. A plan of one stage needs no model that can be traced. Not collective: no MPI is used.
+
+    Raises:
+        ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
+    """
+    batch_size, channels, height, width = image
+    problem = plan.problem(plan.num_ranks, (height, width), batch_size)
+    if problem:
+        raise ValueError(problem)
+    model = outline(build).train()
+    microbatch = (samples_of(plan, image), channels, height, width)
+    seconds: list[float] = []
+    try:
+        if plan.num_stages == 1:
+            work = count_work([model], [_names(model)], microbatch)
+        else:
+            cuttable = Cuttable(model)
+            if balance == "time" and len(cuttable) >= plan.num_stages:
+                seconds = atom_costs(cuttable, None, "time", microbatch, device)
+                shares = [plan.shape(stage).size // plan.data for stage in range(plan.num_stages)]
+                counts = costing.partition(seconds, plan.num_stages, shares)
+            else:
+                counts = choose_counts(cuttable, plan, None, balance, microbatch, device)
+            names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]
+            work = count_work(cuttable.stages(counts), names, microbatch)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{name} on images of {height} x {width} px: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if seconds:
+        side = f"{min(height, MEASURED_PX)} x {min(width, MEASURED_PX)} px"
+        whole = [sum(seconds[start:stop]) for start, stop in _bounds(counts)]
+        forward = [total / 3 for total in whole]
+        assumption = f"seconds as measured here on {side}, a third of them forward; messages take no time"
+    else:
+        forward = [stage.forward_flops / (rank_gflops * 1e9) for stage in work]
+        assumption = f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; messages take no time"
+    costs = costs_of(plan, work, forward)
+    table = plan.table()
+    return Overview(
+        name,
+        plan,
+        image,
+        sum(p.numel() for p in model.parameters()),
+        work,
+        costs,
+        check(table, plan.placement),
+        simulate(table, plan.placement, costs),
+        assumption,
+        command,
+    )
+
+
+def samples_of(plan: Plan, image: tuple[int, int, int, int]) -> int:
+    """How many images a microbatch has, over all replicas and ways."""
+    return max(1, image[0] // plan.num_microbatches)
+
+
+def costs_of(plan: Plan, work: Sequence[Work], forward_seconds: Sequence[float]) -> Costs:
+    """The costs of each rank, where `forward_seconds` are those of one rank doing all of a stage's work."""
+    sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
+    forward = tuple(seconds / size for seconds, size in zip(forward_seconds, sizes, strict=True))
+    kept = tuple(-(-stage.activation_bytes // size) for stage, size in zip(work, sizes, strict=True))
+    return Costs(forward, tuple(2 * seconds for seconds in forward), (0.0,) * (plan.num_stages - 1), kept)
+
+
+def count_work(
+    stages: Sequence[nn.Module], names: Sequence[tuple[str, ...]], microbatch: tuple[int, int, int, int]
+) -> tuple[Work, ...]:
+    """Run the stages of a model on the meta device one after the other, and count what they do."""
+    dtype = next((p.dtype for stage in stages for p in stage.parameters()), torch.float32)
+    values: tuple[Any, ...] = (torch.empty(microbatch, dtype=dtype, device="meta"),)
+    found = []
+    for stage, atoms in zip(stages, names, strict=True):
+        own = {t.untyped_storage()._cdata for t in [*stage.parameters(), *stage.buffers()]}
+        saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, for the address of a freed one is used again
+
+        def keep(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.enable_grad(), hooks, FlopCounterMode(display=False) as counter:
+            results = stage(*values)
+        last = stage is stages[-1]
+        handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
+        kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+        size = sum(p.numel() for p in stage.parameters())
+        found.append(Work(atoms, size, float(counter.get_total_flops()), kept, sum(t.nbytes for t in handed)))
+        if not last:
+            values = map_leaves(_received, results)
+    return tuple(found)
+
+
+def _received(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _names(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's atoms; of one that cannot be traced, and so not be cut, none."""
+    try:
+        return Cuttable(model).names
+    except ValueError:
+        return ()
+
+
+def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate(counts, initial=0)))
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers in short: `0-3,8` for 0, 1, 2, 3, 8, and `3-0` for those of a mirrored copy."""
+    found: list[list[int]] = []
+    for number in numbers:
+        run = found[-1] if found else []
+        steps = (run[1] - run[0],) if len(run) > 1 else (1, -1)
+        if run and number - run[-1] in steps:
+            run.append(number)
+        else:
+            found.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+def counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
+    """A table whose first row is its head; numbers to the right, columns named in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for cell, width, head in zip(row, widths, rows[0], strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _box(rows: Interval, cols: Interval, samples: Sequence[Interval]) -> str:
+    shown = [f"{start}-{stop}" for start, stop in samples[:MOST_INTERVALS]] + ["..."] * (len(samples) > MOST_INTERVALS)
+    return f"rows {rows.start}-{rows.stop}, columns {cols.start}-{cols.stop} of samples {', '.join(shown)}"

@@ -1,0 +1,149 @@
+"""The planning command: what it prints and draws, and how it refuses; overviews themselves have their own tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+
+from mpi4dl.plan import main, training_flags
+from mpi4dl.runtime.config import parse
+
+SMALL = ["--model", "small_resnet", "--image-size", "64"]
+STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one message that the command ends with, with exit code 2."""
+    with pytest.raises(SystemExit) as left:
+        main(flags)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpi4dl: ")
+    return line.removeprefix("mpi4dl: ")
+
+
+def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*STAGES, "--tiles", "1x2,1x1", "--rank-gflops", "2", "--model-options", "pool=max"])
+    lines = capsys.readouterr().out.splitlines()
+    plan = "stages(2: 1x2 + 1x1 tiles) x data(1), microbatches(4), 1f1b"
+    assert lines[0] == f"small_resnet, 177,178 parameters, on 3 ranks: {plan}, images of 64 x 64 px, batches of 4"
+    assert lines[1] == (
+        "start: mpirun -n 3 python -m mpi4dl.train --model small_resnet --image-size 64 --stages 2 --microbatches 4 "
+        "--tiles 1x2,1x1 --model-options pool=max"
+    )
+    assert lines[3].startswith("stage  ranks  tiles")
+    assert "2 GFLOP/s a rank" in "".join(lines)
+    assert lines[-2].startswith("rank 2 |")
+
+
+def test_the_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--num-classes", "3"])
+    assert "176,723 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["--timeline", "a.png", "--tiles", "2x2"], ["--tiles", "2x2"]),
+        (["--mean", "-0.5", "--timeline=a.png", "--flip", "--rank-gflops=3"], ["--mean", "-0.5", "--flip"]),
+        (["--config", "my run.toml", "--no-flip"], ["--config", "my run.toml", "--no-flip"]),
+    ],
+)
+def test_the_training_has_the_flags_that_are_not_the_plans(given: list[str], kept: list[str]) -> None:
+    assert training_flags(given) == kept
+
+
+def test_flags_are_quoted_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--images", "my slides"])
+    assert "--images 'my slides'\n" in capsys.readouterr().out
+
+
+def test_a_timeline_is_drawn_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    main([*STAGES, "--timeline", str(tmp_path / "t.png")])
+    assert capsys.readouterr().out.splitlines()[-1] == f"timeline: {tmp_path / 't.png'}"
+    with PIL.Image.open(tmp_path / "t.png") as picture:
+        assert min(picture.size) > 200
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
+
+
+def test_a_timeline_is_drawn_as_text(tmp_path: Path) -> None:
+    main([*STAGES, "--timeline", str(tmp_path / "t.txt")])
+    lines = (tmp_path / "t.txt").read_text().splitlines()
+    assert [line[:8] for line in lines[:2]] == ["rank 0 |", "rank 1 |"]
+    assert "bubble" in lines[2]
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert refusal(capsys, *STAGES, "--timeline", "t.png") == (
+        "--timeline t.png needs matplotlib: pip install 'mpi4dl[examples]', or draw to a .txt file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--timelin", "x.png"], "there is no flag --timelin; did you mean --timeline?"),
+        (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
+        (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
+        (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),
+        (["--stages", "20"], "small_resnet: Sequential has 11 atoms, too few for 20 stages"),
+        (["--stages", "2", "--balance", "3,4"], "small_resnet: balance 3,4 puts 7 atoms into 2 stages"),
+        (["--stages", "2", "--tiles", "1x1,1x1,1x1"], "--tiles has 3 entries, but --stages 2 needs 1 for all"),
+        (["--data", "8"], "--data 8 replicas cannot share a batch of 4: raise --batch-size"),
+        (["--model", "smal_resnet"], "model 'smal_resnet' is unknown; the nearest names are 'small_resnet'"),
+        (["--model-options", "depht=3"], "model 'small_resnet' has no option 'depht'; its options are"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_one_message(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *SMALL, *flags).startswith(message)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_measuring_on_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *STAGES, "--balance", "time", "--device", "cuda") == (
+        "--device cuda with --balance time measures on a GPU, but there is none: use --balance auto"
+    )
+
+
+def test_balance_by_time_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*STAGES, "--balance", "time", "--device", "cpu"])
+    assert "seconds as measured here on 64 x 64 px" in capsys.readouterr().out
+
+
+def test_the_options_can_be_printed_for_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*STAGES, "--print-config"])
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    assert parse(["--config", str(tmp_path / "run.toml")]) == parse(STAGES)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom mpi4dl.plan import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as left:\n    print(left.code)\n"
+        "print(sorted({'torch', 'numpy', 'mpi4py', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.startswith("usage: python -m mpi4dl.plan [--timeline FILE]")
+    for flag in ("--timeline TEXT", "--rank-gflops X", "--tiles RxC,...", "--stages N"):
+        assert flag in done.stdout
+    assert done.stdout.splitlines()[-2:] == ["0", "[]"]
+
+
+def test_the_command_runs_as_a_module_without_mpi() -> None:
+    code = (
+        "import runpy, sys\nsys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
+        "runpy.run_module('mpi4dl.plan', run_name='__main__')\nprint('mpi4py' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "False"
