@@ -24,6 +24,7 @@ from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import Reducer
+from mpi4dl.runtime.precision import LossScaler
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,7 +85,7 @@ class Engine:
         self.device = self.held.device
         self.num_steps = 0
         self._dtype = AUTOCAST[precision]
-        self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scaler = LossScaler(enabled=precision == "fp16")
         self._agree_on_model(precision=precision, recompute=recompute, clip_norm=clip_norm)
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
@@ -146,15 +147,20 @@ class Engine:
         for reducer in self.reducers.values():
             reducer.finish()
         loss, norm = self._sum_up(batch)
-        if self._scaler.is_enabled() and not math.isfinite(norm):
-            self._make_all_infinite()  # so that the loss scaler skips the step on all ranks alike
-        self._scaler.unscale_(self.optimizer)
-        self._check_finite(loss, norm)
-        if self.clip_norm is not None and norm + NORM_EPS > self.clip_norm:
+        finite = math.isfinite(norm)
+        if not math.isfinite(loss) or not (finite or self.scaler.enabled):
+            which = "gradient" if math.isfinite(loss) else "loss"
+            raise Refusal(
+                f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
+                "are as before it: try a smaller --lr or --precision fp32"
+            )
+        clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
+        if clip < self.scaler.scale:
             for reducer in self.reducers.values():
-                reducer.scale(self.clip_norm / (norm + NORM_EPS))
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+                reducer.scale(clip / self.scaler.scale)
+        if finite:  # else fp16 overflowed
+            self.optimizer.step()
+        self.scaler.update(finite)
         self.num_steps += 1
         return StepResult(loss, norm)
 
@@ -167,21 +173,7 @@ class Engine:
             if self.plan.holders(stage)[0] == self.comm.rank:
                 found[stage] = reducer.square()
         self.comm.all_reduce(found)
-        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
-        return float(found[stages]), math.sqrt(float(found[:stages].sum())) / scale
-
-    def _make_all_infinite(self) -> None:
-        for reducer in self.reducers.values():
-            reducer.scale(math.inf)
-
-    def _check_finite(self, loss: float, norm: float) -> None:
-        """All ranks stop together, before the optimizer steps. (The loss scaler skips infinite gradients of fp16.)"""
-        if not math.isfinite(loss) or (not math.isfinite(norm) and not self._scaler.is_enabled()):
-            which = "gradient" if math.isfinite(loss) else "loss"
-            raise Refusal(
-                f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
-                "are as before it: try a smaller --lr or --precision fp32"
-            )
+        return float(found[stages]), math.sqrt(float(found[:stages].sum())) / self.scaler.scale
 
     def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
         """Loss and accuracy over batches, without training.
@@ -259,7 +251,7 @@ class _Batch:
             if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1 and not self.training:
                 self.correct += int((outputs.argmax(1) == targets).sum())
                 self.classified = True
-        return engine._scaler.scale(loss * (weight / part.grid.size)) if self.training else None
+        return loss * (weight / part.grid.size) * engine.scaler.scale if self.training else None
 
     def _targets(self, samples: Interval) -> Any:
         def of(leaf: Any) -> Any:

@@ -75,6 +75,7 @@ TORCHVISION = Task("resnet18", (71, 45))
 DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
 DROPPING = Task("dropping", (21, 17))
 UNUSED = Task("unused", (12, 10))
+SKIPPING = Task("skipping", (13, 10))
 
 
 class _Block(nn.Module):
@@ -116,7 +117,24 @@ class _Unused(nn.Module):
         return self.last(self.frozen(self.first(x)).relu().mean((2, 3)))
 
 
-OWN = {"dropping": _Dropping, "unused": _Unused}
+class _Skipping(nn.Module):
+    """Two skips that cross, over batch norms and a stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(c, 4, 3, s, 1, bias=False) for c, s in ((3, 1), (4, 1), (4, 2), (4, 1))])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4) for _ in range(4)])
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norms[0](self.convs[0](x)).relu()
+        second = self.norms[1](self.convs[1](first)).relu()
+        third = self.norms[2](self.convs[2](second + first)).relu()
+        fourth = self.norms[3](self.convs[3](third)) + F.max_pool2d(first, 2, ceil_mode=True)
+        return self.last((fourth + third).mean((2, 3)))
+
+
+OWN = {"dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
 
 
 def model_of(task: Task) -> nn.Module:
