@@ -66,7 +66,7 @@ def plot_bubbles(results: list[dict[str, Any]], heading: str, path: Path) -> Non
     """Measured beside simulated bubbles."""
     plots = pyplot()
     rows = [r for r in results if r["measured_bubble"] is not None]
-    figure, axis = plots.subplots(figsize=(max(6.0, 1.2 * len(rows)), 4.0))
+    figure, axis = plots.subplots(figsize=(max(6.0, 1.2 * len(rows)), 4.5))
     for shift, (key, label, color) in zip((-0.2, 0.2), BUBBLES, strict=True):
         places = [place + shift for place in range(len(rows))]
         bars = axis.bar(places, [100 * r[key] for r in rows], width=0.38, label=label, color=color)

@@ -97,15 +97,20 @@ def hold_model(
     if plan.num_stages == 1:
         return Held.whole(build_model(config, num_classes).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)
-    return split(
-        lambda: build_model(config, num_classes),
-        plan,
-        comm,
-        device=device,
-        seed=config.training.seed,
-        balance=config.parallel.balance,
-        image=(samples, channels, *config.data.image_size),
-    )
+    try:
+        return split(
+            lambda: build_model(config, num_classes),
+            plan,
+            comm,
+            device=device,
+            seed=config.training.seed,
+            balance=config.parallel.balance,
+            image=(samples, channels, *config.data.image_size),
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--model {config.model.model}: {error}") from error
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:

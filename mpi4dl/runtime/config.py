@@ -83,7 +83,7 @@ class Parallel:
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
     balance: str | tuple[int, ...] = option(
         "auto",
-        "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or layers of each stage",
+        "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or atoms of each stage",
         counts_or("auto", "flops", "memory", "time"),
     )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))

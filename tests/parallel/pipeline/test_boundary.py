@@ -1,0 +1,275 @@
+"""Boundaries between stages: every rank gets just the box that it needs, and gradients return by the adjoint."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.geometry import AXES, BATCH, Box, Grid, Interval, Split, Tiling, even_cuts
+from mpi4dl.parallel import spatial
+from mpi4dl.parallel.pipeline.boundary import Boundary, crossing, landing
+from mpi4dl.parallel.plan import Plan, nested_cuts
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
+from tests.brute_force import quick
+from tests.pool.ranks import Ranks
+
+IMAGE = (0, 2, 3)
+SIZE = (4, 7, 6)
+
+
+def cut(batch: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]) -> Tiling:
+    return Tiling((Split.at(batch), Split.at(rows), Split.at(cols)))
+
+
+def box(*ends: tuple[int, int]) -> Box:
+    return Box(*(Interval(*pair) for pair in ends))
+
+
+def test_cuts_stay_along_an_axis_that_both_grids_cut_alike_and_are_even_along_others() -> None:
+    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=True)
+    assert place.tiling == cut((0, 4), (0, 5), (0, 2, 7))
+    assert place.dims == IMAGE
+    assert place.needed == (box((0, 4), (0, 5), (0, 2)), box((0, 4), (0, 5), (2, 7)))
+
+
+def test_a_plain_stage_needs_the_whole_and_knows_of_no_dims() -> None:
+    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 1), 1, plain=True, tracks_batch=False)
+    assert place.dims == (None, None, None)
+    assert place.needed == (box((0, 4), (0, 5), (0, 7)),)
+
+
+def test_a_batch_that_is_cut_no_more_becomes_an_ordinary_dim() -> None:
+    place = landing(cut((0, 4), (0, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=False)
+    assert place.tiling == cut((0, 1), (0, 5), (0, 2, 7))
+    assert place.dims == (None, 2, 3)
+    assert [needed.batch for needed in place.needed] == [(0, 4), (0, 4)]
+
+
+def test_samples_stay_in_their_replica_when_ways_change() -> None:
+    place = landing(cut((0, 3, 7), (0, 5), (0, 7)), IMAGE, Grid(4, 1, 1), 2, plain=False, tracks_batch=True)
+    assert place.tiling.splits[BATCH].cuts == (0, 1, 3, 5, 7)
+    back = landing(place.tiling, IMAGE, Grid(2, 1, 1), 2, plain=False, tracks_batch=True)
+    assert back.tiling.splits[BATCH].cuts == (0, 3, 7)
+
+
+def test_of_an_axis_that_is_gone_each_rank_takes_one_of_the_copies() -> None:
+    place = landing(cut((0, 4), (0, 1, 2), (0, 1)), (0, None, None), Grid(1, 1, 2), 1, plain=False, tracks_batch=True)
+    assert place.dims == (0, None, None)
+    assert place.tiling == cut((0, 4), (0, 1), (0, 1, 2))
+    assert place.needed == (box((0, 4), (0, 1), (0, 1)), box((0, 4), (0, 1), (0, 1)))
+
+
+def test_what_crosses_from_four_tiles_to_two() -> None:
+    tiling = Tiling.even(Grid(1, 2, 2), (1, 4, 6))
+    place = landing(tiling, IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=False)
+    ends = (0, 1, 2, 3, 5, 4)  # the two targets are ranks 5 and 4
+    plans = [crossing(tiling, place.needed, ends, i) for i in range(6)]
+    assert [plan.sends for plan in plans] == [
+        ((5, box((0, 1), (0, 2), (0, 3))),),
+        ((4, box((0, 1), (0, 2), (3, 6))),),
+        ((5, box((0, 1), (2, 4), (0, 3))),),
+        ((4, box((0, 1), (2, 4), (3, 6))),),
+        (),
+        (),
+    ]
+    assert [[slab.peer for slab in plan.receives] for plan in plans] == [[], [], [], [], [0, 2], [1, 3]]
+
+
+@st.composite
+def crossings(draw: st.DrawFn) -> tuple[Tiling, tuple[int | None, ...], Grid, int]:
+    """A tensor cut anywhere by some grid, the grid behind it, and the number of replicas of both."""
+    replicas = draw(st.integers(1, 2))
+    ways = st.integers(1, 3)
+    shapes = [Grid(replicas * draw(ways), draw(ways), draw(ways)) for _ in range(2)]
+    dims = [draw(st.sampled_from([dim, dim, None])) for dim in IMAGE]
+    splits = []
+    for axis in AXES:
+        parts = shapes[0][axis]
+        if dims[axis] is None:
+            splits.append(Split.at(range(parts + 1)))
+            continue
+        inner = draw(st.lists(st.integers(0, 9), min_size=parts - 1, max_size=parts - 1))
+        splits.append(Split.at([0, *sorted(inner), 9]))
+    return Tiling((splits[0], splits[1], splits[2])), tuple(dims), shapes[1], replicas
+
+
+def pixels(where: Box) -> set[tuple[int, ...]]:
+    return set(product(*(range(*interval) for interval in where)))
+
+
+@quick
+@given(crossings(), st.booleans())
+def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
+    case: tuple[Tiling, tuple[int | None, ...], Grid, int], tracks_batch: bool
+) -> None:
+    tiling, dims, target, replicas = case
+    tracks_batch = tracks_batch or target.batch > 1
+    place = landing(tiling, dims, target, replicas, plain=False, tracks_batch=tracks_batch)
+    num_sources = tiling.grid.size
+    ends = tuple(100 + i for i in range(num_sources + target.size))
+    plans = [crossing(tiling, place.needed, ends, i) for i in range(len(ends))]
+    for i, needed in enumerate(place.needed):
+        plan = plans[num_sources + i]
+        came = [pixel for slab in plan.receives for pixel in pixels(slab.box)]
+        assert len(came) == len(set(came))
+        assert set(came) == pixels(needed)
+        assert (plan.needed, plan.sends) == (needed, ())
+        for peer, part in plan.receives:
+            assert tiling.all_owned[peer - 100].covers(part)
+            assert (100 + num_sources + i, part) in plans[peer - 100].sends
+        replica = i * replicas // target.size
+        sources = tiling.all_owned[replica * num_sources // replicas : (replica + 1) * num_sources // replicas]
+        if dims[BATCH] is not None:
+            assert needed.batch.start >= min(source.batch.start for source in sources)
+            assert needed.batch.empty or needed.batch.stop <= max(source.batch.stop for source in sources)
+    assert sum(len(plan.sends) for plan in plans) == sum(len(plan.receives) for plan in plans)
+    reached = set().union(*map(pixels, place.needed))
+    present = [range(9) if dims[axis] is not None else {p[axis] for p in reached} for axis in AXES]
+    assert len(reached) == len(present[0]) * len(present[1]) * len(present[2])
+
+
+def ends_of(comm: Communicator, plan: Plan) -> dict[str, tuple[Boundary, spatial.Grid]]:
+    """This rank's end or ends of the boundary behind stage 0."""
+    found = {}
+    private = comm.split(0)
+    for name, stage in (("sends", 0), ("receives", 1)):
+        ranks, shape = plan.ranks(0, stage), plan.shape(stage)
+        if comm.rank in ranks:
+            grid = spatial.Grid(
+                comm.subset(ranks), shape.rows, shape.cols, shape.batch, tracks_batch=plan.tracks_batch(stage)
+            )
+            device = torch.device("cpu")
+            found[name] = (Boundary(plan, private, 0, 0, grid=grid, device=device, sends=name == "sends"), grid)
+    return found
+
+
+def whole(channels: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    batch, rows, cols = SIZE
+    return torch.randn(batch, channels, rows, cols, generator=generator, dtype=torch.float64)
+
+
+def spread(image: Tensor, plan: Plan, grid: spatial.Grid) -> Tensor:
+    return image if plan.is_plain(0) else spatial.shard(image, grid)
+
+
+def assert_is_part_of(found: Tensor, image: Tensor) -> None:
+    if isinstance(found, SpatialTensor):
+        for axis, dim in enumerate(found.layout.dims):
+            if dim is not None:
+                image = image.narrow(dim, found.layout.owned[axis].start, found.layout.owned[axis].length)
+        found = found.local
+    assert torch.equal(found, image)
+
+
+def there_and_back(comm: Communicator, plan: Plan) -> tuple[float, float]:
+    """Hand on values of all kinds twice, and random gradients back: <A x, y> and <x, A' y> over all ranks."""
+    products = torch.zeros(2, dtype=torch.float64)
+    ends = ends_of(comm, plan)
+    for round_ in (0, 1):
+        first, second, mask = whole(3, round_), whole(2, 10 + round_), whole(1, 20 + round_) > 0
+        scalar = torch.tensor(2.5, dtype=torch.float64)
+        pending: list[Pending] = []
+        if "sends" in ends:
+            boundary, grid = ends["sends"]
+            x, z = (spread(image.requires_grad_(), plan, grid) for image in (first, second))
+            values = ((x, z), 7, [spread(mask, plan, grid), scalar], {"again": x, "size": (7, 6)})
+            sent, edges = boundary.send("kind", values, ("pair", "number", "list", "dict"))
+            pending.append(sent)
+            assert len(edges) == 2
+        if "receives" in ends:
+            boundary, _ = ends["receives"]
+            assert boundary.knows("kind") == (round_ > 0)
+            arrival = boundary.receive("kind")
+            (x_there, z_there), number, (mask_there, scalar_there), more = arrival.values
+            assert more["again"] is x_there
+            assert (number, more["size"]) == (7, (7, 6))
+            for found, image in ((x_there, first), (z_there, second), (mask_there, mask), (scalar_there, scalar)):
+                assert_is_part_of(found.detach(), image.detach())
+            assert len(arrival.leaves) == 2
+            for leaf in arrival.leaves:
+                leaf.grad = torch.randn_like(leaf)
+                products[0] += (leaf.detach() * leaf.grad).sum()
+            pending.append(boundary.send_back("kind", arrival.leaves))
+        if "sends" in ends:
+            for tensor, gradient in zip((x, z), ends["sends"][0].receive_back("kind"), strict=True):
+                local = owned(tensor) if isinstance(tensor, SpatialTensor) else tensor
+                assert gradient.shape == local.shape
+                products[1] += (local.detach() * gradient).sum()
+        for one in pending:
+            one.wait()
+    comm.all_reduce(products)
+    return float(products[0]), float(products[1])
+
+
+PAIRS = [
+    Plan(((1, 1), (1, 1))),
+    Plan(((2, 2), (1, 1))),
+    Plan(((1, 1), (2, 2))),
+    Plan(((2, 1), (1, 2))),
+    Plan(((1, 2), (1, 2))),
+    Plan(((2, 2), (1, 2)), (1, 2)),
+    Plan(((1, 2), (1, 1)), (1, 2), data=2),
+    Plan(((1, 1), (1, 2)), (2, 1), data=2),
+]
+
+
+@pytest.mark.parametrize("plan", PAIRS, ids=str)
+def test_gradients_return_by_the_adjoint(ranks: Ranks, plan: Plan) -> None:
+    for forward, backward in ranks(plan.num_ranks).run(there_and_back, plan):
+        assert abs(forward) > 1e-3
+        assert forward == pytest.approx(backward, rel=1e-12)
+
+
+def tensors_without_a_gradient(comm: Communicator) -> list[bool]:
+    """A leaf that took no part in the loss returns zeros; what wants no gradient returns nothing."""
+    plan = PAIRS[1]
+    ends = ends_of(comm, plan)
+    found = []
+    if "sends" in ends:
+        boundary, grid = ends["sends"]
+        values = (spread(whole(2, 0), plan, grid), spread(whole(1, 1).requires_grad_(), plan, grid))
+        pending, edges = boundary.send("kind", values, ("a", "b"))
+        assert len(edges) == 1
+        found = [bool((gradient == 0).all()) for gradient in boundary.receive_back("kind")]
+    else:
+        boundary, _ = ends["receives"]
+        arrival = boundary.receive("kind")
+        assert [value.requires_grad for value in arrival.values] == [False, True]
+        pending = boundary.send_back("kind", arrival.leaves)
+    pending.wait()
+    return found
+
+
+def test_only_what_wants_a_gradient_gets_one(ranks: Ranks) -> None:
+    assert ranks(5).run(tensors_without_a_gradient) == [[True]] * 4 + [[]]
+
+
+def changing(comm: Communicator) -> str:
+    """Other values than before, of the same kind."""
+    plan = PAIRS[0]
+    ends = ends_of(comm, plan)
+    if "receives" in ends:
+        assert ends["receives"][0].receive("kind").values[1] == 1
+        return ""
+    boundary, _ = ends["sends"]
+    pending, _ = boundary.send("kind", (whole(1, 0), 1), ("x", "number"))
+    with pytest.raises(ValueError, match="stage 0 hands on") as caught:
+        boundary.send("kind", (whole(1, 0), 2), ("x", "number"))
+    pending.wait()
+    return str(caught.value)
+
+
+def test_values_that_change_from_microbatch_to_microbatch_are_explained(ranks: Ranks) -> None:
+    message = ranks(2).run(changing)[0]
+    assert message.startswith("stage 0 hands on other values than it did for an earlier microbatch of the same shape")
+    assert message.endswith("depend on what is in the images cannot be cut there")
+
+
+def test_even_cuts_of_replicas_are_what_landing_expects() -> None:
+    """The microbatch's own cuts, and those that a boundary makes of one way a replica, are the same."""
+    assert nested_cuts(even_cuts(7, 2), 2) == Plan(((1, 1),), (2,), data=2).divide(7)[0].cuts

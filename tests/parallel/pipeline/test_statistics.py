@@ -1,0 +1,130 @@
+"""Running statistics of two copies of a stage end as those of a plain loop, or what cannot be followed is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.pipeline.statistics import RunningStatistics
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+
+PLAN = Plan(((1, 1), (1, 1)), microbatches=2, bidirectional=2)
+CHANNELS = 3
+
+
+class Norms(nn.Module):
+    """Norms of all kinds; `sometimes` is used on every other microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = nn.BatchNorm2d(CHANNELS)
+        self.average = nn.BatchNorm2d(CHANNELS, momentum=None)
+        self.without = nn.BatchNorm2d(CHANNELS, track_running_stats=False)
+        self.frozen = nn.BatchNorm2d(CHANNELS)
+        self.sometimes = nn.BatchNorm2d(CHANNELS, momentum=0.3)
+        self.register_buffer("constant", torch.tensor([2.0, 3.0, 4.0]).view(3, 1, 1))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = self.frozen(self.without(self.average(self.usual(x)) * self.constant))
+        return self.sometimes(x) if number % 2 else x
+
+
+def norms() -> Norms:
+    model = Norms().double()
+    model.frozen.eval()
+    return model
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, CHANNELS, 4, 5, generator=generator, dtype=torch.float64) + i for i in range(8)]
+
+
+def copies(comm: Communicator, num_steps: int) -> list[dict[str, Tensor]]:
+    """Rank 0 runs the model, rank 1 its mirrored copy; the state of this rank's copy after each step."""
+    model, states = norms(), []
+    microbatches = PLAN.divide(8)
+    for _ in range(num_steps):
+        statistics = RunningStatistics(model, comm, {direction: comm.rank == direction for direction in (0, 1)})
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for x, microbatch in zip(inputs(), microbatches, strict=True):
+            if microbatch.direction == comm.rank:
+                with statistics.collect(microbatch.direction, microbatch.number):
+                    model(x, microbatch.number)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        statistics.apply(microbatches)
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    return states
+
+
+def test_both_copies_follow_all_microbatches_in_the_order_of_a_plain_loop(ranks: Ranks) -> None:
+    model = norms()
+    first, second = ranks(2).run(copies, 2)
+    for ours, others in zip(first, second, strict=True):
+        for x, microbatch in zip(inputs(), PLAN.divide(8), strict=True):
+            model(x, microbatch.number)
+        expected = model.state_dict()
+        assert ours.keys() == others.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(ours[name], others[name]), name
+            torch.testing.assert_close(ours[name], value, rtol=1e-13, atol=1e-15, msg=name)
+    assert [int(model.usual.num_batches_tracked), int(model.sometimes.num_batches_tracked)] == [16, 8]
+
+
+def test_a_stage_without_running_statistics_sends_nothing(ranks: Ranks) -> None:
+    ranks(2).run(apply_nothing)
+
+
+def apply_nothing(comm: Communicator) -> None:
+    statistics = RunningStatistics(nn.BatchNorm2d(CHANNELS, track_running_stats=False), comm, {0: True})
+    if comm.rank == 0:
+        statistics.apply(PLAN.divide(8))
+
+
+class Counting(nn.Module):
+    """Keeps a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
+
+
+def twice() -> nn.Module:
+    norm = nn.BatchNorm2d(CHANNELS)
+    return nn.Sequential(norm, nn.ReLU(), norm)
+
+
+def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bool]:
+    """The message, and whether the statistics were left as they were."""
+    model = build()
+    norm_state = {name: value.clone() for name, value in model.state_dict().items() if name != "seen"}
+    statistics = RunningStatistics(model, comm, {0: True})
+    with pytest.raises(Refusal) as caught, statistics.collect(0, 0):
+        model(torch.randn(2, CHANNELS, 4, 4))
+    return str(caught.value), all(torch.equal(model.state_dict()[name], value) for name, value in norm_state.items())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            twice,
+            "a BatchNorm2d is used 2 times on one image: the copies of a model that runs in both directions cannot "
+            "follow its running statistics; leave out --bidirectional",
+        ),
+        (
+            Counting,
+            "the model changes its buffer seen as it runs, which is no batch norm's: its copies in both directions "
+            "would differ; leave out --bidirectional",
+        ),
+    ],
+)
+def test_what_copies_cannot_follow_is_refused(ranks: Ranks, build: Callable[[], nn.Module], message: str) -> None:
+    assert ranks(1).run(refused, build) == [(message, True)]
