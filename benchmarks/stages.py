@@ -199,7 +199,7 @@ def main() -> None:
             if options.timeline and not results:
                 draw_timeline(contestants, Path(options.timeline))
             results += found
-            print(f"\n{title(options, case.model)}\n{as_table(found)}", flush=True)
+            print(f"\n{title(options, case.model, most_ranks(found))}\n{as_table(found)}", flush=True)
         if results:
             save(results, problems, options)
     if problems:
@@ -311,6 +311,10 @@ def summarise(
     return results
 
 
+def most_ranks(results: list[dict[str, Any]]) -> int:
+    return max(r["ranks"] for r in results)
+
+
 def save(results: list[dict[str, Any]], problems: list[str], options: argparse.Namespace) -> None:
     """What there is so far: a sweep that is broken off keeps what it has measured."""
     out = f"{options.out}_{SLEEP}" if options.sleep else str(options.out)
@@ -319,8 +323,8 @@ def save(results: list[dict[str, Any]], problems: list[str], options: argparse.N
     paths = [f"{out}.json"]
     for model in dict.fromkeys(r["model"] for r in results):
         paths.append(f"{out}.png" if options.sleep else f"{out}_{model}.png")
-        draw = plot_bubbles if options.sleep else plot
-        draw([r for r in results if r["model"] == model], title(options, model), Path(paths[-1]))
+        draw, its = plot_bubbles if options.sleep else plot, [r for r in results if r["model"] == model]
+        draw(its, title(options, model, most_ranks(its)), Path(paths[-1]))
     print("saved " + ", ".join(paths))
 
 

@@ -84,9 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             f"--timeline {options.timeline} --configurations {options.configurations}: it draws a .png of the first PP"
         )
     if options.sleep and cuts_images(options):
-        parser.error(
-            f"--sleep --configurations {options.configurations}: stages that sleep know no tiles, leave out SP"
-        )
+        parser.error(f"--sleep --configurations {options.configurations}: stages that sleep have no tiles, omit SP")
     if "GEMS" in options.configurations and options.microbatches % 2:
         parser.error(f"--microbatches {options.microbatches} cannot be halved for GEMS: use an even number")
     try:
@@ -117,10 +115,10 @@ def plans(options: argparse.Namespace) -> "dict[str, Plan]":
         gems, pipelined = "GEMS" in words, "PP" in words
         stages = options.stages if pipelined or "LP" in words else 1
         tiles = [grid_shape(options.tiles) if "SP" in words else (1, 1)] + [(1, 1)] * (stages - 1)
-        offered = [schedule for schedule in schedules if not (gems and schedule == INTERLEAVED)]
+        offered = [s for s in schedules if not (gems and s == INTERLEAVED)] if pipelined else ["layer"]
         if not offered:
             raise ValueError(f"{name} --schedules {options.schedules}: GEMS needs another than {INTERLEAVED}")
-        for schedule in offered if pipelined else ["layer"]:
+        for schedule in offered:
             chunks = CHUNKS if schedule == INTERLEAVED else 1
             label = f"{name} {schedule}" if pipelined and len(schedules) > 1 else name
             microbatches, pairs = (options.microbatches // 2, 1) if gems else (options.microbatches, 0)
@@ -135,10 +133,11 @@ def model_options(options: argparse.Namespace, model: str) -> dict[str, int]:
     return chosen | {k: v for k, v in flags.items() if v is not None and (k in chosen or not chosen)}
 
 
-def title(options: argparse.Namespace, model: str) -> str:
+def title(options: argparse.Namespace, model: str, most_ranks: int) -> str:
     """What was trained on how many cores."""
     numbers = ", ".join(f"{name} {value}" for name, value in model_options(options, model).items())
     what = TITLES.get(model, model) + (f" ({numbers})" if numbers and model != SLEEP else "")
     batch = f"batch {options.batch_size} in {options.microbatches} microbatches"
+    where = f"up to {most_ranks} ranks on {options.cores} core{'s' if options.cores > 1 else ''} in all"
     tiles = f", SP tiles {options.tiles}" if cuts_images(options) else ""
-    return f"{what}, {batch}, {options.stages} stages{tiles}, {options.device}, {options.cores} cores in all"
+    return f"{what}, {batch}, {options.stages} stages{tiles}, {options.device}, {where}"
