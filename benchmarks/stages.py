@@ -159,7 +159,7 @@ def engine_trainer(
         plan,
         comm,
         device=device,
-        balance=(1,) * plan.num_stages if sleeps else "auto",
+        balance=(1,) * plan.num_stages if sleeps else options.balance,
         image=(max(1, options.batch_size // options.microbatches), 3, *size),
         whole=[str(stage) for stage in range(plan.num_stages)] if sleeps else (),
     )
