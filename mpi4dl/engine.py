@@ -187,7 +187,8 @@ class Engine:
             self.executor.run(self._evaluation_table(len(batch.microbatches)), batch)
             samples = batch.num_samples
             count += samples
-            sums += torch.tensor([batch.total * samples, batch.correct, float(batch.classified)], dtype=torch.float64)
+            found = [float(batch.total) * samples, batch.correct, float(batch.classified)]
+            sums += torch.tensor(found, dtype=torch.float64)
         loss, correct, classified = self.comm.all_reduce(sums).tolist()
         return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
 
@@ -198,7 +199,8 @@ class Engine:
 class _Batch:
     """One batch on its way through the stages: what this rank feeds in, and what it finds at the end.
 
-    `total` is the mean loss over the batch on the one rank that counts it, and 0 on others; `correct` likewise.
+    `total` is the mean loss over the batch on the one rank that counts it, and 0 on others; `correct`, the number of
+    samples classified correctly without training, likewise.
     """
 
     def __init__(
@@ -226,7 +228,8 @@ class _Batch:
                 f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`"
             )
         self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
-        self.total, self.correct, self.classified = 0.0, 0, False
+        self.total = torch.zeros((), dtype=torch.float64, device=engine.device)
+        self.correct, self.classified = 0, False
 
     def kind(self, microbatch: Microbatch) -> Any:
         return (self.size, microbatch.counts)
@@ -247,10 +250,11 @@ class _Batch:
             loss = engine.loss(outputs, targets)
         weight = microbatch.samples.length / self.num_samples if len(self.microbatches) > 1 else 1.0
         if part.grid.rank == 0:
-            self.total += float(loss.detach()) * weight
-            if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1 and not self.training:
+            self.total += loss.detach().double() * weight
+            if not self.training and all(isinstance(x, Tensor) for x in (outputs, targets)):
+                self.classified = outputs.dim() == 2 and targets.dim() == 1
+            if self.classified:
                 self.correct += int((outputs.argmax(1) == targets).sum())
-                self.classified = True
         return loss * (weight / part.grid.size) * engine.scaler.scale if self.training else None
 
     def _targets(self, samples: Interval) -> Any:

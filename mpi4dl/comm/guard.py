@@ -74,8 +74,10 @@ def fail(comm: "Communicator", error: BaseException) -> NoReturn:
 
 
 def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
-    """End all ranks, which all came here together, with the message alone and exit code 2."""
+    """End all ranks with the message alone and exit code 2: all came here together, or those of one stage did."""
     together = _meet(comm)
+    if not together:
+        _wait_for_turn(comm)
     if comm.rank == 0 or not together:
         print(f"mpi4dl: {error}", file=sys.stderr, flush=True)
     if not together:

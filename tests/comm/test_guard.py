@@ -118,8 +118,9 @@ comm.agree('there is no such file' if comm.rank == 1 else None)
     assert "Traceback" not in job.stderr
 
 
-def test_a_refusal_that_one_rank_raises_alone_still_ends_all() -> None:
-    job = run(2, "if comm.rank == 1:\n    raise Refusal('only here')")
+@pytest.mark.parametrize("ranks", ["1", "12"])
+def test_a_refusal_that_some_ranks_raise_alone_still_ends_all_with_one_message(ranks: str) -> None:
+    job = run(4, f"if str(comm.rank) in '{ranks}':\n    raise Refusal('only here')")
     assert job.code != 0
     assert job.seconds < SECONDS
     assert job.stderr.count("only here") == 1

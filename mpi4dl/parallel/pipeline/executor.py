@@ -164,11 +164,12 @@ class _Run:
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
-        with self.timed(action), executor.collecting(action), executor.context(), deferred:
-            outputs = part.module(*arrival.values)
-        del arrival
+        with self.timed(action):
+            with executor.collecting(action), executor.context(), deferred:
+                outputs = part.module(*arrival.values)
+            del arrival
+            loss = self.feed.loss(part, microbatch, outputs) if behind is None else None
         if behind is None:
-            loss = self.feed.loss(part, microbatch, outputs)
             live.roots = [] if loss is None else [loss]
         else:
             pending, live.roots = behind.send(kind, outputs, part.outputs)
