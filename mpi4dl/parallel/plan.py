@@ -11,7 +11,7 @@ model (GEMS) lies over the ranks of each replica in the opposite order.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
@@ -20,6 +20,9 @@ from mpi4dl.geometry import Grid as GridShape
 from mpi4dl.parallel.pipeline.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.pipeline.table import Placement, Table
 from mpi4dl.parallel.spatial.grid import Grid
+
+
+MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
 
 
 class Microbatch(NamedTuple):
@@ -127,7 +130,7 @@ class Plan:
         if self.bidirectional and (self.num_stages == 1 or self.chunks > 1):
             raise ValueError(
                 f"--bidirectional {self.bidirectional} lays a mirrored copy over the ranks: it needs at least 2 stages "
-                f"of one chunk each, but there are {self.num_stages} stages in {self.chunks} chunks"
+                f"of one chunk each, but --stages is {self.num_stages} and --chunks {self.chunks}"
             )
 
     @property
@@ -160,7 +163,10 @@ class Plan:
             rows, cols = self.tiles[i]
             return f"{rows}x{cols}" + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
 
-        places = [place(i) for i in range(len(self.tiles))]
+        places = []
+        for name, alike in groupby(place(i) for i in range(len(self.tiles))):
+            number = len(list(alike))
+            places += [f"{number} of {name}"] if number > MOST_ALIKE else [name] * number
         if self.num_stages == 1:
             ways = f"batch-ways({self.batch_ways[0]}) x " if self.batch_ways[0] > 1 else ""
             return f"tiles({self.tiles[0][0]}x{self.tiles[0][1]}) x {ways}data({self.data})"

@@ -113,12 +113,12 @@ WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
     (
         {"bidirectional": 1},
         "--bidirectional 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
-        "there are 1 stages in 1 chunks",
+        "--stages is 1 and --chunks 1",
     ),
     (
         {"stages": 4, "bidirectional": 1, "schedule": "interleaved", "chunks": 2},
         "--bidirectional 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
-        "there are 4 stages in 2 chunks",
+        "--stages is 4 and --chunks 2",
     ),
 ]
 
@@ -307,3 +307,7 @@ def test_all_ranks_together_read_every_pixel_once(plan: Plan, samples: int, rows
             assert (microbatch.direction, 0) in plan.held_by(rank)
             times[slice(*box.batch), slice(*box.rows), slice(*box.cols)] += 1
     assert torch.equal(times, torch.ones_like(times))
+
+
+def test_many_stages_alike_are_counted_not_named() -> None:
+    assert str(Plan(((2, 2), *[(1, 1)] * 39))) == "stages(40: 2x2 + 39 of 1x1 tiles) x data(1)"
