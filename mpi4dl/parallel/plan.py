@@ -21,7 +21,6 @@ from mpi4dl.parallel.pipeline.schedules import SCHEDULES, forward_only, table_fo
 from mpi4dl.parallel.pipeline.table import Placement, Table
 from mpi4dl.parallel.spatial.grid import Grid
 
-
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
 
 
