@@ -81,12 +81,16 @@ def step(engine: Engine, batch_size: int, px: int) -> None:
 
 
 def measured_bubble(comm: Communicator, plan: Plan) -> float:
+    """In the fastest of three steps, since a busy machine only makes them slower."""
     engine = engine_of(comm, plan, sleeps=True, px=8)
     step(engine, plan.num_microbatches, 8)
     engine.executor.records = True
-    step(engine, plan.num_microbatches, 8)
-    rows = comm.all_gather_object(tuple(engine.executor.spans))
-    return Simulation(tuple(rows), (0,) * comm.size).bubble
+    found = []
+    for _ in range(3):
+        step(engine, plan.num_microbatches, 8)
+        rows = comm.all_gather_object(tuple(engine.executor.spans))
+        found.append(Simulation(tuple(rows), (0,) * comm.size))
+    return min(found, key=lambda simulation: simulation.makespan_seconds).bubble
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
