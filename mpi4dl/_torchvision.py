@@ -1,6 +1,6 @@
 """Imports torchvision beside any build of torch, a CPU-only one included, and only when it is asked for.
 
-The registry's torchvision wheel is a CUDA build. Beside a CPU-only torch its compiled operators cannot load, and then
+Published torchvision wheels may be CUDA builds. Beside a CPU-only torch their compiled operators cannot load, and then
 `import torchvision` itself fails, because it gives shape rules for two operators that nobody has declared. Declaring
 the *schemas* of these two is enough for its models, transforms and data sets; calling such an operator still fails with
 torchvision's own message.

@@ -232,6 +232,11 @@ class Plan:
         place = stage % len(self.tiles)
         return GridShape(self.data * self.batch_ways[place], *self.tiles[place])
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many ranks of one replica share the work of each stage."""
+        return tuple(self.shape(stage).size // self.data for stage in range(self.num_stages))
+
     def ranks(self, direction: int, stage: int) -> tuple[int, ...]:
         """All ranks that work together on a stage, over all replicas, in the order of its grid."""
         holders = self.placement.holders[direction][stage]

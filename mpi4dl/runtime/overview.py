@@ -170,8 +170,7 @@ def overview(
             cuttable = Cuttable(model)
             if balance == "time" and len(cuttable) >= plan.num_stages:
                 seconds = atom_costs(cuttable, None, "time", microbatch, device)
-                shares = [plan.shape(stage).size // plan.data for stage in range(plan.num_stages)]
-                counts = costing.partition(seconds, plan.num_stages, shares)
+                counts = costing.partition(seconds, plan.num_stages, plan.sharing)
             else:
                 counts = choose_counts(cuttable, plan, None, balance, microbatch, device)
             names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]

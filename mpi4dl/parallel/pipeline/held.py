@@ -181,8 +181,7 @@ def choose_counts(
             f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
-    shares = [plan.shape(stage).size // plan.data for stage in range(plan.num_stages)]
-    return costs.partition(atom_costs(cuttable, comm, balance, image, device), plan.num_stages, shares)
+    return costs.partition(atom_costs(cuttable, comm, balance, image, device), plan.num_stages, plan.sharing)
 
 
 def atom_costs(
