@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import gpu, guard
+from mpi4dl.comm import gpu, guard, scattering
 from mpi4dl.comm.node import Node
+from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.scattering import LOW_PRECISION
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Refusal(ValueError):
@@ -32,36 +33,6 @@ def world() -> "Communicator":
     comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD), meeting=MPI.COMM_WORLD.Dup())
     guard.install(comm)
     return comm
-
-
-class Pending:
-    """Communication under way: `wait()` returns when it is complete and the buffers may be used again."""
-
-    def __init__(self, node: Node, requests: Sequence["MPI.Request"] = ()) -> None:
-        self._node = node
-        self._requests = list(requests)
-        self._buffers: list[Tensor] = []
-        self._finish: list[Callable[[], Any]] = []
-
-    def wait(self) -> None:
-        if self._requests:
-            self._node.wait(self._requests)
-        for finish in self._finish:
-            finish()
-        self._requests, self._buffers, self._finish = [], [], []
-
-    def ready(self) -> bool:
-        """Let MPI make progress, without waiting; whether all is complete."""
-        return all([request.Test() for request in self._requests])
-
-    @classmethod
-    def all(cls, node: Node, parts: "Sequence[Pending]") -> "Pending":
-        joined = cls(node)
-        for part in parts:
-            joined._requests += part._requests
-            joined._buffers += part._buffers
-            joined._finish += part._finish
-        return joined
 
 
 class Communicator:
@@ -258,6 +229,17 @@ class Communicator:
                 request = self.mpi.Ireduce(block, None, operator, root)
             pending._requests.append(request)
         return pending
+
+    def ireduce_scatter(self, flat: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+        """Start to sum `flat`, 1-D, over all ranks: after the wait, flat[cuts[rank]:cuts[rank + 1]] holds its sum.
+
+        The rest of `flat` is undefined then. Without `cuts`, the parts are even.
+        """
+        return scattering.ireduce_scatter(self, flat, cuts)
+
+    def iall_gather_into(self, flat: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+        """Start to give every rank all parts of `flat`, 1-D: flat[cuts[r]:cuts[r + 1]] is that of rank r."""
+        return scattering.iall_gather_into(self, flat, cuts)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Give every rank the root's values, in place."""

@@ -1,0 +1,104 @@
+"""Halves of an all-reduce: every rank comes to hold the sum of one part, and the parts come back to every rank.
+
+    rank 0   [ a0 | b0 | c0 ]            [ a  | .  | .  ]           [ a | b | c ]
+    rank 1   [ a1 | b1 | c1 ]   reduce   [ .  | b  | .  ]   all-    [ a | b | c ]      a = (a0 + a1) + a2
+    rank 2   [ a2 | b2 | c2 ]   scatter  [ .  | .  | c  ]   gather  [ a | b | c ]
+
+Parts go straight to their owners, who add them in the order of the ranks: every run yields the same bits. A rank sends
+(size - 1) / size of the buffer in each half, which no algorithm can undercut (Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.pending import Pending
+from mpi4dl.geometry import even_cuts
+
+if TYPE_CHECKING:
+    from mpi4dl.comm.communicator import Communicator
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+SCATTER_TAG, GATHER_TAG = 32766, 32767  # the highest that every MPI has: out of the way of what users send
+
+
+def parts_of(flat: Tensor, size: int, cuts: Sequence[int] | None = None) -> list[Tensor]:
+    """The parts of a flat tensor, one for each of `size` ranks: views, even ones unless `cuts` says where they begin.
+
+    Raises:
+        ValueError: the tensor is not 1-D and contiguous, or `cuts` does not cut it into `size` parts.
+    """
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(
+            f"the tensor has shape {tuple(flat.shape)} and strides {flat.stride()}, but must be 1-D and contiguous: "
+            "pass a flat buffer"
+        )
+    cuts = even_cuts(flat.numel(), size) if cuts is None else cuts
+    if len(cuts) != size + 1 or list(cuts) != sorted(cuts) or (cuts[0], cuts[-1]) != (0, flat.numel()):
+        raise ValueError(
+            f"cuts {list(cuts)} must be {size + 1} numbers that rise from 0 to {flat.numel()}, so that each of {size} "
+            f"ranks has a part of {flat.numel()} elements"
+        )
+    return [flat[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+
+def swap_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> tuple[Pending, Callable[[], Tensor]]:
+    """Send every rank its part; when that is complete, the second result adds up what came for this rank.
+
+    The sum is in float32 for values of low precision, and otherwise in this rank's own part.
+    """
+    own = parts[comm.rank]
+    arrived = [own if source == comm.rank else torch.empty_like(own) for source in range(comm.size)]
+    messages = [comm.irecv(arrived[source], source, tag) for source in _others(comm)]
+    messages += [comm.isend(parts[to], to, tag) for to in reversed(_others(comm))]
+
+    def add_up() -> Tensor:
+        if own.dtype in LOW_PRECISION:
+            total = arrived[0].float()
+            for part in arrived[1:]:
+                total += part
+            return total
+        total = arrived[0]
+        for part in arrived[1:-1]:
+            total += part
+        return torch.add(total, arrived[-1], out=own)
+
+    return Pending.all(comm.node, messages), add_up
+
+
+def share_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> Pending:
+    """Send this rank's own part to all others, and receive theirs in place."""
+    messages = [comm.irecv(parts[source], source, tag) for source in _others(comm)]
+    messages += [comm.isend(parts[comm.rank], to, tag) for to in reversed(_others(comm))]
+    return Pending.all(comm.node, messages)
+
+
+def ireduce_scatter(comm: "Communicator", flat: Tensor, cuts: Sequence[int] | None) -> Pending:
+    flat = flat.detach()
+    parts = parts_of(flat, comm.size, cuts)
+    if flat.is_meta or comm.size == 1:
+        return Pending(comm.node)
+    pending, add_up = swap_parts(comm, parts, SCATTER_TAG)
+    own = parts[comm.rank]
+
+    def finish() -> None:
+        total = add_up()
+        if total is not own:
+            own.copy_(total)
+
+    pending._finish.append(finish)
+    return pending
+
+
+def iall_gather_into(comm: "Communicator", flat: Tensor, cuts: Sequence[int] | None) -> Pending:
+    parts = parts_of(flat.detach(), comm.size, cuts)
+    return Pending(comm.node) if flat.is_meta else share_parts(comm, parts, GATHER_TAG)
+
+
+def _others(comm: "Communicator") -> list[int]:
+    """All other ranks, the one below this one first, so that not all of them turn to the same rank at once."""
+    return [(comm.rank - step) % comm.size for step in range(1, comm.size)]
