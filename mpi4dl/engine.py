@@ -7,7 +7,7 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +23,10 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
-from mpi4dl.parallel.replicas import Reducer
-from mpi4dl.runtime.precision import LossScaler
+from mpi4dl.parallel.replicas import Read, ReplicaGroup, Shard, step_all
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
+from mpi4dl.parallel.replicas.offload import home_for
+from mpi4dl.runtime.precision import LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,6 +61,11 @@ class Engine:
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
     of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm.
+
+    Parameters in bfloat16 or float16 have float32 masters, on which the optimizer works; `low_precision_weights` makes
+    them so, in the type that `precision` names. `offload` is where masters and the optimizer's state are: "none" (on
+    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients: "auto" (measured),
+    or one of mpi4dl.comm.allreduce.
     """
 
     def __init__(
@@ -72,6 +79,10 @@ class Engine:
         precision: str = "fp32",
         recompute: bool = False,
         clip_norm: float | None = None,
+        low_precision_weights: bool = False,
+        offload: str = "none",
+        offload_folder: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
@@ -86,17 +97,28 @@ class Engine:
         self.num_steps = 0
         self._dtype = AUTOCAST[precision]
         self.scaler = LossScaler(enabled=precision == "fp16")
-        self._agree_on_model(precision=precision, recompute=recompute, clip_norm=clip_norm)
+        home = home_for(offload, offload_folder)
+        if low_precision_weights:
+            if self._dtype is None:
+                raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
+            for module in self.held.modules_of.values():
+                lower_precision(module, self._dtype)
+        self._agree_on_model(
+            precision=precision, recompute=recompute, clip_norm=clip_norm, low=low_precision_weights, offload=offload
+        )
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.held.groups[stage].broadcast(value.data)
         if recompute:
             self._recompute()
-        self.reducers = {
-            stage: Reducer(module.parameters(), self.held.groups[stage]).attach()
-            for stage, module in self.held.modules_of.items()
-        }
-        self.executor = Executor(self.held, comm, self._autocast, comm.broadcast_object(torch.initial_seed()))
+        self.groups: dict[int, ReplicaGroup] = {}
+        for stage, module in self.held.modules_of.items():
+            zero, copies = plan.zero_at(stage)
+            self.groups[stage] = ReplicaGroup(
+                module, self.held.groups[stage], optimizer, home, zero, copies, bucket_bytes=bucket_bytes
+            )
+        seed = comm.broadcast_object(torch.initial_seed())
+        self.executor = Executor(self.held, comm, self._autocast, seed, _Parameters(self.groups))
         self._table = plan.table()
         self._evaluation_table = cache(plan.evaluation_table)
 
@@ -141,11 +163,11 @@ class Engine:
         """
         self.held.train()
         batch = _Batch(self, tiles, targets, size, microbatches, training=True)
-        for reducer in self.reducers.values():
-            reducer.prepare(accumulate=True)
-        self.executor.run(self._table, batch, lambda stage: self.reducers[stage].last_pass())
-        for reducer in self.reducers.values():
-            reducer.finish()
+        for group in self.groups.values():
+            group.reducer.prepare(accumulate=True)
+        self.executor.run(self._table, batch)
+        for group in self.groups.values():
+            group.reducer.finish()
         loss, norm = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
@@ -155,11 +177,8 @@ class Engine:
                 "are as before it: try a smaller --lr or --precision fp32"
             )
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
-        if clip < self.scaler.scale:
-            for reducer in self.reducers.values():
-                reducer.scale(clip / self.scaler.scale)
         if finite:  # else fp16 overflowed
-            self.optimizer.step()
+            step_all(self.optimizer, tuple(self.groups.values()), clip / self.scaler.scale)
         self.scaler.update(finite)
         self.num_steps += 1
         return StepResult(loss, norm)
@@ -169,9 +188,8 @@ class Engine:
         stages = self.plan.num_stages
         found = torch.zeros(stages + 1, dtype=torch.float64)
         found[stages] = batch.total
-        for stage, reducer in self.reducers.items():
-            if self.plan.holders(stage)[0] == self.comm.rank:
-                found[stage] = reducer.square()
+        for stage, group in self.groups.items():
+            found[stage] = group.square()
         self.comm.all_reduce(found)
         return float(found[stages]), math.sqrt(float(found[:stages].sum())) / self.scaler.scale
 
@@ -192,8 +210,34 @@ class Engine:
         loss, correct, classified = self.comm.all_reduce(sums).tolist()
         return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
 
+    def shards(self) -> Iterator[Shard]:
+        """The trained parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""
+        for group in self.groups.values():
+            yield from group.shards()
+
+    def load_shards(self, read: Read) -> None:
+        """Take the trained parameters and the optimizer's state from `read(name, start, stop)`. Collective.
+
+        It is asked for every part that this rank works on, and gives its values, flat, and the state as in a Shard.
+        """
+        for group in self.groups.values():
+            group.load(read)
+
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """What the executor tells the replica groups about its work."""
+
+    groups: dict[int, ReplicaGroup]
+
+    def there(self, stage: int) -> AbstractContextManager[None]:
+        return self.groups[stage].there_when_needed()
+
+    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
+        return self.groups[stage].one_pass(last)
 
 
 class _Batch:

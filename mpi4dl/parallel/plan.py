@@ -21,6 +21,7 @@ from mpi4dl.parallel.pipeline.schedules import SCHEDULES, forward_only, table_fo
 from mpi4dl.parallel.pipeline.table import Placement, Table
 from mpi4dl.parallel.spatial.grid import Grid
 
+ZERO_STAGES = (0, 1, 2, 3)
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
 
 
@@ -67,7 +68,8 @@ class Plan:
     Each of `data` replicas takes a share of every microbatch. A batch is cut into `microbatches`, which go through the
     stages by `schedule`. With `bidirectional` pairs of waves (GEMS), a mirrored copy of the model takes turns with the
     model, and a batch is cut into 2 x `bidirectional` x `microbatches`. With `chunks`, the stages are dealt out over
-    `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them.
+    `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them. `zero` is the ZeRO stage:
+    what the ranks that hold the same parameters share out, instead of each having all of it.
 
     Raises ValueError where these cannot be together.
     """
@@ -79,6 +81,7 @@ class Plan:
     schedule: str = "1f1b"
     bidirectional: int = 0
     chunks: int = 1
+    zero: int = 0
 
     @classmethod
     def of(
@@ -91,6 +94,7 @@ class Plan:
         schedule: str = "1f1b",
         bidirectional: int = 0,
         chunks: int = 1,
+        zero: int = 0,
     ) -> "Plan":
         """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
         if stages % chunks:
@@ -110,6 +114,7 @@ class Plan:
             schedule,
             bidirectional,
             chunks,
+            zero,
         )
 
     def __post_init__(self) -> None:
@@ -121,6 +126,8 @@ class Plan:
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        if self.zero not in ZERO_STAGES:
+            raise ValueError(f"--zero {self.zero}: the ZeRO stages are 0 (none), 1, 2 and 3")
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
                 f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
@@ -174,10 +181,11 @@ class Plan:
 
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
+        zero = f", zero({self.zero})" if self.zero else ""
         if self.num_stages == 1 and self.num_microbatches == 1:
-            return str(self)
+            return f"{self}{zero}"
         both = f", bidirectional({self.bidirectional})" if self.bidirectional else ""
-        return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}"
+        return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}{zero}"
 
     def wrong_world(self, num_ranks: int) -> str | None:
         """What to say if mpirun started so many ranks; None if that fits."""
@@ -243,9 +251,22 @@ class Plan:
         return tuple(d * self.ranks_per_replica + rank for d in range(self.data) for rank in holders)
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """All ranks that have the parameters of a stage: over tiles, ways, replicas and both directions."""
-        ranks = (rank for direction in range(self.num_directions) for rank in self.ranks(direction, stage))
-        return tuple(dict.fromkeys(ranks))
+        """All ranks that have the parameters of a stage: over tiles, ways, replicas and both directions, in turn."""
+        directions = [self.ranks(direction, stage) for direction in range(self.num_directions)]
+        return tuple(dict.fromkeys(rank for alike in zip(*directions, strict=True) for rank in alike))
+
+    def zero_at(self, stage: int) -> tuple[int, int]:
+        """The ZeRO stage that is possible there, and into how many sets its holders fall: rank r is in r % that.
+
+        Each direction of GEMS is a set that gathers parameters on its own. Where some ranks are in both directions and
+        others in one, they make different numbers of backward passes, and gradients wait for the last one (stage 1).
+        """
+        directions = [set(self.ranks(direction, stage)) for direction in range(self.num_directions)]
+        if len(directions) == 1 or directions[0] == directions[1]:
+            return self.zero, 1
+        if directions[0] & directions[1]:
+            return min(self.zero, 1), 1
+        return self.zero if len(directions[0]) > 1 else min(self.zero, 2), 2
 
     def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (direction, stage) pairs that a rank works on."""

@@ -1,10 +1,24 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al., ICLR 2018), by the norm of the gradient that all ranks know.
+"""Mixed precision (Micikevicius et al., ICLR 2018): weights of low precision, and the loss scaling of fp16.
 
-PyTorch's GradScaler looks at the gradients of one rank: where stages differ, ranks would skip different steps.
+The loss is scaled by the norm of the gradient, which all ranks know. PyTorch's GradScaler looks at the gradients of one
+rank: where stages differ, ranks would skip different steps.
 """
+
+import torch
+from torch import nn
 
 INITIAL_SCALE = 65536.0
 GROWTH_INTERVAL = 2000  # steps
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def lower_precision(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn the float32 parameters of all but normalization layers, few and sensitive, into `dtype`."""
+    for part in module.modules():
+        if not isinstance(part, NORMS):
+            for p in part.parameters(recurse=False):
+                if p.dtype is torch.float32:
+                    p.data = p.data.to(dtype)
 
 
 class LossScaler:
@@ -13,15 +27,15 @@ class LossScaler:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = INITIAL_SCALE if enabled else 1.0
-        self._finite_steps = 0
+        self.finite_steps = 0
 
     def update(self, finite: bool) -> None:
         """After a step whose gradient was finite, or was not."""
         if not self.enabled:
             return
-        self._finite_steps = self._finite_steps + 1 if finite else 0
+        self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
-        elif self._finite_steps == GROWTH_INTERVAL:
+        elif self.finite_steps == GROWTH_INTERVAL:
             self.scale *= 2
-            self._finite_steps = 0
+            self.finite_steps = 0

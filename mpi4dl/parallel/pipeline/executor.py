@@ -6,7 +6,7 @@ backward  gradients from the stage behind -> autograd -> gradients to the stage 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -53,6 +53,16 @@ class Live:
     weights: WeightGradients = field(default_factory=WeightGradients)
 
 
+class Parameters(Protocol):
+    """What is done about a stage's parameters and their gradients while it works."""
+
+    def there(self, stage: int) -> AbstractContextManager[None]:
+        """The context of every action of a stage: its parameters are there."""
+
+    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
+        """The context of every action that completes a microbatch's gradients; `last`: there are no more."""
+
+
 class Executor:
     """Runs tables over the stages that this rank holds. Collective; all ranks run the same tables in the same order.
 
@@ -62,9 +72,14 @@ class Executor:
     """
 
     def __init__(
-        self, held: Held, comm: Communicator, context: Callable[[], AbstractContextManager[Any]], seed: int
+        self,
+        held: Held,
+        comm: Communicator,
+        context: Callable[[], AbstractContextManager[Any]],
+        seed: int,
+        parameters: Parameters | None = None,
     ) -> None:
-        self.held, self.plan, self.context, self.seed = held, held.plan, context, seed
+        self.held, self.plan, self.context, self.seed, self.parameters = held, held.plan, context, seed, parameters
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.records = False
@@ -79,11 +94,8 @@ class Executor:
                 self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
 
-    def run(self, table: Table, feed: Feed, last: Callable[[int], None] | None = None) -> None:
-        """Do this rank's row. `last(stage)` is called before the last action that adds to a stage's gradients.
-
-        With backwards in the table this is a step of training; else nothing is kept.
-        """
+    def run(self, table: Table, feed: Feed) -> None:
+        """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept."""
         row = table[self.comm.rank % self.plan.ranks_per_replica]
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
@@ -97,9 +109,8 @@ class Executor:
                 run.expect(action)
                 if position + 1 < len(row):
                     run.expect(row[position + 1])
-                if last is not None and ends.get(action.stage) == position:
-                    last(action.stage)
-                run.do[action.kind](action)
+                with self.caring(action, last=ends.get(action.stage) == position):
+                    run.do[action.kind](action)
         run.finish()
         self.spans = run.spans
         for statistics in self._statistics.values():
@@ -110,6 +121,15 @@ class Executor:
     def _copies(self, stage: int) -> RunningStatistics:
         speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
         return RunningStatistics(self.held.modules_of[stage], self.held.groups[stage], speaks)
+
+    @contextmanager
+    def caring(self, action: Action, last: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.parameters is not None:
+                stack.enter_context(self.parameters.there(action.stage))
+                if action.kind in ("backward", "weight"):
+                    stack.enter_context(self.parameters.one_pass(action.stage, last))
+            yield
 
     def collecting(self, action: Action) -> AbstractContextManager[None]:
         if action.stage not in self._statistics:

@@ -1,170 +1,223 @@
 """Gradients of replicated parameters, added up over the ranks that hold them, while backward still runs.
 
-parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      flat buckets; each p.grad is a view into one
+parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      flat buckets
                               |        |         |
-backward fills them           v        v         v               a full bucket's all-reduce starts at once,
-                          reduce    reduce    reduce             in this order on every rank
+backward fills them           v        v         v               a full bucket's sum over the ranks starts at once,
+                             sum      sum       sum              in this order on every rank
+
+ZeRO 0    every rank gets the whole sum          all-reduce, after the last backward pass of a step
+ZeRO 1    every rank gets the part that it owns  reduce-scatter, after the last pass
+ZeRO 2    the same, and keeps only that part     reduce-scatter in every pass; a bucket lives from its first gradient
+                                                 until its parts are with their owners
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Layout, plan_buckets, plan_cuts
 
-BUCKET_BYTES = 4 << 20
-
-
-class Bucket(NamedTuple):
-    """Which parameters share one flat buffer, by number, and where each one's gradient begins in it."""
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    length: int
+AllReduce = Callable[[Tensor], Pending]
 
 
-def plan_buckets(lengths: list[int], kinds: list[object], limit: int) -> tuple[Bucket, ...]:
-    """Put parameters of these numbers of elements into buckets of at most `limit` elements, the last one first.
-
-    Parameters of different kinds (dtype and device) do not share a bucket; one that is larger than the limit has a
-    bucket to itself.
-    """
-    buckets: list[Bucket] = []
-    members: list[int] = []
-    offsets: list[int] = []
-    length = 0
-    for i in reversed(range(len(lengths))):
-        if members and (length + lengths[i] > limit or kinds[i] != kinds[members[0]]):
-            buckets.append(Bucket(tuple(members), tuple(offsets), length))
-            members, offsets, length = [], [], 0
-        members.append(i)
-        offsets.append(length)
-        length += lengths[i]
-    if members:
-        buckets.append(Bucket(tuple(members), tuple(offsets), length))
-    return tuple(buckets)
+def plan_layout(
+    parameters: list[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES, whole: bool = False
+) -> Layout:
+    """How these parameters lie in buckets, and how the ranks of `comm` share them; see `buckets`."""
+    lengths = tuple(p.numel() for p in parameters)
+    widest = max((p.element_size() for p in parameters), default=4)
+    kinds: list[object] = [(p.dtype, p.device) for p in parameters]
+    buckets = plan_buckets(lengths, kinds, max(1, bucket_bytes // widest))
+    return Layout(lengths, buckets, plan_cuts(buckets, comm.size, whole), comm.rank)
 
 
 class Reducer:
-    """Sums the gradients of parameters over the ranks of `comm`, each of which holds all of these parameters.
+    """Sums the gradients of `parameters` over the ranks of `comm`, each of which holds all of these parameters.
 
-    `prepare()` before backward gives every parameter a zero gradient that is a view into a bucket; hooks start a
-    bucket's reduction when its last gradient is there; `finish()` after backward waits for all. Where several backward
-    passes add up, `prepare(accumulate=True)` waits with that until `last_pass()`. Behind the gradients, a
-    bucket has one number per parameter that says whether there was a gradient: one that took no part in the loss on any
-    rank has none afterwards, so that optimizers leave it alone, as they do in plain PyTorch. `reduce()` does the same
-    for gradients that exist already.
+    `prepare()` before backward; hooks move each gradient into its bucket as it comes, and start the bucket's sum with
+    the last of them; `finish()` after backward waits for all. Where several backward passes add up,
+    `prepare(accumulate=True)`, and each pass stands between `begin_pass(last=...)` and `end_pass()`. All ranks make the
+    same number of passes.
+
+    Afterwards `owned(number)` is the sum of a bucket, or of the part that this rank owns if `zero` is not 0. Without
+    ZeRO, each p.grad is a view into it. A parameter that took no part in the loss on any rank has no gradient: `used`
+    says so, so that optimizers leave it alone, as they do in plain PyTorch.
+
+    Gradients in bfloat16 and float16 are summed in float32. `all_reduce` is how a bucket is summed without ZeRO.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Iterable[nn.Parameter],
+        comm: Communicator,
+        layout: Layout | None = None,
+        zero: int = 0,
+        all_reduce: AllReduce | None = None,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.comm = comm
-        widest = max((p.element_size() for p in self.parameters), default=4)
-        kinds: list[object] = [(p.dtype, p.device) for p in self.parameters]
-        self.buckets = plan_buckets([p.numel() for p in self.parameters], kinds, bucket_bytes // widest)
-        self._flat: list[Tensor] = []
-        self._missing: list[set[int]] = []
-        self._used: list[set[int]] = []
-        self._started: list[Pending] = []
+        self.layout = plan_layout(self.parameters, comm) if layout is None else layout
+        self.zero = zero
+        self.used: list[bool] = []
+        self._all_reduce = all_reduce
+        buckets = self.layout.buckets
+        self._place = {i: (number, slot) for number, b in enumerate(buckets) for slot, i in enumerate(b.members)}
+        self._flat: dict[int, Tensor] = {}  # buckets that gradients go to, by number
+        self._filled: dict[int, set[int]] = {}  # which of their slots have something
+        self._owned: dict[int, Tensor] = {}  # what became of them
+        self._missing: list[set[int]] = []  # in this pass
+        self._next = len(buckets)
+        self._started: list[tuple[int, Tensor, Pending]] = []
+        self._spare: dict[int, Tensor] = {}
+        self._collecting = False
 
     def attach(self) -> "Reducer":
         """Watch the parameters' gradients from now on. Collective."""
         # What starts during backward must not meet the collectives of backward: it gets a communicator of its own.
-        self.comm = self.comm.split(0)
-        for number, bucket in enumerate(self.buckets):
-            for slot, i in enumerate(bucket.members):
-                self.parameters[i].register_post_accumulate_grad_hook(partial(self._arrived, number, slot))
+        self.comm = self.comm.split(0, self.comm.rank)
+        for i, p in enumerate(self.parameters):
+            p.register_post_accumulate_grad_hook(partial(self._arrived, i))
         return self
 
     def prepare(self, accumulate: bool = False) -> None:
-        self._flat = self._flat or [self._empty(bucket) for bucket in self.buckets]
-        for bucket, flat in zip(self.buckets, self._flat, strict=True):
-            flat.zero_()
-            for p, view in self._views(bucket, flat):
-                p.grad = view
-        self._used = [set() for _ in self.buckets]
-        self._missing, self._started = [], []
+        """Forget the gradients of the step before."""
+        for p in self.parameters:
+            p.grad = None
+        self._spare = {} if self.zero > 1 else self._spare | self._flat
+        self._flat, self._filled, self._owned = {}, {}, {}
+        self.used = [False] * len(self.parameters)
+        self._collecting = True
         if not accumulate:
-            self.last_pass()
+            self.begin_pass(last=True)
 
-    def last_pass(self) -> None:
-        """The gradients that come from now on are the last ones."""
-        self._missing = [set(range(len(bucket.members))) for bucket in self.buckets]
+    def begin_pass(self, last: bool) -> None:
+        """The gradients that come from now on, until `end_pass`, are those of one backward pass."""
+        if last or self.zero > 1:
+            self._missing = [set(bucket.members) for bucket in self.layout.buckets]
+            self._next = 0
 
-    def _empty(self, bucket: Bucket) -> Tensor:
-        like = self.parameters[bucket.members[0]]
-        return torch.empty(bucket.length + len(bucket.members), dtype=like.dtype, device=like.device)
+    def end_pass(self) -> None:
+        """What has not been summed of this pass is so now, where the pass has to."""
+        while self._next < len(self.layout.buckets):
+            self._start_next()
+        self._missing = []
 
-    def _views(self, bucket: Bucket, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for i, offset in zip(bucket.members, bucket.offsets, strict=True):
-            p = self.parameters[i]
-            yield p, flat[offset : offset + p.numel()].view(p.shape)
-
-    def _arrived(self, number: int, slot: int, parameter: Tensor) -> None:
-        if not self._used:
+    def _arrived(self, i: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if not self._collecting or gradient is None:
             return
-        self._used[number].add(slot)
-        if not self._missing:
-            return
-        if slot not in self._missing[number]:
+        number, slot = self._place[i]
+        if self._missing and number < self._next:
             raise RuntimeError(
                 "a parameter's gradient came twice in one backward pass, as it does under reentrant checkpoints: its "
                 "sum over the ranks may be under way; use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._missing[number].discard(slot)
-        for pending in self._started:
-            pending.ready()
+        self._put(number, slot, gradient)
+        parameter.grad = None
+        self.used[i] = True
+        if not self._missing:
+            return
+        self._missing[number].discard(i)
+        self._collect(wait=False)
         # Non-blocking collectives must start in the same order on all ranks, whatever order the buckets fill in.
-        while len(self._started) < len(self.buckets) and not self._missing[len(self._started)]:
+        while self._next < len(self.layout.buckets) and not self._missing[self._next]:
             self._start_next()
+
+    def _put(self, number: int, slot: int, gradient: Tensor) -> None:
+        bucket = self.layout.buckets[number]
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if number not in self._flat:
+            if len(bucket.members) == 1 and self.zero > 1 and gradient.is_contiguous():
+                self._flat[number], self._filled[number] = gradient.view(-1), {slot}
+                return
+            self._flat[number], self._filled[number] = self._empty(number), set()
+        offset, i = bucket.offsets[slot], bucket.members[slot]
+        view = self._flat[number][offset : offset + self.layout.lengths[i]].view(gradient.shape)
+        if slot in self._filled[number]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._filled[number].add(slot)
+
+    def _empty(self, number: int) -> Tensor:
+        if number in self._spare:
+            return self._spare.pop(number)
+        bucket = self.layout.buckets[number]
+        like = self.parameters[bucket.members[0]]
+        return torch.empty(bucket.length, dtype=like.dtype, device=like.device)
 
     def _start_next(self) -> None:
-        number = len(self._started)
-        bucket, flat = self.buckets[number], self._flat[number]
-        used = [slot in self._used[number] for slot in range(len(bucket.members))]
-        flat[bucket.length :] = torch.tensor(used, dtype=flat.dtype)
-        self._started.append(self.comm.iall_reduce(flat))
+        number, bucket = self._next, self.layout.buckets[self._next]
+        self._next += 1
+        if number not in self._flat:
+            self._flat[number], self._filled[number] = self._empty(number), set()
+        flat = self._flat[number]
+        for slot, (i, offset) in enumerate(zip(bucket.members, bucket.offsets, strict=True)):
+            if slot not in self._filled[number]:
+                flat[offset : offset + self.layout.lengths[i]].zero_()
+        if self.zero > 1:
+            del self._flat[number], self._filled[number]
+        if self.zero:
+            pending = self.comm.ireduce_scatter(flat, self.layout.cuts[number])
+        else:
+            pending = (self._all_reduce or self.comm.iall_reduce)(flat)
+        self._started.append((number, flat, pending))
+
+    def _collect(self, wait: bool) -> None:
+        """Take in the sums that are complete, in order; all of them if it is to wait."""
+        while self._started and (wait or self._started[0][2].ready()):
+            number, flat, pending = self._started.pop(0)
+            pending.wait()
+            part = flat[self.layout.own(number)] if self.zero else flat
+            if self.zero < 2:
+                self._owned[number] = part
+            elif number in self._owned:
+                self._owned[number].add_(part)
+            else:
+                self._owned[number] = part.clone()
 
     def finish(self) -> None:
-        while len(self._started) < len(self.buckets):
-            self._start_next()
-        Pending.all(self.comm.node, self._started).wait()
-        self._missing, self._used, self._started = [], [], []
-        for bucket, flat in zip(self.buckets, self._flat, strict=True):
-            for i, used in zip(bucket.members, flat[bucket.length :].tolist(), strict=True):
-                if not used:
-                    self.parameters[i].grad = None
+        """Wait until the gradients are complete. Collective."""
+        self.end_pass()
+        flags = torch.tensor(self.used, dtype=torch.uint8)
+        pending = self.comm.iall_reduce(flags, "max")
+        self._collect(wait=True)
+        pending.wait()
+        self._collecting = False
+        self.used = flags.bool().tolist()
+        if self.zero:
+            return
+        for number, flat in self._flat.items():
+            for span in self.layout.spans(number):
+                p = self.parameters[span.member]
+                p.grad = flat[span.place].view(p.shape) if self.used[span.member] else None
 
-    def gradients(self) -> list[Tensor]:
-        """The buckets' gradients, flat. For use after `finish()`."""
-        return [flat[: bucket.length] for bucket, flat in zip(self.buckets, self._flat, strict=True)]
+    def owned(self, number: int) -> Tensor:
+        """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""
+        return self._owned[number]
 
     def square(self) -> float:
-        """The sum of the squares of the whole gradient, the same on every rank."""
-        squares = [torch.linalg.vector_norm(flat, dtype=torch.float64).cpu() ** 2 for flat in self.gradients()]
+        """The sum of the squares of what `owned` gives for all buckets."""
+        squares = [
+            torch.linalg.vector_norm(self._owned[number], dtype=torch.float64).cpu() ** 2
+            for number in range(len(self.layout.buckets))
+        ]
         return float(torch.stack(squares).sum()) if squares else 0.0
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradient by a factor."""
-        for flat in self.gradients():
-            flat.mul_(factor)
+        """Multiply the gradients by a factor."""
+        if factor != 1.0:
+            for gradient in self._owned.values():
+                gradient.mul_(factor)
 
     def reduce(self) -> None:
-        """Sum gradients that are there already, in place. A rank that has none of a parameter counts as zero."""
-        for bucket in self.buckets:
-            flat = self._empty(bucket).zero_()
-            for slot, (p, view) in enumerate(self._views(bucket, flat)):
-                if p.grad is not None:
-                    view.copy_(p.grad)
-                    flat[bucket.length + slot] = 1
-            used = self.comm.all_reduce(flat)[bucket.length :].tolist()
-            for (p, total), anywhere in zip(self._views(bucket, flat), used, strict=True):
-                if anywhere and p.grad is not None:
-                    p.grad.copy_(total)
-                elif anywhere:
-                    p.grad = total.clone()
+        """Sum gradients that are there already. A rank that has none of a parameter counts as zero."""
+        found = [p.grad for p in self.parameters]
+        self.prepare()
+        for i in reversed(range(len(found))):
+            self.parameters[i].grad = found[i]
+            self._arrived(i, self.parameters[i])
+        self.finish()

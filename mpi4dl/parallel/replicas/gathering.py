@@ -1,0 +1,165 @@
+"""ZeRO 3: parameters are there when a module needs them, and cut up over the ranks at all other times.
+
+forward    bucket 3    gather 3, start 2 -> compute -> free 3, gather 2, start 1 -> compute -> ...
+backward   bucket 1    the graph keeps no parameter, but where it was: gather 1, start 2 -> compute -> free 1, ...
+
+As in Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (SC 2020). What is
+gathered, and what is gathered ahead, follows from the calls of PyTorch's functions alone, so that all ranks that run
+the same model gather in the same order, whatever modules look like.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.parallel.replicas.buckets import Layout
+
+# Attributes that give a parameter's values; all others only look at its shape and the like.
+VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
+KEPT = 2  # buckets that stay after their use: a layer's weight and bias may lie in two
+
+
+class Gatherer:
+    """Keeps of each bucket of `parameters` the part `part(number)`, which it makes whole over the ranks of `comm`.
+
+    `layout` is how the ranks of `comm` share the parameters, which it takes out of the module. Collective.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, comm: Communicator) -> None:
+        self.parameters, self.layout = list(parameters), layout
+        self.comm = comm.split(0, comm.rank)  # its messages meet no others
+        self._parts: list[Tensor] = []
+        self._void: dict[int, Tensor] = {}  # by parameter
+        self._whole: dict[int, Tensor] = {}  # by bucket, the one used last at the end
+        self._addresses: dict[int, int] = {}
+        self._ahead: tuple[int, Tensor, Pending] | None = None
+        self._next: dict[tuple[int | None, int], int] = {}
+        self._last: tuple[int | None, int | None] = (None, None)
+        self.bucket_of: dict[int, int] = {}
+        for number, bucket in enumerate(layout.buckets):
+            own, like = layout.own(number), self.parameters[bucket.members[0]]
+            flat = torch.empty(bucket.length, dtype=like.dtype, device=like.device)
+            for span in layout.spans(number):
+                p = self.parameters[span.member]
+                flat[span.place] = p.detach().reshape(-1)
+                self.bucket_of[id(p)] = number
+            self._parts.append(flat[own].clone())
+            self._point(number, flat)
+            self._void |= {i: self.parameters[i].data for i in bucket.members}
+            # Shapes stay to be seen; whoever reads a value that is not there gets an error from PyTorch.
+            flat.untyped_storage().resize_(0)
+
+    def part(self, number: int) -> Tensor:
+        """What this rank keeps of a bucket, flat; it may be changed while no parameter is whole."""
+        return self._parts[number]
+
+    def _point(self, number: int, flat: Tensor) -> None:
+        for span in self.layout.spans(number):
+            p = self.parameters[span.member]
+            p.data = flat[span.place].view(p.shape)
+
+    def _start(self, number: int) -> tuple[int, Tensor, Pending]:
+        part = self._parts[number]
+        flat = torch.empty(self.layout.buckets[number].length, dtype=part.dtype, device=part.device)
+        flat[self.layout.own(number)] = part
+        return number, flat, self.comm.iall_gather_into(flat, self.layout.cuts[number])
+
+    def need(self, numbers: Iterable[int]) -> None:
+        """Make these buckets whole, and start the one that came after them the last time. Collective."""
+        numbers = list(dict.fromkeys(numbers))
+        for number in numbers:
+            if number in self._whole:
+                self._whole[number] = self._whole.pop(number)
+                continue
+            self._fetch(number)
+        for number in [n for n in self._whole if n not in numbers][: max(0, len(self._whole) - KEPT)]:
+            self._free(number)
+
+    def _fetch(self, number: int) -> None:
+        before, last = self._last
+        if last is not None:
+            self._next[before, last] = number
+        self._last = (last, number)
+        if self._ahead is None or self._ahead[0] != number:
+            self._forget()
+            self._ahead = self._start(number)
+        _, flat, pending = self._ahead
+        self._ahead = None
+        coming = self._next.get((last, number))
+        if coming is not None and coming not in self._whole and coming != number:
+            self._ahead = self._start(coming)
+        pending.wait()
+        self._whole[number] = flat
+        self._addresses[flat.untyped_storage().data_ptr()] = number
+        self._point(number, flat)
+
+    def _free(self, number: int) -> None:
+        flat = self._whole.pop(number)
+        del self._addresses[flat.untyped_storage().data_ptr()]
+        for i in self.layout.buckets[number].members:
+            self.parameters[i].data = self._void[i]
+
+    def _forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead[2].wait()
+            self._ahead = None
+
+    @contextmanager
+    def there_when_needed(self) -> Iterator[None]:
+        """Within this context, forward and backward find the parameters that they use. All ranks do the same in it."""
+        self._last = (None, None)
+        with _Watch(self), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self.free()
+
+    def free(self) -> None:
+        """No parameter is whole any more."""
+        self._forget()
+        for number in list(self._whole):
+            self._free(number)
+
+    def _pack(self, value: Tensor) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+            return value
+        number = self._addresses.get(value.untyped_storage().data_ptr())
+        if number is None or value.dtype is not self._parts[number].dtype:
+            return value
+        return number, value.size(), value.stride(), value.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        number, size, stride, offset = packed
+        self.need([number])
+        return self._whole[number].as_strided(size, stride, offset)
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+class _Watch(TorchFunctionMode):
+    """Sees to it that the parameters among the arguments of a function are there."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        super().__init__()
+        self._gatherer = gatherer
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in VIEWS or getattr(function, "__name__", "") != "__get__":
+            known = self._gatherer.bucket_of
+            found = [known[id(a)] for a in _leaves((args, tuple((kwargs or {}).values()))) if id(a) in known]
+            if found:
+                self._gatherer.need(found)
+        return function(*args, **(kwargs or {}))

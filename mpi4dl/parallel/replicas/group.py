@@ -1,0 +1,205 @@
+"""The trained parameters of one stage, on all ranks that hold them: their gradients, their step, who owns what.
+
+              parameters            gradients              optimizer's state, masters
+ZeRO 0        on every rank         on every rank          on every rank
+ZeRO 1        on every rank         on every rank          each rank has those of its part
+ZeRO 2        on every rank         each rank its part     each rank its part
+ZeRO 3        each rank its part    each rank its part     each rank its part
+
+Tiles, data replicas, the ways of a split batch and both directions of GEMS are all the same here: ranks of `comm`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
+from mpi4dl.parallel.replicas.gathering import Gatherer
+from mpi4dl.parallel.replicas.offload import Home
+from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
+from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, make_piece
+
+State = dict[str, Any]
+Read = Callable[[str, int, int], tuple[Tensor, State]]
+
+
+class Shard(NamedTuple):
+    """Elements [start, stop) of a parameter, flattened: their master values, and the optimizer's state for them.
+
+    What `state` has as many elements of is for these elements; all else is for the whole parameter. `group` is the
+    number of the parameter's group in the optimizer, None if it is in none.
+    """
+
+    name: str
+    start: int
+    stop: int
+    value: Tensor
+    state: State
+    group: int | None
+
+
+class ReplicaGroup:
+    """The trained parameters of `module`, which the ranks of `comm` hold with the same values. Collective.
+
+    `zero` is the ZeRO stage. With ZeRO 3, each of `copies` sets of ranks, of which rank r belongs to number r % copies,
+    keeps all parameters and gathers them on its own. The parameters of `optimizer` are replaced by the parts that this rank updates; bfloat16 and float16 ones have float32 masters, which
+    live in `home`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        home: Home,
+        zero: int = 0,
+        copies: int = 1,
+        all_reduce: AllReduce | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self.comm, self.optimizer = comm, optimizer
+        self.zero = zero
+        self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and not is_elementwise(optimizer))
+        self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
+        self.gatherer: Gatherer | None = None
+        self._flats: list[Tensor] = []
+        self._spread: Callable[[int], Pending] | None = None
+        if self.zero == 3:
+            self._cut_up(copies)
+        elif self.zero:
+            self._flatten()
+        pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
+        self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
+        self.update = Update(optimizer, self.parameters, pieces, home)
+
+    def _flatten(self) -> None:
+        """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
+        for number, bucket in enumerate(self.layout.buckets):
+            like = self.parameters[bucket.members[0]]
+            flat = torch.empty(bucket.length, dtype=like.dtype, device=like.device)
+            for span in self.layout.spans(number):
+                p = self.parameters[span.member]
+                flat[span.place] = p.detach().reshape(-1)
+                p.data = flat[span.place].view(p.shape)
+            self._flats.append(flat)
+        self._spread = lambda number: self.comm.iall_gather_into(self._flats[number], self.layout.cuts[number])
+
+    def _cut_up(self, copies: int) -> None:
+        comm, layout = self.comm, self.layout
+        together = comm.split(comm.rank % copies, comm.rank)
+        cuts = tuple(cuts[::copies] for cuts in layout.cuts)
+        self.gatherer = gatherer = Gatherer(self.parameters, replace(layout, cuts=cuts, rank=together.rank), together)
+        self._flats = [gatherer.part(number) for number in range(len(layout.buckets))]
+        if copies > 1:
+            same = comm.split(comm.rank // copies, comm.rank)
+            first = comm.rank // copies * copies
+            parts = [[c - cuts[first] for c in cuts[first : first + copies + 1]] for cuts in layout.cuts]
+            self._spread = lambda number: same.iall_gather_into(self._flats[number], parts[number])
+
+    def _first(self, number: int) -> int:
+        """Which element of a bucket is the first one of its flat parameters here."""
+        return 0 if self.gatherer is None else self.gatherer.layout.own(number).start
+
+    def _pieces(self, number: int, home: Home) -> Iterator[Piece]:
+        for span in self.layout.spans(number, self.layout.own(number) if self.zero else None):
+            p = self.parameters[span.member]
+            if self.zero:
+                begin = span.offset - self._first(number)
+                yield make_piece(span, p, self._flats[number][begin : begin + span.stop - span.start], home)
+            else:
+                piece = make_piece(span, p, p.detach(), home)
+                yield piece if piece.target is not None else Piece(span, p, None)
+
+    def there_when_needed(self) -> AbstractContextManager[None]:
+        """The context in which forward and backward find the parameters."""
+        return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
+
+    @contextmanager
+    def one_pass(self, last: bool) -> Iterator[None]:
+        """The context of one backward pass; all ranks make as many."""
+        self.reducer.begin_pass(last)
+        yield
+        self.reducer.end_pass()
+
+    def square(self) -> float:
+        """This rank's share of the square of the gradient's norm; the shares of all ranks add up."""
+        return self.reducer.square() if self.zero or self.comm.rank == 0 else 0.0
+
+    def step(self, factor: float) -> None:
+        """Step on this rank's part by its gradient times `factor`, and share the new values. Collective."""
+        spreading = []
+        for number in range(len(self.layout.buckets)):
+            first = self.layout.own(number).start if self.zero else 0
+            self.update.step(number, self.reducer.owned(number), first, self.reducer.used, factor)
+            if self._spread is not None:
+                spreading.append(self._spread(number))
+        Pending.all(self.comm.node, spreading).wait()
+
+    def shards(self) -> Iterator[Shard]:
+        """What this rank owns; the shards of all ranks are each parameter once, without ZeRO too."""
+        groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for number, pieces in enumerate(self.update.pieces):
+            pieces_of = {piece.span.member: piece for piece in pieces}
+            for span in self.layout.spans(number, self.layout.own(number)):
+                piece = pieces_of[span.member]
+                own = slice(span.start - piece.span.start, span.stop - piece.span.start)
+                state = {
+                    key: value.reshape(-1)[own] if _is_like(value, piece) else value
+                    for key, value in self.optimizer.state.get(piece.value, {}).items()
+                }
+                value = piece.value.detach().reshape(-1)[own]
+                yield Shard(self.names[span.member], span.start, span.stop, value, state, groups.get(id(piece.value)))
+
+    def gradient_shards(self) -> Iterator[tuple[str, Span, Tensor | None]]:
+        """The gradient of what this rank owns, after a step; None for a parameter that had none."""
+        for number in range(len(self.layout.buckets)):
+            own = self.layout.own(number)
+            gradient = self.reducer.owned(number) if self.zero else self.reducer.owned(number)[own]
+            for span in self.layout.spans(number, own):
+                found = gradient[span.offset - own.start : span.offset - own.start + span.stop - span.start]
+                yield self.names[span.member], span, found if self.reducer.used[span.member] else None
+
+    @torch.no_grad()
+    def load(self, read: Read) -> None:
+        """Take masters and the optimizer's state from `read(name, start, stop)`, and share them. Collective.
+
+        It gives the values of these elements, flat, and the optimizer's state as in a Shard: {} before the first step.
+        """
+        spreading = []
+        for number, pieces in enumerate(self.update.pieces):
+            for piece in pieces:
+                span = piece.span
+                value, state = read(self.names[span.member], span.start, span.stop)
+                piece.value.copy_(value.view(piece.value.shape))
+                self.optimizer.state[piece.value] = {
+                    key: self.update.home.place(found.to(piece.value.device).view(piece.value.shape))
+                    if _is_like(found, piece)
+                    else found
+                    for key, found in state.items()
+                }
+            self.update.publish(number)
+            if self._spread is not None:
+                spreading.append(self._spread(number))
+        Pending.all(self.comm.node, spreading).wait()
+
+
+def _is_like(value: Any, piece: Piece) -> bool:
+    return isinstance(value, Tensor) and value.numel() == piece.value.numel() and value.dim() > 0
+
+
+def step_all(optimizer: torch.optim.Optimizer, groups: Sequence[ReplicaGroup], factor: float) -> None:
+    """One step of the optimizer on the parameters of all groups, by their gradients times `factor`. Collective."""
+    if all(group.in_place for group in groups):
+        for group in groups:
+            group.reducer.scale(factor)
+        optimizer.step()
+        return
+    for group in groups:
+        group.step(factor)

@@ -1,0 +1,76 @@
+"""Where master weights and the optimizer's state live: on the device of the model, on the host, or on disk."""
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+OFFLOADS = ("none", "cpu", "disk")
+BLOCK_BYTES = 64 << 20  # of one file: each is open while it is in use
+ALIGNMENT_BYTES = 64
+
+
+class Home(Protocol):
+    """Gives values a place to stay."""
+
+    def place(self, value: Tensor) -> Tensor:
+        """A tensor with the same values, shape and dtype that stays there; the same one if it is there already."""
+
+
+class Device:
+    """On the device of the model."""
+
+    def place(self, value: Tensor) -> Tensor:
+        return value
+
+
+class Host:
+    """In memory of the host, pinned if the model is on a GPU."""
+
+    def place(self, value: Tensor) -> Tensor:
+        if value.device.type == "cpu":
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+
+
+class Disk:
+    """In files that are mapped into memory: the system keeps of them what it has room for.
+
+    They have no names, so that nothing is left of them when the process ends, however it does. `folder` should be on a
+    fast local disk; None: the system's folder for temporary files.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = folder
+        self._blocks: list[Tensor] = []  # the last one is being filled
+        self._filled_bytes = 0
+
+    def place(self, value: Tensor) -> Tensor:
+        if any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks):
+            return value
+        if not self._blocks or self._filled_bytes + value.nbytes > self._blocks[-1].nbytes:
+            self._blocks.append(self._map(max(BLOCK_BYTES, value.nbytes)))
+            self._filled_bytes = 0
+        room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
+        self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return room.view(value.dtype).view(value.shape).copy_(value)
+
+    def _map(self, num_bytes: int) -> Tensor:
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            # Reserved before use: a mapping of a hole ends the process with a signal when the disk is full.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+
+
+def home_for(offload: str, folder: str | Path | None = None) -> Home:
+    """The place that `offload` names. Raises ValueError if it names none."""
+    if offload not in OFFLOADS:
+        raise ValueError(f"offload is {offload!r}, but must be one of {', '.join(OFFLOADS)}")
+    return Disk(folder) if offload == "disk" else Host() if offload == "cpu" else Device()
