@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SPINS_BEFORE_SLEEP = 200
+LOOKS_BEFORE_SLEEP = 200
 SLEEP_SECONDS = 20e-6
 
 
@@ -61,7 +61,10 @@ class Node:
         return device
 
     def wait(self, requests: "Sequence[MPI.Request]") -> None:
-        """Wait for all requests. With more ranks than cores a spinning wait starves the rank it waits for: sleep."""
+        """Wait for all requests. With more ranks than cores a spinning wait starves the rank it waits for.
+
+        It gives way to another rank at every look then, and sleeps when that has not helped for a while.
+        """
         from mpi4py import MPI
 
         requests = list(requests)
@@ -71,6 +74,8 @@ class Node:
         tries = 0
         while not MPI.Request.Testall(requests):
             tries += 1
-            if tries > SPINS_BEFORE_SLEEP:
+            if tries <= LOOKS_BEFORE_SLEEP:
+                os.sched_yield()
+            else:
                 time.sleep(SLEEP_SECONDS)
         self.wait_seconds += time.perf_counter() - begin
