@@ -1,0 +1,186 @@
+"""Checkpoints of a training run: written by all ranks in parallel while training goes on, read under any plan.
+
+    checkpoints = Checkpoints("runs/mine/checkpoints", comm)
+    found = checkpoints.newest()
+    position = load(engine, found) if found else {"epoch": 0}
+    ...
+    checkpoints.save(engine, {"epoch": 1})      # now and then
+    checkpoints.close()
+
+A checkpoint is what one process would have written, whatever plan its ranks had.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.runtime import storage
+from mpi4dl.runtime.checkpoint_manifest import MODEL, Saved, checkpoints_in, name_of, newest_whole
+from mpi4dl.runtime.checkpoint_state import capture, model_values, restore
+from mpi4dl.runtime.checkpoint_writer import TEMPORARY, Writing, clean
+
+LOCK = ".lock"
+LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
+SIGHT_SECONDS = 10.0  # for what rank 0 made to be seen through a shared file system
+POLL_SECONDS = 0.05
+
+
+class Checkpoints:
+    """The checkpoints in one folder, of which the newest `keep` stay. Every method is collective but `failed`.
+
+    `skipped` says what was wrong with those that `newest` passed over. Only one job at a time may use a folder.
+
+    Raises:
+        Refusal: on all ranks: another job uses the folder, it cannot be made, or not all ranks see it.
+    """
+
+    def __init__(self, folder: str | Path, comm: Communicator, keep: int = 2) -> None:
+        self.folder, self.comm, self.keep = Path(folder), comm, keep
+        self.skipped: list[str] = []
+        self._lock: int | None = None
+        self._writing: Writing | None = None
+        self._saved: int | None = None
+        with comm.together():
+            if comm.rank == 0:
+                self._prepare()
+        with comm.together():
+            self._see()
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"another job is writing to {self.folder}: wait for its end, or name another --run-folder"
+                    ) from None
+                time.sleep(POLL_SECONDS)
+            except OSError:  # a file system without locks
+                break
+        clean(self.folder)
+
+    def _see(self) -> None:
+        deadline = time.monotonic() + SIGHT_SECONDS
+        while not (self.folder / LOCK).exists():
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{self.folder}, which rank 0 made, is not there: all ranks write checkpoints, so --run-folder must "
+                    "be on a file system that they share"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole. Those that are not, and are newer, are put aside for good."""
+        found, self.skipped = newest_whole(checkpoints_in(self.folder), self.comm)
+        with self.comm.together():
+            for path in checkpoints_in(self.folder) if self.comm.rank == 0 and found else ():
+                if path == found:
+                    break
+                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+        return found
+
+    def save(self, engine: Any, extra: Mapping[str, Any]) -> None:
+        """Keep the state of `engine`, and what is to be known beside it, while training goes on.
+
+        `extra` is numbers, text, tensors and nests of them; that of rank 0 counts. Waits if the last one is still being
+        written. A step that was saved already is not saved again.
+
+        Raises:
+            Refusal: on all ranks: the last checkpoint could not be written.
+        """
+        self.wait()
+        if engine.num_steps != self._saved:
+            with self.comm.together((ValueError,)):
+                job = capture(engine, extra)
+            self._writing = Writing(self.folder, job, self.comm.rank, self.comm.size, self.keep)
+            self._saved = engine.num_steps
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the checkpoint under way cannot be written: then all ranks should `wait`."""
+        return self._writing is not None and self._writing.error is not None
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written. Raises Refusal on all ranks if it could not be."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        writing.written.wait()
+        self._agree(writing)
+        writing.finish()
+        self._agree(writing)
+
+    def _agree(self, writing: Writing) -> None:
+        error = writing.error
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        message = error and f"{name_of(writing.job.step)} cannot be written to {self.folder}: {error.strerror or error}"
+        try:
+            self.comm.agree(message)
+        except Refusal as refusal:
+            writing.cancel()
+            self.comm.barrier()
+            if self.comm.rank == 0:
+                writing.remove()
+            left = checkpoints_in(self.folder)
+            stays = f"{left[0]} is the newest one" if left else "there is none yet"
+            raise Refusal(f"{refusal}; {stays}, from which --resume goes on once there is room") from error
+
+    def load(self, engine: Any, path: Path) -> dict[str, Any]:
+        """Go on from one of these checkpoints; returns the `extra` it was saved with. Raises Refusal as `load` does."""
+        extra = load(engine, path)
+        self._saved = engine.num_steps
+        return extra
+
+    def close(self) -> None:
+        """Stop, on this rank, without waiting; call `wait` before it at a good end."""
+        if self._writing is not None:
+            self._writing.cancel()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        self.close()
+
+
+def load(engine: Any, path: Path) -> dict[str, Any]:
+    """Go on from the checkpoint in `path`, which was found whole; returns the `extra` it was saved with. Collective.
+
+    Raises:
+        Refusal: on all ranks, with the engine as it was, if the checkpoint is of another model or optimizer.
+    """
+    with Saved(path) as saved:
+        return restore(engine, saved)
+
+
+def save_model(engine: Any, path: Path) -> None:
+    """Write the weights alone, as a safetensors file that names what is tied in its metadata. Collective.
+
+    Raises Refusal on all ranks if it cannot be written; then nothing is there, or the old file is.
+    """
+    layout, pieces = model_values(engine)
+    temporary = path.with_name(f"{TEMPORARY}{MODEL}")
+    with engine.comm.together((OSError,)):
+        storage.write(temporary, layout, pieces, header=engine.comm.rank == 0)
+    with engine.comm.together((OSError,)):
+        if engine.comm.rank == 0:
+            temporary.rename(path)
+            storage.flush_folder(path.parent)

@@ -1,0 +1,169 @@
+"""What a checkpoint knows of an engine, taken from it and put back, whatever plan it had and has.
+
+Every rank contributes the shards of parameters that it holds, and what else of the model it is the first to hold.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpi4dl.comm import Refusal
+from mpi4dl.runtime.checkpoint_manifest import MODEL, OPTIMIZER, Saved
+from mpi4dl.runtime.checkpoint_writer import Job
+from mpi4dl.runtime.plain import decode, encode
+from mpi4dl.runtime.randomness import random_state, set_random_state
+from mpi4dl.runtime.storage import Layout, Piece, Spec
+
+Values = tuple[Layout, list[Piece]]
+
+
+class _Known(NamedTuple):
+    """What the rank that holds the beginning of a value tells the others; of a parameter, with the optimizer's slots.
+
+    `whole` are the slots that are not one number for each element.
+    """
+
+    spec: Spec
+    slots: dict[str, Spec]
+    whole: tuple[str, ...]
+
+
+def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
+    """A copy on the host of all that this rank writes. Collective. Raises ValueError for what cannot be kept."""
+    model, optimizer, whole = _values(engine, list(engine.shards()))
+    state = {
+        "step": engine.num_steps,
+        "plan": engine.plan.describe(),
+        "seed": engine.executor.seed,
+        "num_runs": engine.executor.num_runs,
+        "scaler": {"scale": engine.scaler.scale, "finite_steps": engine.scaler.finite_steps},
+        "optimizer": {
+            "class": type(engine.optimizer).__name__,
+            "whole": whole,
+            "groups": [{k: encode(v) for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
+        },
+        "extra": encode(extra),
+    }
+    return Job(engine.num_steps, {MODEL: model, OPTIMIZER: optimizer}, state, random_state())
+
+
+def model_values(engine: Any) -> Values:
+    """The file of the model's values, and this rank's pieces of it, on the host. Collective."""
+    return _values(engine, [shard._replace(state={}) for shard in engine.shards()])[0]
+
+
+def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values, list[str]]:
+    """The files of the model and of the optimizer, and the slots of the latter that are kept whole."""
+    held, rest = engine.held, _rest(engine)
+    known: dict[str, _Known] = {}
+    for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
+        known |= found
+    model = [Piece(name, 0, _on_host(value)) for name, value in rest.items()]
+    optimizer = []
+    for shard in mine:
+        name = _own_name(engine, shard.name)
+        model.append(Piece(name, shard.start, _on_host(shard.value)))
+        for slot in known[name].slots:
+            if slot not in known[name].whole or shard.start == 0:
+                start = 0 if slot in known[name].whole else shard.start
+                optimizer.append(Piece(f"{slot}/{name}", start, _on_host(shard.state[slot])))
+    specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
+    slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
+    whole = sorted({slot for one in known.values() for slot in one.whole})
+    return (Layout.of(specs, held.ties), model), (Layout.of(slots), optimizer), whole
+
+
+def _rest(engine: Any) -> dict[str, Tensor]:
+    """What is not trained of the stages that this rank is the first to hold: buffers, frozen parameters."""
+    held, trained = engine.held, _trained(engine)
+    return {
+        name: value
+        for stage, module in held.modules_of.items()
+        if held.plan.ranks(0, stage)[0] == engine.comm.rank
+        for name, value in module.state_dict().items()
+        if name not in trained and name not in held.ties
+    }
+
+
+def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:
+    found = {name: _Known(Spec(tuple(value.shape), value.dtype), {}, ()) for name, value in rest.items()}
+    for shard in mine:
+        if shard.start == 0:
+            name = _own_name(engine, shard.name)
+            shape = engine.held.shapes[name][0]
+            state = {slot: value for slot, value in shard.state.items() if isinstance(value, Tensor)}
+            whole = tuple(slot for slot, value in state.items() if value.shape != shard.value.shape)
+            slots = {
+                slot: Spec(tuple(value.shape) if slot in whole else shape, value.dtype) for slot, value in state.items()
+            }
+            found[name] = _Known(Spec(shape, shard.value.dtype), slots, whole)
+    return found
+
+
+def _trained(engine: Any) -> set[str]:
+    return {_own_name(engine, name) for name in engine.held.trained}
+
+
+def _own_name(engine: Any, name: str) -> str:
+    """The one under which a value is stored that has several names."""
+    return engine.held.ties.get(name, name)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True).contiguous().reshape(-1)
+
+
+def restore(engine: Any, saved: Saved) -> dict[str, Any]:
+    """Go on from a checkpoint; returns what was passed to `capture` as `extra`. Collective.
+
+    Under the plan that wrote it, every rank takes its own random state; under another one, all take that of rank 0.
+    Raises Refusal on all ranks, before anything is changed, if the checkpoint is of another model or optimizer.
+    """
+    state = saved.state
+    _fits(engine, saved)
+    held, optimizer = engine.held, engine.optimizer
+    for group, known in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
+        group.update({name: decode(value) for name, value in known.items()})
+    trained = _trained(engine)
+    for module in held.modules_of.values():
+        names = {name: _own_name(engine, name) for name in module.state_dict()}
+        rest = {name: saved.model.whole(own) for name, own in names.items() if own not in trained}
+        module.load_state_dict(rest, strict=False)
+    whole = set(state["optimizer"]["whole"])
+    slots: dict[str, list[str]] = {}
+    for key in saved.optimizer.layout.specs:
+        slot, _, name = key.partition("/")
+        slots.setdefault(name, []).append(slot)
+
+    def read(name: str, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
+        own = _own_name(engine, name)
+        found = {}
+        for slot in slots.get(own, ()):
+            key = f"{slot}/{own}"
+            found[slot] = saved.optimizer.whole(key) if slot in whole else saved.optimizer.read(key, start, stop)
+        return saved.model.read(own, start, stop), found
+
+    engine.load_shards(read)
+    engine.num_steps = state["step"]
+    engine.executor.seed, engine.executor.num_runs = state["seed"], state["num_runs"]
+    engine.scaler.scale, engine.scaler.finite_steps = state["scaler"]["scale"], state["scaler"]["finite_steps"]
+    same_plan = state["plan"] == engine.plan.describe() and len(state["ranks"]) == engine.comm.size
+    set_random_state(state["ranks"][engine.comm.rank if same_plan else 0])
+    return decode(state["extra"])
+
+
+def _fits(engine: Any, saved: Saved) -> None:
+    held, path = engine.held, saved.path
+    there = {name: spec.shape for name, spec in saved.model.layout.specs.items()}
+    here = {name: shape for name, (shape, _) in held.shapes.items() if name not in held.ties}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            in_it, wanted = (f"shape {d[name]}" if name in d else "no such value" for d in (there, here))
+            raise Refusal(f"{path} is of another model: {name} has {in_it} there, but {wanted} here")
+    known, optimizer = saved.state["optimizer"], engine.optimizer
+    if known["class"] != type(optimizer).__name__:
+        raise Refusal(f"{path} was written with the optimizer {known['class']}, but this is {type(optimizer).__name__}")
+    if len(known["groups"]) != len(optimizer.param_groups):
+        has, wants = len(known["groups"]), len(optimizer.param_groups)
+        raise Refusal(f"{path} was written with {has} groups of parameters, but the optimizer has {wants}")
