@@ -103,6 +103,12 @@ class Communicator:
         """A communicator of the ranks that passed the same colour, ordered by key and rank. Collective."""
         return Communicator(self.mpi.Split(color, key), self.node, self._wire)
 
+    def split_by_node(self) -> "Communicator":
+        """A communicator of the ranks that are on the same machine as this one. Collective."""
+        from mpi4py import MPI
+
+        return Communicator(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.node, self._wire)
+
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """A communicator of these ranks, in this order. Collective over them alone."""
         from mpi4py import MPI
@@ -303,9 +309,11 @@ class Communicator:
         self.node.wait([self.mpi.Ibarrier()])
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not
         return self.mpi.allgather(value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        self.barrier()
         return self.mpi.bcast(value, root)
 
     def agree(self, error: str | None = None, **facts: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,9 @@ import torch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LOOKS_BEFORE_SLEEP = 200
+    from mpi4dl.comm.pending import Phases
+
+SPINS_BEFORE_SLEEP = 200
 SLEEP_SECONDS = 20e-6
 
 
@@ -19,7 +21,8 @@ SLEEP_SECONDS = 20e-6
 class Node:
     """This rank's place on its machine, as MPI reports it: never read from a launcher's environment.
 
-    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators.
+    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators. `underway` is the
+    communication that this rank has to drive forward while it waits for anything.
     """
 
     local_rank: int
@@ -27,6 +30,7 @@ class Node:
     cores: int
     threads: int
     wait_seconds: float = 0.0
+    underway: "list[Phases]" = field(default_factory=list)
 
     @classmethod
     def of(cls, comm: "MPI.Comm") -> "Node":
@@ -60,8 +64,8 @@ class Node:
         torch.cuda.set_device(device)
         return device
 
-    def wait(self, requests: "Sequence[MPI.Request]") -> None:
-        """Wait for all requests. With more ranks than cores a spinning wait starves the rank it waits for.
+    def wait(self, requests: "Sequence[MPI.Request]", phases: "Sequence[Phases]" = ()) -> None:
+        """Wait for all of these. With more ranks than cores a spinning wait starves the rank it waits for.
 
         It gives way to another rank at every look then, and sleeps when that has not helped for a while.
         """
@@ -69,13 +73,21 @@ class Node:
 
         requests = list(requests)
         begin = time.perf_counter()
-        if not self.oversubscribed:
+        if not self.oversubscribed and not self.underway:
             MPI.Request.Waitall(requests)
         tries = 0
-        while not MPI.Request.Testall(requests):
+        while not (self._advance(phases) and MPI.Request.Testall(requests)):
+            if not self.oversubscribed:
+                continue
             tries += 1
-            if tries <= LOOKS_BEFORE_SLEEP:
+            if tries <= SPINS_BEFORE_SLEEP:
                 os.sched_yield()
             else:
                 time.sleep(SLEEP_SECONDS)
         self.wait_seconds += time.perf_counter() - begin
+
+    def _advance(self, phases: "Sequence[Phases]") -> bool:
+        """Drive forward all that is under way; whether these phases are complete."""
+        for each in list(self.underway):
+            each.advance()
+        return all(each not in self.underway for each in phases)

@@ -62,6 +62,8 @@ def swap_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> tuple[Pen
             for part in arrived[1:]:
                 total += part
             return total
+        if comm.size == 1:
+            return own
         total = arrived[0]
         for part in arrived[1:-1]:
             total += part

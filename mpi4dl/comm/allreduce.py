@@ -1,0 +1,233 @@
+"""Algorithms that sum a gradient over the ranks, and the choice between them by a short measurement.
+
+    library     whatever the MPI library does
+    direct      a reduce-scatter and an all-gather, each of one step: every part goes straight to its owner and back
+    ring        the same in 2 (size - 1) steps, each of which moves one part to the next rank (Patarasuk and Yuan,
+                "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009)
+    two-level   a reduce-scatter within each node, `direct` between the ranks that own the same part on all nodes, an
+                all-gather within each node: of a buffer, each node sends 2 (nodes - 1) / nodes to other nodes, by all
+                of its ranks at once (Bayatpour et al., "Scalable reduction collectives with data partitioning-based
+                multi-leader design", 2017)
+
+The sum of an element is computed on one rank and sent to all others, so its bits are the same on all. Values in
+bfloat16 and float16 are summed in float32 and rounded once.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isqrt
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.communicator import Communicator
+from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.scattering import LOW_PRECISION, parts_of, share_parts, swap_parts
+from mpi4dl.geometry import even_cuts
+
+ALGORITHMS = ("library", "direct", "ring", "two-level")
+CHOICES = ("auto", *ALGORITHMS)
+NUM_TAGS = 1 << 14  # more than will ever be under way at once
+MEASURED = ((1 << 14, 8), (1 << 18, 4), (1 << 22, 1))  # bytes, and sums in a row
+MEASURE_SECONDS = 0.25
+MOST_ROUNDS = 9
+WORTH_A_CHANGE = 0.9  # of the library's time
+
+
+class Levels(NamedTuple):
+    """The ranks of this rank's node, and those of its number on all nodes; None if some node has no such rank.
+
+    `several`: there is more than one node, and more than one rank on some node.
+    """
+
+    within: Communicator
+    between: Communicator | None
+    leaders: int
+    several: bool
+
+    @classmethod
+    def of(cls, comm: Communicator, node: int | None = None) -> "Levels":
+        """The levels of `comm`. Its nodes are the machines, unless each rank says on which one it is. Collective."""
+        within = comm.split_by_node() if node is None else comm.split(node)
+        sizes = comm.all_gather_object(within.size)
+        leaders = min(sizes)
+        between = comm.split(min(within.rank, leaders))
+        return cls(within, between if within.rank < leaders else None, leaders, 1 < max(sizes) < comm.size)
+
+
+def direct(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
+    parts = parts_of(flat, comm.size)
+    swapping, add_up = swap_parts(comm, parts, tag)
+    yield swapping
+    _keep(add_up(), parts[comm.rank])
+    yield share_parts(comm, parts, tag)
+
+
+def ring(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
+    total = flat.float() if flat.dtype in LOW_PRECISION else flat
+    parts = parts_of(total, comm.size)
+    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for step in range(comm.size - 1):
+        own = parts[(before - step) % comm.size]
+        arrived = torch.empty_like(own)
+        sent = comm.isend(parts[(comm.rank - step) % comm.size], following, tag)
+        yield Pending.all(comm.node, [comm.irecv(arrived, before, tag), sent])
+        own += arrived
+    for step in range(comm.size - 1):
+        arriving = comm.irecv(parts[(comm.rank - step) % comm.size], before, tag)
+        yield Pending.all(comm.node, [arriving, comm.isend(parts[(following - step) % comm.size], following, tag)])
+    _keep(total, flat)
+
+
+def two_level(levels: Levels, flat: Tensor, tag: int) -> Iterator[Pending]:
+    within, length = levels.within, flat.numel()
+    idle = within.size - levels.leaders
+    parts = parts_of(flat, within.size, (*even_cuts(length, levels.leaders), *[length] * idle))
+    swapping, add_up = swap_parts(within, parts, tag)
+    yield swapping
+    if levels.between is not None:
+        total = add_up()
+        yield from direct(levels.between, total, tag)
+        _keep(total, parts[within.rank])
+    yield share_parts(within, parts, tag)
+
+
+def _keep(total: Tensor, into: Tensor) -> None:
+    if total is not into:
+        into.copy_(total)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which algorithm from how many bytes on, in rising order from 0, and why."""
+
+    steps: tuple[tuple[int, str], ...]
+    why: str
+
+    def algorithm(self, num_bytes: int) -> str:
+        return next(name for start, name in reversed(self.steps) if num_bytes >= start)
+
+    def __str__(self) -> str:
+        (_, text), *others = self.steps
+        for start, name in others:
+            text += f", {name} from {start >> 10} KB"
+        return f"{text} ({self.why})"
+
+
+class AllReduce:
+    """Sums tensors over the ranks of a communicator, each by the algorithm that `choice` has for its size.
+
+    Any number of sums may be under way at once. All ranks start them in the same order, and wait in any order.
+    Collective; what it sends meets nothing else that is sent in `comm`.
+    """
+
+    def __init__(self, comm: Communicator, choice: Choice, node: int | None = None) -> None:
+        _ = comm.gpu_wire  # decided by all ranks here; the communicators that are split off now inherit it
+        self.comm = comm.split(0, comm.rank)
+        self.levels = Levels.of(self.comm, node)
+        self.choice = choice
+        self._started = 0
+
+    def describe(self) -> str:
+        return f"all-reduce over {self.comm.size} ranks: {self.choice}"
+
+    def __call__(self, tensor: Tensor) -> Pending:
+        """Start to sum `tensor` over all ranks, in place."""
+        target = tensor.detach()
+        if target.is_meta or target.numel() == 0 or self.comm.size == 1:
+            return Pending(self.comm.node)
+        flat = target.contiguous().view(-1)
+        pending = self.start(self.choice.algorithm(flat.nbytes), flat)
+        if flat.data_ptr() != target.data_ptr():
+            pending._finish.append(lambda: target.copy_(flat.view(target.shape)))
+        return pending
+
+    def start(self, name: str, flat: Tensor) -> Pending:
+        """Start to sum a flat tensor in place by the algorithm of this name."""
+        if name == "library":
+            return self.comm.iall_reduce(flat)
+        # Ranks may come to the second phase of one sum and the first of the next in any order: a tag tells them apart.
+        self._started += 1
+        tag = self._started % NUM_TAGS
+        if name == "two-level":
+            return Pending.of_phases(self.comm.node, two_level(self.levels, flat, tag))
+        algorithm = {"direct": direct, "ring": ring}[name]
+        return Pending.of_phases(self.comm.node, algorithm(self.comm, flat, tag))
+
+
+def pick(
+    comm: Communicator, asked: str = "auto", node: int | None = None, device: torch.device | str = "cpu"
+) -> AllReduce:
+    """The algorithm that was asked for, or those that a short measurement on `device` finds fastest. Collective.
+
+    The nodes are the machines, unless each rank says by `node` on which one it is.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    if asked not in CHOICES:
+        raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
+    if asked != "auto":
+        return AllReduce(comm, Choice(((0, asked),), "as asked"), node)
+    all_reduce = AllReduce(comm, Choice(((0, "library"),), "one rank"), node)
+    if comm.size > 1:
+        all_reduce.choice = measure(all_reduce, device)
+    return all_reduce
+
+
+def candidates(size: int, several_nodes: bool) -> tuple[str, ...]:
+    """The algorithms that differ from each other on so many ranks, the library's first."""
+    return ("library", "direct", *(("ring",) if size > 2 else ()), *(("two-level",) if several_nodes else ()))
+
+
+def measure(all_reduce: AllReduce, device: torch.device | str) -> Choice:
+    """Time the candidates in turn, for as many sizes as `MEASURE_SECONDS` allow. The same on all ranks."""
+    comm, began = all_reduce.comm, time.perf_counter()
+    names = candidates(comm.size, all_reduce.levels.several)
+    winners: list[tuple[int, str]] = []
+    spent = last_round = 0.0
+    for number, (num_bytes, repeats) in enumerate(MEASURED, 1):
+        if winners and spent + 2 * last_round * num_bytes / winners[-1][0] > MEASURE_SECONDS:
+            break
+        flat = torch.zeros(num_bytes // 4, device=device)
+        rounds: list[list[float]] = []
+        while len(rounds) <= 2 or (
+            len(rounds) <= MOST_ROUNDS and spent + last_round < MEASURE_SECONDS * number / len(MEASURED)
+        ):
+            times = [_seconds(all_reduce, name, flat, repeats) for name in names]
+            slowest = torch.tensor([*times, time.perf_counter() - began], dtype=torch.float64)
+            *times, spent = comm.all_reduce(slowest, "max").tolist()
+            last_round = sum(times)
+            rounds.append(times)
+        winners.append((num_bytes, names[fastest(rounds[1:])]))  # the first round set up connections
+    return Choice(steps_between(winners), "measured")
+
+
+def fastest(rounds: list[list[float]]) -> int:
+    """The number of the fastest one by the medians over rounds; the first one if none is clearly faster than it."""
+    ratios = [median(times[i] / times[0] for times in rounds) for i in range(len(rounds[0]))]
+    best = min(range(len(ratios)), key=ratios.__getitem__)
+    return best if ratios[best] < WORTH_A_CHANGE else 0
+
+
+def steps_between(winners: list[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Who is used from how many bytes on, if these won at these sizes: a change is halfway on a logarithmic scale."""
+    steps = [(0, winners[0][1])]
+    for (smaller, _), (larger, name) in pairwise(winners):
+        if name != steps[-1][1]:
+            steps.append((isqrt(smaller * larger), name))
+    return tuple(steps)
+
+
+def _seconds(all_reduce: AllReduce, name: str, flat: Tensor, repeats: int) -> float:
+    all_reduce.comm.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        all_reduce.start(name, flat).wait()
+    if flat.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
