@@ -1,0 +1,15 @@
+"""A backend of torch.distributed over MPI: `import mpi4dl.comm.backend`, then `init_process_group("mpi4dl")`.
+
+Ranks find each other through MPI: `mpirun -n 4 python program.py` needs no address, no port and no variables.
+DistributedDataParallel, DTensor, `fully_shard`, pipelining and checkpoints then run on the same wire as mpi4dl.
+"""
+
+import torch.distributed as dist
+
+from mpi4dl.comm.backend.group import MpiGroup
+from mpi4dl.comm.backend.rendezvous import create_group, meet_through_mpi
+
+__all__ = ["MpiGroup"]
+
+dist.Backend.register_backend("mpi4dl", create_group, extended_api=True, devices=["cpu", "cuda"])
+meet_through_mpi()

@@ -1,0 +1,119 @@
+"""How the ranks of torch.distributed find each other: MPI knows them all, so nobody has to name an address."""
+
+import os
+import socket
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+from mpi4dl.comm.backend.group import MpiGroup
+from mpi4dl.comm.backend.wire import Wire
+from mpi4dl.comm.communicator import Communicator, world
+
+ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+MAX_TAG = 32767  # every MPI has as many
+STORE_PATIENCE = timedelta(seconds=20)
+Meeting = Callable[..., Iterator[tuple[dist.Store, int, int]]]
+
+
+def meet_through_mpi() -> None:
+    """Make `init_process_group` ask MPI wherever the environment does not say who and where the ranks are.
+
+    The one place for that is the handler of "env://", which is what `init_process_group` takes when it is told nothing.
+    """
+    by_environment: Meeting = handlers["env"]
+
+    def handler(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        if all(name in os.environ for name in ENVIRONMENT):
+            return by_environment(url, **options)
+        return _meet(url)
+
+    handlers["env"] = handler
+
+
+def _meet(url: str) -> Iterator[tuple[dist.Store, int, int]]:
+    comm = world()
+    asked = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+    _check_place(comm, asked.get("rank", comm.rank), asked.get("world_size", comm.size))
+    yield _shared_store(comm), comm.rank, comm.size
+
+
+def _check_place(comm: Communicator, rank: int, size: int) -> None:
+    """Refuse, on all ranks together, what contradicts MPI."""
+    error = None
+    if (rank, size) != (comm.rank, comm.size):
+        error = (
+            f"init_process_group was told that this is rank {rank} of {size}, but MPI started it as rank {comm.rank} "
+            f"of {comm.size}: leave out rank and world_size (and the variables RANK and WORLD_SIZE), and start the "
+            f"program with mpirun -n {size}"
+        )
+    comm.agree(error)
+
+
+def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
+    """The process group of the ranks that torch.distributed names, or of all; collective over them alone."""
+    comm = world()
+    ranks: Sequence[int] = options.global_ranks_in_group
+    if not ranks:
+        _check_place(comm, options.group_rank, options.group_size)
+        if torch.cuda.is_available():
+            comm.choose_gpu_wire()  # collective, so not when the first tensor happens to be sent
+        _show_errors()
+        ranks = range(comm.size)
+    base: Any = comm.mpi
+    group = base.Get_group().Incl(list(ranks))
+    # Ranks may create several groups in orders of their own: the tag keeps these apart.
+    tag = zlib.crc32(",".join(map(str, ranks)).encode()) % MAX_TAG
+    collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
+    group.Free()
+    return MpiGroup(collectives, messages, options.timeout, options.store)
+
+
+def _show_errors() -> None:
+    """Print the last words of this rank where people see them.
+
+    torch.distributed wraps `sys.excepthook` and collects what it prints, to print it later; but our hook ends the job.
+    """
+    hook = sys.excepthook
+
+    def on_exception(*error: Any) -> None:
+        sys.stderr = sys.__stderr__ or sys.stderr
+        hook(*error)
+
+    sys.excepthook = on_exception
+
+
+def _shared_store(comm: Communicator) -> dist.Store:
+    """Keys and values that all ranks share, kept by rank 0, which tells the others through MPI where.
+
+    Our groups do not need it, but groups of other backends and `new_group(use_local_synchronization=True)` do. So
+    where the ranks cannot reach rank 0 by TCP, nothing else is lost: every rank then has a store of its own.
+    """
+    host = socket.gethostname() if comm.node.local_size < comm.size else "127.0.0.1"
+    store: dist.Store | None = None
+    port = 0
+    if comm.rank == 0:
+        store = server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = server.port
+    host, port = comm.broadcast_object((host, port))
+    error = ""
+    if store is None:
+        try:
+            store = dist.TCPStore(host, port, timeout=STORE_PATIENCE)
+        except RuntimeError as problem:
+            error = str(problem)
+    errors = [error for error in comm.all_gather_object(error) if error]
+    if store is None or errors:
+        warnings.warn(
+            f"only groups of the backend mpi4dl will work: ranks cannot reach {host}:{port} ({errors[0]})", stacklevel=2
+        )
+        return dist.HashStore()
+    return store

@@ -1,0 +1,193 @@
+"""A communicator with what torch.distributed asks for beyond `Communicator`: all of it non-blocking."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.backend.patience import wait_until_ready
+from mpi4dl.comm.communicator import Communicator, Pending
+from mpi4dl.comm.node import Node
+from mpi4dl.comm.scattering import LOW_PRECISION, SCATTER_TAG, swap_parts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+EXCHANGE_TAG = 32765
+BITWISE = ("band", "bor", "bxor")
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which PyTorch itself does not add
+
+
+class Wire(Communicator):
+    """The ranks of one process group. Collectives and messages use one each: users may take any tag for messages."""
+
+    @cached_property
+    def _types(self) -> "dict[torch.dtype, MPI.Datatype]":
+        from mpi4py import MPI
+
+        return {
+            **super()._types,
+            torch.uint16: MPI.UINT16_T,
+            torch.uint32: MPI.UINT32_T,
+            torch.uint64: MPI.UINT64_T,
+        }
+
+    def _operator(self, op: str, dtype: torch.dtype) -> "MPI.Op":
+        from mpi4py import MPI
+
+        if op not in BITWISE:
+            return super()._operator(op, dtype)
+        if dtype is torch.bool:
+            return {"band": MPI.LAND, "bor": MPI.LOR, "bxor": MPI.LXOR}[op]
+        return {"band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}[op]
+
+    def check_reduction(self, op: str, dtype: torch.dtype) -> None:
+        """Refuse what has no meaning, which MPI libraries refuse in words of their own, or do somehow."""
+        floating = dtype.is_floating_point or dtype.is_complex
+        if dtype not in self._types and dtype not in LOW_PRECISION:
+            raise TypeError(f"{dtype} cannot be reduced: convert it, for instance to torch.float32")
+        if op in BITWISE and floating:
+            raise TypeError(f"the reduction {op.upper()} works on integers and bool, but the tensor is {dtype}")
+        if op in ("min", "max") and dtype.is_complex:
+            raise TypeError(f"complex numbers have no order, so {dtype} has no {op.upper()}")
+        if op == "avg" and not floating:
+            raise TypeError(f"the average of {dtype} would be rounded: reduce with SUM, or convert it to a float")
+
+    def ireduce(self, tensor: Tensor, op: str, root: int | None, factor: Any = 1) -> Pending:
+        """Start to reduce over all ranks, in place, on `root` or on all. "avg" divides the sum once, at the end."""
+        self.check_reduction(op, tensor.dtype)
+        tensor = tensor.detach()
+        if op == "premul_sum":
+            tensor.mul_(factor)
+        if op not in ("avg", "premul_sum"):
+            return self._ireduce(tensor, op, root)
+        total = tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+        pending = self._ireduce(total, "sum", root)
+        if op == "avg" and root in (None, self.rank):
+            pending._finish.append(lambda: total.div_(self.size))
+        if total is not tensor:
+            pending._finish.append(lambda: tensor.copy_(total))
+        return pending
+
+    def ireduce_parts(self, parts: Sequence[Tensor], out: Tensor, op: str, factor: Any = 1) -> Pending:
+        """Start to reduce part r of all ranks into `out` on rank r. Parts may differ in size; they stay as they are."""
+        self.check_reduction(op, out.dtype)
+        out = out.detach()
+        if op not in ("sum", "avg", "premul_sum") or out.dtype in UNSIGNED:
+            whole = torch.cat([part.detach().reshape(-1) for part in parts])
+            pending = self._ireduce(whole, op, None)
+            start = sum(part.numel() for part in parts[: self.rank])
+            pending._finish.append(lambda: out.copy_(whole[start : start + out.numel()].view(out.shape)))
+            return pending
+        mine = [part.detach() for part in parts]
+        if op == "premul_sum":
+            mine = [part * factor for part in mine]
+        if self.size == 1:
+            out.copy_(mine[0])
+            return Pending(self.node)
+        mine[self.rank] = out.copy_(mine[self.rank])
+        pending, add_up = swap_parts(self, mine, SCATTER_TAG)
+
+        def finish() -> None:
+            total = add_up()
+            if op == "avg":
+                total.div_(self.size)
+            if total is not out:
+                out.copy_(total)
+
+        pending._finish.append(finish)
+        return pending
+
+    def ibroadcast(self, tensor: Tensor, root: int) -> Pending:
+        """Start to give every rank the root's values, in place."""
+        pending = Pending(self.node)
+        if tensor.numel() == 0 or self.size == 1:
+            return pending
+        buffer = self._writable(tensor, self.rank == root, pending)
+        pending._buffers.append(buffer)
+        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
+            pending._requests.append(self.mpi.Ibcast(self._bytes(buffer, start, stop), root))
+        return pending
+
+    def iexchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> Pending:
+        """Start to send each rank its tensor and to receive from each into its: of any sizes, equal at both ends."""
+        here = self.rank
+        if here in incoming:
+            incoming[here].detach().copy_(outgoing[here].detach().reshape(incoming[here].shape))
+        readable = {id(tensor): self._readable(tensor) for to, tensor in outgoing.items() if to != here}
+        messages: list[Pending] = [
+            Arrival(self, incoming[source], source, EXCHANGE_TAG)
+            for source in self._from_here(incoming)
+            if incoming[source].numel()
+        ]
+        messages += [
+            self.isend(readable[id(outgoing[to])], to, EXCHANGE_TAG) for to in reversed(self._from_here(outgoing))
+        ]
+        return Joined(self.node, messages)
+
+    def ibarrier(self) -> Pending:
+        return Pending(self.node, [self.mpi.Ibarrier()])
+
+    def _from_here(self, ranks: dict[int, Tensor]) -> list[int]:
+        """The other ranks, the one below this one first, so that not all turn to the same rank at once."""
+        return sorted((rank for rank in ranks if rank != self.rank), key=lambda rank: (self.rank - rank) % self.size)
+
+
+class Joined(Pending):
+    """Several that are under way, as one."""
+
+    def __init__(self, node: Node, parts: Sequence[Pending]) -> None:
+        super().__init__(node)
+        self._parts = parts
+
+    def ready(self) -> bool:
+        return all([part.ready() for part in self._parts])
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+        super().wait()
+
+
+class Arrival(Pending):
+    """A message under way to this rank, whose length is checked. `source` None: from any rank, known afterwards.
+
+    MPI says nothing of a message that is shorter than the buffer, the rest of which would be old values.
+    """
+
+    def __init__(self, wire: Wire, tensor: Tensor, source: int | None, tag: int) -> None:
+        from mpi4py import MPI
+
+        super().__init__(wire.node)
+        self.source = source
+        self._rank = wire.rank
+        buffer = wire._writable(tensor, False, self)
+        self._buffers.append(buffer)
+        limit = wire.max_message_bytes
+        if source is None and buffer.nbytes > limit:
+            raise ValueError(f"a tensor of {buffer.nbytes} bytes can be received from any rank up to {limit}: name src")
+        sender = MPI.ANY_SOURCE if source is None else source
+        # An empty tensor is not sent either.
+        self._open = [
+            (wire.mpi.Irecv(wire._bytes(buffer, start, stop), sender, tag), stop - start)
+            for start, stop in wire._chunks(buffer.nbytes, limit)
+        ]
+        self._status = MPI.Status()
+
+    def ready(self) -> bool:
+        while self._open and self._open[0][0].Test(self._status):
+            _, expected = self._open.pop(0)
+            self.source = self._status.source
+            arrived = self._status.Get_count()
+            if arrived != expected:
+                raise ValueError(
+                    f"rank {self._rank} receives {expected} bytes from rank {self.source}, which sent {arrived}: the "
+                    "tensors must have the same size and dtype at both ends"
+                )
+        return not self._open
+
+    def wait(self) -> None:
+        wait_until_ready(self, self._node)
+        super().wait()

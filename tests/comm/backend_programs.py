@@ -1,0 +1,49 @@
+"""One rank of a job that runs all scenarios over one backend and stores what came out: BACKEND FOLDER [NAME ...]."""
+
+import datetime
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
+from mpi4dl.comm import world
+from tests.comm import backend_collectives, backend_training
+
+SCENARIOS = {scenario.__name__: scenario for scenario in backend_collectives.SCENARIOS + backend_training.SCENARIOS}
+PATIENCE = datetime.timedelta(seconds=30)
+
+
+def main(backend: str, folder: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    if backend == "gloo":
+        comm = world()
+        store = dist.FileStore(str(folder / "store"), comm.size)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=PATIENCE)
+    else:
+        dist.init_process_group("mpi4dl", timeout=PATIENCE)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for name in names or SCENARIOS:
+        torch.manual_seed(0)
+        begin = time.perf_counter()
+        try:
+            results[name] = SCENARIOS[name](rank, size)
+        except Exception:
+            results[name] = traceback.format_exc()
+            if names:
+                traceback.print_exc()
+        if names:
+            print(f"{name}: {time.perf_counter() - begin:.2f} s", file=sys.stderr)
+        torch.save(results, folder / f"{backend}-{rank}-of-{size}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
