@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
-from mpi4dl.parallel.replicas import Read, ReplicaGroup, Shard, step_all
+from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
+from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.runtime.precision import LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 
@@ -123,11 +124,15 @@ class Engine:
         self._evaluation_table = cache(plan.evaluation_table)
 
     def _recompute(self) -> None:
-        if self.plan.num_stages > 1:
-            for module in self.held.modules_of.values():
-                recompute_whole(module)
-        elif not recompute_blocks(self.held.modules_of[0]):
-            raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
+        for stage, module in self.held.modules_of.items():
+            around = partial(self._watching, stage)
+            if self.plan.num_stages > 1:
+                recompute_whole(module, around)
+            elif not recompute_blocks(module, around):
+                raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
+
+    def _watching(self, stage: int) -> AbstractContextManager[Any]:
+        return self.groups[stage].watching()
 
     def _agree_on_model(self, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
@@ -215,13 +220,43 @@ class Engine:
         for group in self.groups.values():
             yield from group.shards()
 
-    def load_shards(self, read: Read) -> None:
+    def load_shards(self, read: ReadShard) -> None:
         """Take the trained parameters and the optimizer's state from `read(name, start, stop)`. Collective.
 
         It is asked for every part that this rank works on, and gives its values, flat, and the state as in a Shard.
         """
         for group in self.groups.values():
             group.load(read)
+
+    def gather_state(self) -> dict[str, Tensor] | None:
+        """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
+        held = self.held
+        parts = [Fragment(shard.name, shard.start, shard.stop, shard.value) for shard in self.shards()]
+        parts += [Fragment(name, 0, value.numel(), value) for name, value in self.untrained().items()]
+        found = assemble(self.comm, parts, held.shapes)
+        if found is None:
+            return None
+        of_root = {held.ties.get(name, name): value for name, value in found.items()}
+        return {name: of_root[held.ties.get(name, name)] for name in held.shapes}
+
+    def gather_gradients(self) -> dict[str, Tensor | None] | None:
+        """The gradient of each trained parameter in the last step, on rank 0; None where it had none. Collective."""
+        shards = [shard for group in self.groups.values() for shard in group.gradient_shards()]
+        parts = [Fragment(name, span.start, span.stop, value) for name, span, value in shards if value is not None]
+        found = assemble(self.comm, parts, self.held.shapes)
+        return (
+            None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
+        )
+
+    def untrained(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters, of the stages whose first holder is this rank."""
+        return {
+            name: value
+            for stage, module in self.held.modules_of.items()
+            if self.plan.ranks(0, stage)[0] == self.comm.rank
+            for name, value in module.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor) and not value.requires_grad
+        }
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)

@@ -77,7 +77,7 @@ def one_step(comm: Communicator, task: Task, plan: Plan) -> tuple[float, dict[st
         held = Held.whole(model_of(task), plan, comm)
     engine = Engine(held, plan, optimizer_of(task, held), F.cross_entropy, comm=comm)
     images, targets = batch_of(task, 0)
-    return engine.step(tiles_of(images, engine), targets, task.size).loss, held.gather_state() or {}
+    return engine.step(tiles_of(images, engine), targets, task.size).loss, engine.gather_state() or {}
 
 
 @cache

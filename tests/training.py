@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 
 NUM_CLASSES = 3
-NUM_STEPS = 3
 EVALUATED = 2  # steps before the validation, which the last step must not suffer from
 EXACT = 1e-10
 
@@ -33,7 +32,7 @@ BOTH = Plan(((1, 2),), data=2)
 class Task:
     """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key.
 
-    `balance` cuts the model into the plan's stages.
+    `balance` cuts the model into the plan's stages. `optimizer` is a key of OPTIMIZERS.
     """
 
     model: str
@@ -44,6 +43,7 @@ class Task:
     model_options: tuple[tuple[str, Any], ...] = ()
     engine_options: tuple[tuple[str, Any], ...] = ()
     balance: str | tuple[int, ...] = "auto"
+    num_steps: int = 3
 
     def with_engine(self, **options: Any) -> "Task":
         return replace(self, engine_options=tuple(options.items()))
@@ -143,10 +143,17 @@ def model_of(task: Task) -> nn.Module:
     return model.double()
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.9),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
+}
+
+
 def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    if task.optimizer == "AdamW":
-        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    return OPTIMIZERS[task.optimizer](model.parameters())
 
 
 def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -199,19 +206,19 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm, **dict(task.engine_options))
     torch.manual_seed(7)
     outcome = Outcome()
-    for number in range(NUM_STEPS):
+    for number in range(task.num_steps):
         if number == EVALUATED:
             batches = [(tiles_of(images, engine, training=False), targets) for images, targets in held_out(task)]
             outcome.evaluation = engine.evaluate(batches, task.size)
         images, targets = batch_of(task, number)
         outcome.steps.append(engine.step(tiles_of(images, engine), targets, task.size))
-    mine = gradients_of(model.modules_of.values())
-    held = model.own_state() | {f"{name}.grad": value for name, value in mine.items() if value is not None}
+    held = {} if plan.zero == 3 else model.own_state()
+    if not plan.zero:
+        mine = gradients_of(model.modules_of.values())
+        held |= {f"{name}.grad": value for name, value in mine.items() if value is not None}
     outcome.digests = {name: digest_of({name: value}) for name, value in held.items()}
-    outcome.state = model.gather_state() or {}
-    first = [module for stage, module in model.modules_of.items() if plan.ranks(0, stage)[0] == comm.rank]
-    for theirs in comm.mpi.gather(gradients_of(first)) or ():
-        outcome.gradients |= theirs
+    outcome.state = engine.gather_state() or {}
+    outcome.gradients = engine.gather_gradients() or {}
     return outcome
 
 
@@ -225,7 +232,7 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
     model, optimizer = build(task)
     clip_norm = dict(task.engine_options).get("clip_norm", float("inf"))
     outcome = Outcome()
-    for number in range(NUM_STEPS):
+    for number in range(task.num_steps):
         if number == EVALUATED:
             outcome.evaluation = evaluate(model, task)
         model.train()
@@ -241,7 +248,7 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
         optimizer.step()
         outcome.steps.append(StepResult(total, float(norm)))
     outcome.state = model.state_dict()
-    outcome.gradients = gradients_of([model])
+    outcome.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return outcome
 
 
@@ -291,8 +298,9 @@ def check(ranks: Ranks, task: Task, plan: Plan) -> None:
     for outcome in outcomes:
         for name, digest in outcome.digests.items():
             assert bits.setdefault(name, digest) == digest, name
-    gradients = {f"{name}.grad" for name, value in outcomes[0].gradients.items() if value is not None}
-    assert bits.keys() == outcomes[0].state.keys() | gradients
+    if not plan.zero:
+        gradients = {f"{name}.grad" for name, value in outcomes[0].gradients.items() if value is not None}
+        assert bits.keys() == outcomes[0].state.keys() | gradients
     assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
     assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
     assert_like(outcomes[0], plain(task, plan.num_microbatches))

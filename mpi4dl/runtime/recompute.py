@@ -12,6 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.parallel.spatial import SpatialTensor
+
+Around = Callable[[], AbstractContextManager[Any]]
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The model's blocks: the outermost composite modules that stand in a row, in a Sequential or a ModuleList."""
@@ -36,28 +40,42 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def recompute_blocks(model: nn.Module) -> int:
+def recompute_blocks(model: nn.Module, around: Around = nullcontext) -> int:
     """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
     chosen = blocks(model)
     for block in chosen:
-        recompute_whole(block)
+        recompute_whole(block, around)
     return len(chosen)
 
 
-def recompute_whole(block: nn.Module) -> None:
-    """Make a module keep only its inputs for the backward pass."""
-    block.forward = partial(_forward, block, block.forward)
+def recompute_whole(block: nn.Module, around: Around = nullcontext) -> None:
+    """Make a module keep only its inputs for the backward pass. `around` makes the context of its second run."""
+    block.forward = partial(_forward, block, around, block.forward)
 
 
-def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(block: nn.Module, around: Around, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not block.training:
         return forward(*args, **kwargs)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _frozen_statistics(block)
+    @contextmanager
+    def again() -> Iterator[None]:
+        with _frozen_statistics(block), around():
+            yield
 
-    args, kwargs = pytree.tree_map(lambda value: value, (args, kwargs))  # the caller may change a list afterwards
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), again()
+
+    values, structure = pytree.tree_flatten((args, kwargs))
+    spread = [value if isinstance(value, SpatialTensor) else None for value in values]
+
+    def run(*values: Any) -> Any:
+        again = [value if was is None else was.like(value) for value, was in zip(values, spread, strict=True)]
+        args, kwargs = pytree.tree_unflatten(again, structure)
+        return forward(*args, **kwargs)
+
+    # What is kept are plain tensors, which others may hook.
+    plain = [value if was is None else was.local for value, was in zip(values, spread, strict=True)]
+    return checkpoint(run, *plain, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager

@@ -41,8 +41,8 @@ def test_the_drawn_plan() -> None:
 def test_the_mirrored_copy_lies_the_other_way_round_in_each_replica() -> None:
     assert [MIRRORED.ranks(0, stage) for stage in (0, 1)] == [(0, 1, 3, 4), (2, 5)]
     assert [MIRRORED.ranks(1, stage) for stage in (0, 1)] == [(2, 1, 5, 4), (0, 3)]
-    assert MIRRORED.holders(0) == (0, 1, 3, 4, 2, 5)
-    assert MIRRORED.holders(1) == (2, 5, 0, 3)
+    assert MIRRORED.holders(0) == (0, 2, 1, 3, 5, 4)
+    assert MIRRORED.holders(1) == (2, 0, 5, 3)
     assert [MIRRORED.held_by(rank) for rank in (0, 1, 2)] == [((0, 0), (1, 1)), ((0, 0), (1, 0)), ((0, 1), (1, 0))]
     assert MIRRORED.num_microbatches == 8
 

@@ -1,6 +1,6 @@
-"""Replicas: whoever holds the same parameters. Gradients are summed over them, ZeRO shares out what they would repeat."""
+"""Replicas: the ranks that hold the same parameters. They sum gradients, and share out by ZeRO what all would have."""
 
-from mpi4dl.parallel.replicas.group import Read, ReplicaGroup, Shard, step_all
+from mpi4dl.parallel.replicas.group import ReadShard, ReplicaGroup, Shard, step_all
 from mpi4dl.parallel.replicas.reducer import Reducer
 
-__all__ = ["Read", "Reducer", "ReplicaGroup", "Shard", "step_all"]
+__all__ = ["ReadShard", "Reducer", "ReplicaGroup", "Shard", "step_all"]

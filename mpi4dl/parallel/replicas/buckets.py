@@ -6,7 +6,7 @@ owners under ZeRO          000 111    00 11   0000 11111         every rank owns
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from mpi4dl.geometry import even_cuts
@@ -73,10 +73,10 @@ def plan_cuts(buckets: Sequence[Bucket], num_ranks: int, whole: bool = False) ->
         if len(bucket.members) == 1:
             owners = [loads.index(min(loads))]
         else:
-            middles = [(start + stop) / 2 for start, stop in zip(bounds, bounds[1:], strict=False)]
+            middles = [(start + stop) / 2 for start, stop in pairwise(bounds)]
             owners = [min(int(middle * num_ranks / max(bucket.length, 1)), num_ranks - 1) for middle in middles]
         lengths = [0] * num_ranks
-        for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False):
+        for owner, (start, stop) in zip(owners, pairwise(bounds), strict=True):
             lengths[owner] += stop - start
             loads[owner] += stop - start
         found.append((0, *accumulate(lengths)))

@@ -9,7 +9,7 @@ the same model gather in the same order, whatever modules look like.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -113,9 +113,13 @@ class Gatherer:
     def there_when_needed(self) -> Iterator[None]:
         """Within this context, forward and backward find the parameters that they use. All ranks do the same in it."""
         self._last = (None, None)
-        with _Watch(self), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with self.watching(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self.free()
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """The part of that context that looks at forward; a forward that runs again within backward needs its own."""
+        return _Watch(self)
 
     def free(self) -> None:
         """No parameter is whole any more."""
@@ -124,7 +128,7 @@ class Gatherer:
             self._free(number)
 
     def _pack(self, value: Tensor) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
             return value
         number = self._addresses.get(value.untyped_storage().data_ptr())
         if number is None or value.dtype is not self._parts[number].dtype:

@@ -25,7 +25,7 @@ from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
 from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, make_piece
 
 State = dict[str, Any]
-Read = Callable[[str, int, int], tuple[Tensor, State]]
+ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 
 
 class Shard(NamedTuple):
@@ -47,8 +47,8 @@ class ReplicaGroup:
     """The trained parameters of `module`, which the ranks of `comm` hold with the same values. Collective.
 
     `zero` is the ZeRO stage. With ZeRO 3, each of `copies` sets of ranks, of which rank r belongs to number r % copies,
-    keeps all parameters and gathers them on its own. The parameters of `optimizer` are replaced by the parts that this rank updates; bfloat16 and float16 ones have float32 masters, which
-    live in `home`.
+    keeps all parameters and gathers them on its own. The parameters of `optimizer` are replaced by the parts that this
+    rank updates; bfloat16 and float16 ones have float32 masters, which live in `home`.
     """
 
     def __init__(
@@ -121,6 +121,10 @@ class ReplicaGroup:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
 
+    def watching(self) -> AbstractContextManager[Any]:
+        """The context in which a forward that runs again within backward finds the parameters."""
+        return nullcontext() if self.gatherer is None else self.gatherer.watching()
+
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
         """The context of one backward pass; all ranks make as many."""
@@ -167,7 +171,7 @@ class ReplicaGroup:
                 yield self.names[span.member], span, found if self.reducer.used[span.member] else None
 
     @torch.no_grad()
-    def load(self, read: Read) -> None:
+    def load(self, read: ReadShard) -> None:
         """Take masters and the optimizer's state from `read(name, start, stop)`, and share them. Collective.
 
         It gives the values of these elements, flat, and the optimizer's state as in a Shard: {} before the first step.

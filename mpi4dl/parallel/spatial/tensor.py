@@ -111,6 +111,12 @@ class SpatialTensor(Tensor):
     def layout(self) -> Layout:  # type: ignore[override]
         return self._layout
 
+    def like(self, local: Tensor) -> "SpatialTensor":
+        """A tensor of the same layout whose part on this rank is `local`."""
+        other = SpatialTensor(local, self._layout)
+        other.is_copy = self.is_copy
+        return other
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"SpatialTensor(shape={tuple(self.shape)}, held={self._layout.held}, dtype={self.dtype})"

@@ -1,56 +1,18 @@
 """Gradients are the sums over the ranks, in buckets that every rank starts in the same order."""
 
 import copy
-from itertools import pairwise
+from collections.abc import Iterable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, collectives
-from mpi4dl.parallel.replicas.reducer import Bucket, Reducer, plan_buckets
+from mpi4dl.parallel.replicas.buckets import Bucket, plan_buckets
+from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout
 from tests.pool.ranks import Ranks
 
 F64, F32 = torch.float64, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kinds", "limit", "buckets"),
-    [
-        ([], "", 10, ()),
-        ([3], "a", 10, (Bucket((0,), (0,), 3),)),
-        # last first: 4 and 2 share a bucket, 3 would make it 9
-        ([3, 2, 4], "aaa", 8, (Bucket((2, 1), (0, 4), 6), Bucket((0,), (0,), 3))),
-        ([3, 2, 4], "aaa", 9, (Bucket((2, 1, 0), (0, 4, 6), 9),)),
-        # one that is larger than the limit has a bucket to itself, wherever it is
-        ([1, 20, 1], "aaa", 5, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 20), Bucket((0,), (0,), 1))),
-        ([1, 1, 20], "aaa", 5, (Bucket((2,), (0,), 20), Bucket((1, 0), (0, 1), 2))),
-        # a change of kind ends a bucket, and coming back to it begins another
-        ([1, 1, 1, 1], "aabb", 9, (Bucket((3, 2), (0, 1), 2), Bucket((1, 0), (0, 1), 2))),
-        ([1, 1, 1], "aba", 9, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 1), Bucket((0,), (0,), 1))),
-        ([2, 0, 1], "aaa", 3, (Bucket((2, 1, 0), (0, 1, 1), 3),)),
-    ],
-)
-def test_buckets(lengths: list[int], kinds: str, limit: int, buckets: tuple[Bucket, ...]) -> None:
-    assert plan_buckets(lengths, list(kinds), limit) == buckets
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("ab")), max_size=12), st.integers(1, 20))
-def test_buckets_hold_every_parameter_once_without_gaps(parameters: list[tuple[int, str]], limit: int) -> None:
-    lengths, kinds = [length for length, _ in parameters], [kind for _, kind in parameters]
-    buckets = plan_buckets(lengths, list(kinds), limit)
-    assert [i for bucket in buckets for i in bucket.members] == list(reversed(range(len(lengths))))
-    for bucket in buckets:
-        sizes = [lengths[i] for i in bucket.members]
-        assert bucket.offsets == tuple(sum(sizes[:slot]) for slot in range(len(sizes)))
-        assert bucket.length == sum(sizes)
-        assert bucket.length <= limit or len(bucket.members) == 1 or sizes[1:] == [0] * (len(sizes) - 1)
-        assert len({kinds[i] for i in bucket.members}) == 1
-    for first, second in pairwise(buckets):
-        fits = first.length + lengths[second.members[0]] <= limit
-        assert not (fits and kinds[first.members[0]] == kinds[second.members[0]])
 
 
 class Branches(nn.Module):
@@ -106,10 +68,15 @@ class Recording:
         return self._reduce(tensor, op)
 
 
+def reducer_of(parameters: Iterable[nn.Parameter], comm: Communicator, bucket_bytes: int, zero: int = 0) -> Reducer:
+    trained = [p for p in parameters if p.requires_grad]
+    return Reducer(trained, comm, plan_layout(trained, comm, bucket_bytes), zero)
+
+
 def reduce_branches(comm: Communicator, branches: list[str], bucket_bytes: int) -> list[int]:
     """Two steps on different images; returns the lengths of the reductions of a step."""
     model, images = model_and_images(comm.size)
-    reducer = Reducer(model.parameters(), comm, bucket_bytes).attach()
+    reducer = reducer_of(model.parameters(), comm, bucket_bytes).attach()
     recording = Recording(reducer.comm)
     for step in (0, 1):
         recording.lengths.clear()
@@ -122,7 +89,8 @@ def reduce_branches(comm: Communicator, branches: list[str], bucket_bytes: int) 
 
 
 def check_views(reducer: Reducer) -> None:
-    for bucket, flat in zip(reducer.buckets, reducer.gradients(), strict=True):
+    for number, bucket in enumerate(reducer.layout.buckets):
+        flat = reducer.owned(number)
         for i, offset in zip(bucket.members, bucket.offsets, strict=True):
             gradient = reducer.parameters[i].grad
             if gradient is not None:
@@ -143,20 +111,65 @@ def test_gradients_are_the_sum_over_ranks_whichever_branches_each_uses(
     trained = [p for p in model.parameters() if p.requires_grad]
     plan = plan_buckets([p.numel() for p in trained], [0] * len(trained), bucket_bytes // 8)
     results = ranks(len(branches)).run(reduce_branches, branches, bucket_bytes)
-    assert results == [[b.length + len(b.members) for b in plan]] * len(branches)
+    assert results == [[*(b.length for b in plan), len(trained)]] * len(branches)
+
+
+def shared_out(comm: Communicator, zero: int, bucket_bytes: int, num_passes: int) -> list[tuple[str, list[float]]]:
+    """What this rank owns after passes over different branches, which the reference sums up on its own."""
+    branches = ["lr", "r", "l", ""]
+    model, images = model_and_images(comm.size)
+    reducer = reducer_of(model.parameters(), comm, bucket_bytes, zero).attach()
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    for step in (0, 1):
+        reducer.prepare(accumulate=True)
+        sums: dict[str, Tensor | None] = {}
+        for number in range(num_passes):
+            used = [branches[(rank + number) % 4] for rank in range(comm.size)]
+            reducer.begin_pass(last=number == num_passes - 1)
+            model(images[comm.rank] + number + step, used[comm.rank]).sum().backward()
+            reducer.end_pass()
+            for name, gradient in reference(images + number + step, used).items():
+                before = sums.get(name)
+                sums[name] = gradient if before is None else before if gradient is None else before + gradient
+        reducer.finish()
+    found = []
+    for number in range(len(reducer.layout.buckets)):
+        own = reducer.layout.own(number)
+        mine = reducer.owned(number)
+        assert mine.numel() == own.stop - own.start
+        for span in reducer.layout.spans(number, own):
+            wanted, values = sums[names[span.member]], mine[span.offset - own.start :][: span.stop - span.start]
+            assert reducer.used[span.member] == (wanted is not None)
+            whole = torch.zeros(reducer.layout.lengths[span.member], dtype=F64) if wanted is None else wanted.view(-1)
+            torch.testing.assert_close(values, whole[span.start : span.stop], rtol=1e-12, atol=1e-12)
+            found += [(names[span.member], element) for element in range(span.start, span.stop)]
+    assert zero < 2 or all(p.grad is None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("num_ranks", "zero"), [(2, 1), (2, 2), (3, 2), (4, 1), (4, 2), (1, 2)])
+def test_each_rank_gets_the_sum_of_its_own_part(
+    ranks: Ranks, num_ranks: int, zero: int, bucket_bytes: int, num_passes: int
+) -> None:
+    model, _ = model_and_images(1)
+    owned = [part for parts in ranks(num_ranks).run(shared_out, zero, bucket_bytes, num_passes) for part in parts]
+    everything = [(name, i) for name, p in model.named_parameters() if p.requires_grad for i in range(p.numel())]
+    assert sorted(owned) == sorted(everything)
 
 
 def overlap(comm: Communicator) -> tuple[int, int]:
     """How many of a plain chain's reductions began before backward was over, and how many there are."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
-    reducer = Reducer(model.parameters(), comm, bucket_bytes=2 * 9 * 4).attach()
+    reducer = reducer_of(model.parameters(), comm, 2 * 9 * 4).attach()
     recording, seen = Recording(reducer.comm), []
     model[0].weight.register_hook(lambda gradient: seen.append(len(recording.lengths)))
     reducer.prepare()
     model(torch.ones(1, 3)).sum().backward()
     reducer.finish()
-    return seen[0], len(recording.lengths)
+    return seen[0], len(reducer.layout.buckets)
 
 
 def test_full_buckets_are_under_way_while_backward_still_runs(ranks: Ranks) -> None:
@@ -166,7 +179,7 @@ def test_full_buckets_are_under_way_while_backward_still_runs(ranks: Ranks) -> N
 def reduce_beside_other_collectives(comm: Communicator) -> None:
     """Backward has collectives of its own, as batch normalisation does, while ranks fill their buckets unevenly."""
     model, images = model_and_images(comm.size)
-    reducer = Reducer(model.parameters(), comm, bucket_bytes=1).attach()
+    reducer = reducer_of(model.parameters(), comm, 1).attach()
     reducer.prepare()
     x = collectives.all_reduce(model.trunk(images[comm.rank]), comm)
     x = (model.left if comm.rank == 0 else model.right)(x)
@@ -189,29 +202,27 @@ def test_reductions_do_not_get_between_the_collectives_of_backward(ranks: Ranks)
     ranks(3, timeout=15.0).run(reduce_beside_other_collectives)
 
 
-def reduce_existing(comm: Communicator) -> tuple[list[list[float]], bool]:
+def reduce_existing(comm: Communicator) -> list[list[float]]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=F64)) for shape in ((2,), (1, 2), (2,), (2,))]
     parameters.append(nn.Parameter(torch.zeros(2, dtype=F32)))
     for i, p in enumerate(parameters):
         if i != 1 and (i != 2 or comm.rank == 1):
             p.grad = torch.full_like(p, float(comm.rank + 1 + 10 * i))
-    mine = parameters[0].grad
-    Reducer(parameters, comm, bucket_bytes=32).reduce()
-    found = [[] if p.grad is None else p.grad.flatten().tolist() for p in parameters]
-    return found, parameters[0].grad is mine
+    reducer_of(parameters, comm, 32).reduce()
+    return [[] if p.grad is None else p.grad.flatten().tolist() for p in parameters]
 
 
-def test_gradients_that_exist_already_are_summed_in_place(ranks: Ranks) -> None:
+def test_gradients_that_exist_already_are_summed(ranks: Ranks) -> None:
     """The second has none on any rank, the third on one alone."""
     expected = [[6.0] * 2, [], [22.0] * 2, [96.0] * 2, [126.0] * 2]
-    assert ranks(3).run(reduce_existing) == [(expected, True)] * 3
+    assert ranks(3).run(reduce_existing) == [expected] * 3
 
 
 def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
     model, images = model_and_images(comm.size)
     other = nn.Linear(2, 2)
     model.register_module("other", other)
-    reducer = Reducer(model.parameters(), comm, bucket_bytes=100).attach()
+    reducer = reducer_of(model.parameters(), comm, 100).attach()
     reducer.prepare()
     loss = model(images[comm.rank], "lr")
     (loss.sum() + other(loss.float()).sum()).backward()

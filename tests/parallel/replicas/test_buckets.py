@@ -1,0 +1,74 @@
+"""Buckets hold every parameter once, and ranks own every element once."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpi4dl.parallel.replicas.buckets import Bucket, Layout, Span, plan_buckets, plan_cuts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kinds", "limit", "buckets"),
+    [
+        ([], "", 10, ()),
+        ([3], "a", 10, (Bucket((0,), (0,), 3),)),
+        # last first: 4 and 2 share a bucket, 3 would make it 9
+        ([3, 2, 4], "aaa", 8, (Bucket((2, 1), (0, 4), 6), Bucket((0,), (0,), 3))),
+        ([3, 2, 4], "aaa", 9, (Bucket((2, 1, 0), (0, 4, 6), 9),)),
+        # one that is larger than the limit has a bucket to itself, wherever it is
+        ([1, 20, 1], "aaa", 5, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 20), Bucket((0,), (0,), 1))),
+        ([1, 1, 20], "aaa", 5, (Bucket((2,), (0,), 20), Bucket((1, 0), (0, 1), 2))),
+        # a change of kind ends a bucket, and coming back to it begins another
+        ([1, 1, 1, 1], "aabb", 9, (Bucket((3, 2), (0, 1), 2), Bucket((1, 0), (0, 1), 2))),
+        ([1, 1, 1], "aba", 9, (Bucket((2,), (0,), 1), Bucket((1,), (0,), 1), Bucket((0,), (0,), 1))),
+        ([2, 0, 1], "aaa", 3, (Bucket((2, 1, 0), (0, 1, 1), 3),)),
+    ],
+)
+def test_buckets(lengths: list[int], kinds: str, limit: int, buckets: tuple[Bucket, ...]) -> None:
+    assert plan_buckets(lengths, list(kinds), limit) == buckets
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("ab")), max_size=12), st.integers(1, 20))
+def test_buckets_hold_every_parameter_once_without_gaps(parameters: list[tuple[int, str]], limit: int) -> None:
+    lengths, kinds = [length for length, _ in parameters], [kind for _, kind in parameters]
+    buckets = plan_buckets(lengths, list(kinds), limit)
+    assert [i for bucket in buckets for i in bucket.members] == list(reversed(range(len(lengths))))
+    for bucket in buckets:
+        sizes = [lengths[i] for i in bucket.members]
+        assert bucket.offsets == tuple(sum(sizes[:slot]) for slot in range(len(sizes)))
+        assert bucket.length == sum(sizes)
+        assert bucket.length <= limit or len(bucket.members) == 1 or sizes[1:] == [0] * (len(sizes) - 1)
+        assert len({kinds[i] for i in bucket.members}) == 1
+    for first, second in pairwise(buckets):
+        fits = first.length + lengths[second.members[0]] <= limit
+        assert not (fits and kinds[first.members[0]] == kinds[second.members[0]])
+
+
+def test_even_cuts_split_parameters_and_whole_ones_do_not() -> None:
+    buckets = (Bucket((2, 1), (0, 4), 10), Bucket((0,), (0,), 7))
+    assert plan_cuts(buckets, 2) == ((0, 5, 10), (0, 3, 7))
+    # of 4 and 6 elements the middles are 2 and 7; the rank with less has the one that is alone
+    assert plan_cuts(buckets, 2, whole=True) == ((0, 4, 10), (0, 7, 7))
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 20), st.integers(1, 5), st.booleans())
+def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: int, whole: bool) -> None:
+    buckets = plan_buckets(lengths, [0] * len(lengths), limit)
+    cuts = plan_cuts(buckets, num_ranks, whole)
+    owned = []
+    for rank in range(num_ranks):
+        layout = Layout(tuple(lengths), buckets, cuts, rank)
+        for number, bucket in enumerate(buckets):
+            for span in layout.spans(number, layout.own(number)):
+                assert not whole or (span.start, span.stop) == (0, lengths[span.member])
+                assert span.offset - span.start == bucket.offsets[bucket.members.index(span.member)]
+                owned += [(span.member, element) for element in range(span.start, span.stop)]
+    assert sorted(owned) == [(i, element) for i, length in enumerate(lengths) for element in range(length)]
+
+
+def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
+    layout = Layout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
+    assert list(layout.spans(0)) == [Span(2, 0, 2, 0), Span(1, 0, 0, 2), Span(0, 0, 3, 2)]
+    assert [span.place for span in layout.spans(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]
