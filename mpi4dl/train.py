@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from datetime import datetime
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from mpi4dl.comm import Communicator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLE_IMAGES = 4
 SAMPLE_IMAGE_PX = 256
+SIGNALLED, CANNOT_SAVE = 1, 2  # what ranks tell each other after a step; the largest counts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,7 +62,6 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.spatial import NoRule
     from mpi4dl.runtime import build
-    from mpi4dl.runtime.folder import RunFolder, default_path
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     with comm.together((ValueError,)):
@@ -97,15 +99,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         run.explain()
         return
     with ExitStack() as closing:
-        folder = None
-        with comm.together((ConfigError,)):
-            if comm.rank == 0:
-                folder = RunFolder.create(config.run.run_folder or default_path(config.model.model, datetime.now()))
-                folder.write_config(to_toml(config))
-                folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv])
-        folder = RunFolder(comm.broadcast_object(folder.path if folder else None))
-        closing.enter_context(folder.rank_log(comm.rank))
-        run.open(folder, closing)
+        run.open(closing, argv)
         try:
             run.all_epochs()
         except Refusal:
@@ -116,7 +110,10 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
 
 
 class Run:
-    """A run of the training command: loaders, epochs, validation and reports around one engine."""
+    """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
+
+    `epoch` counts those that are complete, `batch` the batches of the present one that were used.
+    """
 
     def __init__(
         self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, watchdog: Any, meter: Any
@@ -124,6 +121,8 @@ class Run:
         from mpi4dl.datasets import Loader
         from mpi4dl.runtime.bad_images import BadImages
         from mpi4dl.runtime.build import build_views
+        from mpi4dl.runtime.interval import Interval
+        from mpi4dl.runtime.resuming import options_to_compare
 
         self.config, self.engine, self.schedule = config, engine, schedule
         self.num_classes, self.watchdog, self.meter = num_classes, watchdog, meter
@@ -139,126 +138,224 @@ class Run:
         self.num_steps = steps if limit is None else min(steps, limit)
         if schedule.num_steps is not None and schedule.num_steps < self.num_steps:
             raise ValueError(f"--scheduler is for {schedule.num_steps} steps, but there will be {self.num_steps}")
+        self.options = options_to_compare(config, len(images[0]))
+        self.epoch, self.batch = 0, 0
+        self.interval = Interval(engine, self.training)
+        self.evaluation: Evaluation | None = None
         self.reporter: Any = None
         self.folder: Any = None
-        self.evaluation: Evaluation | None = None
+        self.checkpoints: Any = None
+        self.signals: Any = None
+        self.closing: Any = None
+        self.argv: Sequence[str] = ()
 
     def boxes(self, num_samples: int, training: bool = True) -> list["Box"]:
         """Which boxes this rank reads of a batch."""
         return [read.box for read in self.engine.reads(num_samples, self.size, training)]
 
-    def open(self, folder: Any, closing: ExitStack) -> None:
-        """Report to this folder, from rank 0."""
-        from mpi4dl.runtime.report import Reporter
+    def explain(self) -> None:
+        """Say what training would take. Nothing is trained."""
+        from mpi4dl.runtime.dry_run import explain
 
-        self.folder = folder
         if self.comm.rank == 0:
-            tensorboard = self.config.run.tensorboard
-            self.reporter = closing.enter_context(Reporter(folder, self.num_steps, tensorboard=tensorboard))
-        self.say(self.title())
+            print("\n".join(explain(self.config, self.engine, self.num_classes, self.channels)))
+            print(f"dry run: {self.num_steps} steps were not made")
+        self.comm.barrier()
+
+    def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
+        """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
+        from mpi4dl.runtime import resuming
+        from mpi4dl.runtime.dry_run import title
+        from mpi4dl.runtime.report import Reporter
+        from mpi4dl.runtime.stopping import StopSignals
+
+        comm, config = self.comm, self.config
+        self.closing, self.argv = closing, argv
+        origin = resuming.find_origin(comm, config)
+        self.folder = origin.folder
+        if origin.in_place:
+            self.open_checkpoints()
+        source, remarks = resuming.choose(comm, origin, self.checkpoints)
+        metrics_bytes = 0 if source is None else self.go_on(source, remarks)
+        resuming.record(origin, self.engine.num_steps, config, comm, argv)
+        if self.checkpoints is None and config.run.save_every != "none":
+            self.open_checkpoints()
+        closing.enter_context(self.folder.rank_log(comm.rank))
+        self.signals = closing.enter_context(StopSignals())
+        if comm.rank == 0:
+            if origin.in_place:
+                self.folder.cut_metrics(metrics_bytes)
+            first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
+            reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
+            self.reporter = closing.enter_context(reporter)
+        for line in (title(config, self.engine), *remarks):
+            self.say(line)
+
+    def open_checkpoints(self) -> None:
+        from mpi4dl.runtime.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(self.folder.path / "checkpoints", self.comm, self.config.run.keep)
+        self.checkpoints = self.closing.enter_context(checkpoints)
+
+    def go_on(self, source: "Path", remarks: list[str]) -> int:
+        """Take everything from a checkpoint; returns how much of metrics.jsonl had been written by then."""
+        from mpi4dl.engine import Evaluation
+        from mpi4dl.runtime import resuming
+        from mpi4dl.runtime.checkpoint import load
+
+        more = resuming.compare(source, self.options)
+        extra = load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
+        self.epoch, self.batch = extra["epoch"], extra["batch"]
+        self.interval.losses = extra["losses"]
+        self.bad_images.known |= set(extra["skipped"])
+        self.evaluation = extra["evaluation"] and Evaluation(**extra["evaluation"])
+        if self.schedule.scheduler is not None:
+            self.schedule.scheduler.load_state_dict(extra["scheduler"])
+        remarks += [f"goes on from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
+        return extra["metrics_bytes"]
+
+    def state(self) -> dict[str, Any]:
+        """What `go_on` needs, beside the engine's state."""
+        scheduler = self.schedule.scheduler
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "losses": self.interval.losses,
+            "skipped": sorted(self.bad_images.known),
+            "evaluation": self.evaluation and asdict(self.evaluation),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "metrics_bytes": self.folder.metrics_bytes,
+            "options": self.options,
+        }
+
+    def save(self) -> None:
+        if self.checkpoints is None:
+            self.open_checkpoints()
+        self.checkpoints.save(self.engine, self.state())
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due that --save-every counts in steps."""
+        every = self.config.run.save_every
+        return isinstance(every, int) and step % every == 0
+
+    @property
+    def finished(self) -> bool:
+        return self.engine.num_steps >= self.num_steps
 
     def say(self, line: str) -> None:
         if self.reporter is not None:
             self.reporter.say(line)
 
-    def title(self) -> str:
-        height, width = self.size
-        engine, batch_size = self.engine, self.config.data.batch_size
-        return (
-            f"{self.config.model.model}, {engine.held.num_parameters:,} parameters, on {self.comm.size} ranks: "
-            f"{engine.plan.describe()}, images of {height} x {width} px, batches of {batch_size}, {engine.device.type}"
-        )
-
-    def explain(self) -> None:
-        """Say what training would take: parameters, activations, messages, the timeline. Nothing is trained."""
-        if self.comm.rank == 0:
-            print(self.title())
-            print("\n".join(self.by_operator() if self.engine.plan.num_stages == 1 else self.by_stage()))
-            print(f"dry run: {self.num_steps} steps were not made")
-        self.comm.barrier()
-
-    def by_operator(self) -> Iterator[str]:
-        """What each operator of a model in one stage sends, and the memory of a rank."""
-        from mpi4dl.parallel import spatial
-        from mpi4dl.runtime.build import state_bytes
-
-        model, batch_size = self.engine.held.modules_of[0], self.config.data.batch_size
-        found = spatial.explain(
-            model.train(), (batch_size, self.channels, *self.size), self.engine.held.parts[0, 0].grid
-        )
-        weights, states = sum(p.nbytes for p in model.parameters()), state_bytes(self.engine.optimizer)
-        yield str(found)
-        yield (
-            f"memory of a rank: parameters {weights / 2**20:.1f} MiB, gradients {weights / 2**20:.1f} MiB, "
-            f"optimizer {states / 2**20:.1f} MiB, activations at most {found.saved_bytes / 2**20:.1f} MiB"
-        )
-
-    def by_stage(self) -> Iterator[str]:
-        """Who holds which stage and reads which images, and the timeline."""
-        from mpi4dl.runtime.build import build_model
-        from mpi4dl.runtime.overview import overview
-
-        held = self.engine.held
-        found = overview(
-            self.config.model.model,
-            lambda: build_model(self.config, self.num_classes),
-            held.plan,
-            (self.config.data.batch_size, self.channels, *self.size),
-            balance=held.counts,
-        )
-        yield from (*found.stages(), *found.images(), *found.ranks())
-
     def all_epochs(self) -> None:
-        """Train, validate, keep the weights."""
-        began = time.perf_counter()
-        every = self.config.training.eval_every
-        epoch = 0
-        while self.engine.num_steps < self.num_steps and epoch < self.config.training.epochs:
-            self.one_epoch(epoch)
-            epoch += 1
-            last = self.engine.num_steps >= self.num_steps or epoch == self.config.training.epochs
+        """Train, validate, save; keep the weights at the end."""
+        from mpi4dl.runtime.checkpoint import save_model
+
+        began, saves = time.perf_counter(), self.config.run.save_every
+        epochs, every = self.config.training.epochs, self.config.training.eval_every
+        while self.epoch < epochs and (self.batch or not self.finished):
+            stopped = self.one_epoch()
+            if stopped:
+                self.pause()
+                return
+            if self.finished and self.batch < len(self.training) and saves != "none":
+                self.save()  # as it is in the middle of an epoch, for a run that goes on to more steps
+            epoch = self.epoch + 1
+            last = self.finished or epoch == epochs
             validated = every is not None and (epoch % every == 0 or last)
             if validated:
                 self.validate(epoch)
             self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
-        self.save()
+            self.epoch, self.batch = epoch, 0
+            if not last and self.asked_to_stop():
+                self.pause()
+                return
+            if saves == "epoch" or self.saves_at(self.engine.num_steps) or (last and saves != "none"):
+                self.save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        save_model(self.engine, self.folder.path / "model.safetensors")
         seconds = time.perf_counter() - began
         accuracy = self.evaluation.accuracy if self.evaluation else None
         result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
-        skipped = f", {self.bad_images.skipped} unreadable images skipped" if self.bad_images.skipped else ""
+        skipped = f", {len(self.bad_images.known)} unreadable images skipped" if self.bad_images.known else ""
         self.say(f"done: {result}{self.engine.num_steps} steps in {seconds:.0f} s{skipped}; see {self.folder.path}")
 
-    def batches(self, loader: Any, epoch: int, training: bool = True) -> Iterator[tuple["Batch", Any]]:
-        """The batches that all ranks can read, and how they are divided; the watchdog is fed between them."""
-        for batch in loader.epoch(epoch):
+    def batches(
+        self, loader: Any, epoch: int, start: int = 0, training: bool = True
+    ) -> Iterator[tuple[int, "Batch", Any]]:
+        """The batches that all ranks can read, and how they are divided; the watchdog is fed between them.
+
+        With each comes how many of the epoch's batches are used once it is.
+        """
+        for used, batch in enumerate(loader.epoch(epoch, start), start + 1):
             self.watchdog.feed()
             microbatches = self.engine.plan.divide(len(batch.indices), training)
             held = [box.batch for box in self.boxes(len(batch.indices), training)]
             readable = self.bad_images.agree(batch, microbatches, held)
             if readable is not None:
-                yield readable
+                yield used, *readable
 
-    def one_epoch(self, epoch: int) -> None:
-        interval = Interval(self)
-        for batch, microbatches in self.batches(self.training, epoch):
+    def one_epoch(self) -> bool:
+        """Train for the rest of the epoch, or up to the last step. Whether it was stopped by a signal before."""
+        from mpi4dl.runtime.interval import Interval
+
+        self.interval = Interval(self.engine, self.training, self.interval.losses)
+        if self.finished:
+            return False
+        for used, batch, microbatches in self.batches(self.training, self.epoch, self.batch):
             if self.engine.num_steps == 0:
                 self.show_samples(batch.tiles, microbatches[0])
             result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches)
+            self.batch = used
             self.schedule.after_step()
-            interval.add(result.loss, len(batch.labels))
+            self.interval.add(result.loss, len(batch.labels))
             if self.reporter is not None:
                 self.reporter.advance(self.engine.num_steps)
             if self.engine.num_steps % self.config.run.log_interval == 0:
-                interval.report(epoch + 1)
-                interval = Interval(self)
-            if self.engine.num_steps >= self.num_steps:
+                self.report()
+            if self.finished:
                 break
-        interval.report(epoch + 1)
+            if self.asked_to_stop():
+                return True
+            if self.saves_at(self.engine.num_steps) and self.batch < len(self.training):
+                self.save()
+        self.report()
+        return False
+
+    def report(self) -> None:
+        """Say how the steps went since the last report."""
+        from mpi4dl.runtime.interval import Interval
+
+        found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
+        self.interval = Interval(self.engine, self.training)
+        if self.reporter is not None and found is not None:
+            self.reporter.step(found)
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal came to any rank. Collective. Raises Refusal if a checkpoint cannot be written."""
+        import torch
+
+        failed = self.checkpoints is not None and self.checkpoints.failed
+        mine = CANNOT_SAVE if failed else SIGNALLED if self.signals.caught else 0
+        found = int(self.comm.all_reduce(torch.tensor([mine]), "max"))
+        if found == CANNOT_SAVE:
+            self.checkpoints.wait()
+        return found == SIGNALLED
+
+    def pause(self) -> None:
+        """Save, and say how to go on."""
+        from mpi4dl.runtime import resuming
+
+        self.save()
+        self.checkpoints.wait()
+        command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
+        signal = self.signals.caught or "a signal"
+        self.say(f"stopped by {signal} at step {self.engine.num_steps} of {self.num_steps}; go on with: {command}")
 
     def validate(self, epoch: int) -> None:
         from mpi4dl.runtime.report import ValidationReport
 
-        batches = ((b.tiles, b.labels, divided) for b, divided in self.batches(self.validation, 0, training=False))
+        batches = ((b.tiles, b.labels, divided) for _, b, divided in self.batches(self.validation, 0, training=False))
         self.evaluation = self.engine.evaluate(batches, self.size)
         if self.reporter is not None:
             found = self.evaluation
@@ -279,51 +376,6 @@ class Run:
         if self.reporter is not None and small.shape[1] in (1, 3):
             data = self.config.data
             self.reporter.images("samples", small[:SAMPLE_IMAGES] * data.std + data.mean, self.engine.num_steps)
-
-    def save(self) -> None:
-        """Keep the weights as one process would have: under the model's own names."""
-        from safetensors.torch import save_file
-
-        held = self.engine.held
-        state = held.gather_state()
-        if state is not None:
-            values = {name: value.contiguous() for name, value in state.items() if name not in held.ties}
-            save_file(values, str(self.folder.path / "model.safetensors"), metadata=held.ties)
-
-
-class Interval:
-    """The steps since the last report, and what they waited for."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.began = time.perf_counter()
-        self.data_wait = run.training.wait_seconds
-        self.comm_wait = run.comm.node.wait_seconds
-        self.losses: list[float] = []
-        self.num_images = 0
-
-    def add(self, loss: float, num_images: int) -> None:
-        self.losses.append(loss)
-        self.num_images += num_images
-
-    def report(self, epoch: int) -> None:
-        """Collective: waits are means over ranks, memory is that of the rank that used most."""
-        import torch
-
-        from mpi4dl.runtime.report import StepReport
-
-        if not self.losses:
-            return
-        run, seconds = self.run, time.perf_counter() - self.began
-        waits = [run.training.wait_seconds - self.data_wait, run.comm.node.wait_seconds - self.comm_wait]
-        data_wait, comm_wait = run.comm.all_reduce(torch.tensor(waits, dtype=torch.float64)).tolist()
-        memory = int(run.comm.all_reduce(torch.tensor([run.meter.peak_bytes()]), "max"))
-        if run.reporter is not None:
-            total = seconds * run.comm.size
-            loss = sum(self.losses) / len(self.losses)
-            rate = self.num_images / seconds
-            step = run.engine.num_steps
-            run.reporter.step(StepReport(step, epoch, loss, rate, data_wait / total, comm_wait / total, memory))
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ from mpi4dl.runtime.folder import LOGGER_NAME
 
 
 class BadImages:
-    """`policy` is "error" or "skip"; `skipped` counts the images that were left out."""
+    """`policy` is "error" or "skip"; `known` says what is wrong with the images that were left out."""
 
     def __init__(self, comm: Communicator, policy: str) -> None:
         self.comm = comm
         self.policy = policy
-        self._known: set[str] = set()
+        self.known: set[str] = set()
 
     @property
     def skipped(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
     def agree(
         self, batch: Batch, microbatches: Sequence[Microbatch], held: Sequence[Interval]
@@ -39,8 +39,8 @@ class BadImages:
         if self.policy == "error":
             raise Refusal(f"{errors[min(errors)]}; --on-bad-image skip leaves such images out")
         for position in sorted(errors):
-            if errors[position] not in self._known:
-                self._known.add(errors[position])
+            if errors[position] not in self.known:
+                self.known.add(errors[position])
                 logging.getLogger(LOGGER_NAME).warning("skipped: %s", errors[position])
         keep = [position for position in range(len(batch.indices)) if position not in errors]
         left = tuple(microbatch.without(errors) for microbatch in microbatches)

@@ -74,8 +74,8 @@ class Checkpoints:
         while not (self.folder / LOCK).exists():
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{self.folder}, which rank 0 made, is not there: all ranks write checkpoints, so --run-folder must "
-                    "be on a file system that they share"
+                    f"{self.folder}, which rank 0 made, is not there: all ranks write checkpoints, so the run "
+                    "folder must be on a file system that they share"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -124,9 +124,10 @@ class Checkpoints:
         error = writing.error
         if error is not None and not isinstance(error, OSError):
             raise error
-        message = error and f"{name_of(writing.job.step)} cannot be written to {self.folder}: {error.strerror or error}"
+        why = "" if error is None else error.strerror or str(error)
+        message = f"{name_of(writing.job.step)} cannot be written to {self.folder}: {why}"
         try:
-            self.comm.agree(message)
+            self.comm.agree(message if why else None)
         except Refusal as refusal:
             writing.cancel()
             self.comm.barrier()

@@ -49,6 +49,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def candidates_at(path: Path) -> list[Path]:
+    """The checkpoints that `path` stands for, the newest first: itself, or those in it, or those of a run."""
+    if (path / MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
+        return [path]
+    return checkpoints_in(path / "checkpoints") or checkpoints_in(path)
+
+
 def manifest_bytes(files: Mapping[str, Written]) -> bytes:
     """What manifest.json holds; it has a checksum of its own."""
     return json.dumps({"format": FORMAT, "crc32": _crc32(files), "files": files}).encode()

@@ -25,6 +25,7 @@ from mpi4dl.runtime.kinds import (
     SHARE,
     TEXT,
     choice,
+    count_or,
     counts_or,
     optional,
 )
@@ -117,6 +118,15 @@ class Training:
 class Run:
     run_folder: str | None = option(
         None, "where the run is recorded; none: runs/MODEL-DATE-TIME", optional(NAME), per_rank=True
+    )
+    save_every: str | int = option(
+        "epoch",
+        "when all is saved that a run needs to go on: after every epoch, so many steps, or never",
+        count_or("epoch", "none"),
+    )
+    keep: int = option(2, "how many checkpoints are kept, the newest", COUNT)
+    resume: str = option(
+        "none", "go on: in --run-folder, if there is a run (auto), or from a run or checkpoint at this path", NAME
     )
     log_interval: int = option(10, "steps between two reports", COUNT)
     tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)

@@ -5,6 +5,10 @@
         versions.json    the software, the machine, and the command line
         log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
         metrics.jsonl    one JSON object per line: every report of training and validation
+        checkpoints/     what the run needs to go on, at several steps
+        model.safetensors    the weights, at the end
+
+A run that goes on from step 1200 adds config-step-00001200.toml and versions-step-00001200.json.
 
 Rank 0 creates it; the others are told its path, and write nothing but their logs.
 """
@@ -12,6 +16,7 @@ Rank 0 creates it; the others are told its path, and write nothing but their log
 import json
 import logging
 import math
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +30,7 @@ from mpi4dl import __version__
 from mpi4dl.runtime.options import ConfigError
 
 LOGGER_NAME = "mpi4dl"
+METRICS = "metrics.jsonl"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 
@@ -61,14 +67,25 @@ class RunFolder:
             )
         return folder
 
-    def write_config(self, toml: str) -> None:
-        """Record the options, as `to_toml` gives them."""
-        (self.path / "config.toml").write_text(toml, encoding="utf-8")
+    def write_config(self, toml: str, step: int = 0) -> None:
+        """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""
+        (self.path / f"config{_since(step)}.toml").write_text(toml, encoding="utf-8")
 
-    def write_versions(self, mpi_library: str, command: Sequence[str]) -> None:
+    def write_versions(self, mpi_library: str, command: Sequence[str], step: int = 0) -> None:
         """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`."""
         text = json.dumps(versions(mpi_library, command), indent=2, ensure_ascii=False)
-        (self.path / "versions.json").write_text(text + "\n", encoding="utf-8")
+        (self.path / f"versions{_since(step)}.json").write_text(text + "\n", encoding="utf-8")
+
+    @property
+    def metrics_bytes(self) -> int:
+        """How long metrics.jsonl is."""
+        path = self.path / METRICS
+        return path.stat().st_size if path.exists() else 0
+
+    def cut_metrics(self, num_bytes: int) -> None:
+        """Forget what was reported of steps that will be made again."""
+        if self.metrics_bytes > num_bytes:
+            os.truncate(self.path / METRICS, num_bytes)
 
     def log_path(self, rank: int) -> Path:
         return self.path / f"log-rank{rank}.txt"
@@ -98,6 +115,10 @@ class RunFolder:
             handler.close()
 
 
+def _since(step: int) -> str:
+    return f"-step-{step:08d}" if step else ""
+
+
 def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
     """What a run ran on, without importing any of it; a package that is not installed has no version."""
     found: dict[str, Any] = {"python": platform.python_version(), "mpi4dl": __version__}
@@ -123,7 +144,7 @@ class MetricsFile:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = (folder.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (folder.path / METRICS).open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n")

@@ -159,6 +159,16 @@ def counts_or(*words: str) -> Kind:
     )
 
 
+def count_or(*words: str) -> Kind:
+    """One of these words, or a whole number of at least 1."""
+    return Kind(
+        f"one of {', '.join(words)}, or a whole number of at least 1",
+        "{" + ",".join(words) + "}|N",
+        lambda value: value if value in words else COUNT.check(value),
+        read=lambda text: text if text in words else int(text),
+    )
+
+
 def _split_at_commas(text: str) -> list[str]:
     """Split `a=1,b=(2,3)` at the commas that are outside brackets and quotes."""
     pieces, depth, quote = [""], 0, ""

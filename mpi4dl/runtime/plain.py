@@ -43,7 +43,8 @@ def decode(plain: Any) -> Any:
         return [decode(item) for item in plain]
     if not isinstance(plain, dict):
         return plain
-    tag, inner = next(iter(plain.items())) if len(plain) == 1 else ("", None)
+    tag = next(iter(plain)) if len(plain) == 1 else ""
+    inner: Any = plain.get(tag)
     if tag == "float":
         return float(inner)
     if tag == "tuple":

@@ -72,12 +72,12 @@ class Reporter:
     """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
 
     Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
-    stands below the lines.
+    stands below the lines. Reports of steps after `first_step` that TensorBoard's files hold already are hidden.
     """
 
     def __init__(self, folder: RunFolder, total_steps: int, *, first_step: int = 0, tensorboard: bool = True) -> None:
         self._metrics = MetricsFile(folder)
-        self._writer: Any = _summary_writer(folder) if tensorboard else None
+        self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar: Any = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
@@ -132,7 +132,7 @@ class Reporter:
         self.say(report.line())
 
 
-def _summary_writer(folder: RunFolder) -> Any:
+def _summary_writer(folder: RunFolder, first_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS)
+    return SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS, purge_step=first_step + 1 if first_step else None)

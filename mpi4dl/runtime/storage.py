@@ -144,7 +144,7 @@ def write(
     blocks = [(0, memoryview(layout.header))] if header else []
     for name, start, value in pieces:
         if value.numel():
-            blocks.append((layout.place(name, start, start)[0], memoryview(value.view(torch.uint8).numpy())))
+            blocks.append((layout.place(name, start, start)[0], value.view(torch.uint8).numpy().data))
     blocks.sort(key=lambda block: block[0])
     found: list[Range] = []
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -210,7 +210,7 @@ class Reader:
         shape, dtype = self.layout.specs[name]
         begin, end = self.layout.place(name, start, math.prod(shape) if stop is None else stop)
         found = torch.empty(end - begin, dtype=torch.uint8)
-        view, at = memoryview(found.numpy()), begin
+        view, at = found.numpy().data, begin
         for part in pread(self._file, begin, end):
             view[at - begin : at - begin + len(part)] = part
             at += len(part)

@@ -1,0 +1,40 @@
+"""The steps of training between two reports: their losses, and how long they waited."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mpi4dl.runtime.report import StepReport
+
+
+class Interval:
+    """The steps since the last report; `losses` are those of a run that goes on in the middle of an interval."""
+
+    def __init__(self, engine: Any, loader: Any, losses: Iterable[float] = ()) -> None:
+        self.engine, self.loader = engine, loader
+        self.began = time.perf_counter()
+        self.data_wait = loader.wait_seconds
+        self.comm_wait = engine.comm.node.wait_seconds
+        self.losses = list(losses)
+        self.num_images = 0
+
+    def add(self, loss: float, num_images: int) -> None:
+        self.losses.append(loss)
+        self.num_images += num_images
+
+    def report(self, epoch: int, peak_bytes: int) -> StepReport | None:
+        """Means over ranks of what was waited for, and the memory of the rank that used most. Collective.
+
+        None if there was no step.
+        """
+        if not self.losses:
+            return None
+        comm, seconds = self.engine.comm, time.perf_counter() - self.began
+        waits = [self.loader.wait_seconds - self.data_wait, comm.node.wait_seconds - self.comm_wait]
+        data_wait, comm_wait = comm.all_reduce(torch.tensor(waits, dtype=torch.float64)).tolist()
+        memory = int(comm.all_reduce(torch.tensor([peak_bytes]), "max"))
+        total = seconds * comm.size
+        loss, rate = sum(self.losses) / len(self.losses), self.num_images / seconds
+        return StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
