@@ -301,24 +301,3 @@ def asynchronous(rank: int, size: int) -> list[Any]:
     future = dist.all_reduce(torch.full((3,), float(rank)), async_op=True).get_future()
     (total,) = future.then(lambda done: [done.value()[0] * 2]).wait()
     return [*xs, *outputs, total, works[0].is_completed()]
-
-
-SCENARIOS = [
-    broadcast,
-    all_reduce_dtypes,
-    all_reduce_bits,
-    all_reduce_bool,
-    all_reduce_averages,
-    all_reduce_shapes,
-    coalesced,
-    reduce_to_roots,
-    all_gathers,
-    all_gather_uneven,
-    gather_and_scatter,
-    reduce_scatters,
-    all_to_alls,
-    messages,
-    objects,
-    groups,
-    asynchronous,
-]

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
 from mpi4dl.comm import world
 from tests.comm import backend_collectives, backend_training
+from tests.comm.backend_names import COLLECTIVES, SCENARIOS
 
-SCENARIOS = {scenario.__name__: scenario for scenario in backend_collectives.SCENARIOS + backend_training.SCENARIOS}
 PATIENCE = datetime.timedelta(seconds=30)
 
 
 def main(backend: str, folder: Path, names: list[str]) -> None:
-    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore")  # of PyTorch, about PyTorch
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     if backend == "gloo":
@@ -34,7 +34,7 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
         torch.manual_seed(0)
         begin = time.perf_counter()
         try:
-            results[name] = SCENARIOS[name](rank, size)
+            results[name] = getattr(backend_collectives if name in COLLECTIVES else backend_training, name)(rank, size)
         except Exception:
             results[name] = traceback.format_exc()
             if names:

@@ -1,0 +1,129 @@
+"""What our backend of torch.distributed refuses, and how a job over it ends: not in a wrong number, not in a hang."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.pool.job import Finished, mpirun
+from tests.pool.ranks import ROOT
+
+START = "import torch, torch.distributed as dist, mpi4dl.comm.backend\n"
+
+REFUSALS = """
+import datetime
+dist.init_process_group("mpi4dl", rank=-1, world_size=2)
+rank = dist.get_rank()
+def told(kind, call):
+    try:
+        call()
+    except kind as error:
+        if rank == 1:
+            print(f"{kind.__name__}: {error}")
+        return
+    raise AssertionError("not refused")
+sum_, avg, band, least = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.BAND, dist.ReduceOp.MIN
+told(TypeError, lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), avg))
+told(TypeError, lambda: dist.all_reduce(torch.ones(2), band))
+told(TypeError, lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)))
+told(TypeError, lambda: dist.reduce_scatter(torch.ones(1, dtype=torch.complex64), [torch.ones(1) * 1j] * 2, least))
+told(TypeError, lambda: dist.broadcast(torch.eye(2).to_sparse(), 0))
+told(ValueError, lambda: dist.all_gather_single(torch.zeros(5), torch.zeros(2)))
+told(ValueError, lambda: dist.all_gather_single(torch.zeros(4, 2).t(), torch.zeros(4)))
+told(ValueError, lambda: dist.all_gather([torch.zeros(2)], torch.zeros(2)))
+told(ValueError, lambda: dist.all_gather([torch.zeros(2), torch.zeros(2)], torch.zeros(3)))
+told(ValueError, lambda: dist.reduce_scatter_single(torch.zeros(2), torch.zeros(5)))
+told(ValueError, lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1], [2, 2]))
+told(ValueError, lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3)))
+told(ValueError, lambda: dist.isend(torch.zeros(2), 1 - rank, tag=-3))
+if rank == 0:
+    dist.send(torch.ones(3), 1)
+else:
+    told(ValueError, lambda: dist.recv(torch.zeros(5), 0))
+hurried = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
+x = torch.ones(2)
+if rank == 1:
+    told(TimeoutError, lambda: dist.all_reduce(x, group=hurried))
+    dist.barrier()
+else:
+    dist.barrier()
+    dist.all_reduce(x, group=hurried)
+dist.destroy_process_group()
+if rank == 1:
+    print(f"late but right: {x.tolist()}")
+"""
+
+EXPECTED = [
+    "TypeError: the average of torch.int64 would be rounded: reduce with SUM",
+    "TypeError: the reduction BAND works on integers and bool, but the tensor is torch.float32",
+    "TypeError: torch.float8_e4m3fn cannot be reduced: convert it",
+    "TypeError: complex numbers have no order, so torch.complex64 has no MIN",
+    "TypeError: the backend mpi4dl moves dense tensors, not torch.sparse_coo: pass tensor.to_dense()",
+    "ValueError: output has 5 elements, which must be divisible by the number of ranks (=2)",
+    "ValueError: output has strides (1, 2), but must be contiguous: pass output.contiguous()",
+    "ValueError: outputs has 1 tensors, but the group has 2 ranks: pass one each",
+    "ValueError: this rank gives 3 elements, but its place in the output has 2",
+    "ValueError: input has 5 elements, which must be divisible by the number of ranks (=2)",
+    "ValueError: output_split_sizes is [1, 1], but must be 2 numbers (one a rank) whose sum is 4",
+    "ValueError: output has 3 rows, which must be divisible by the number of ranks (=2): pass output_split_sizes",
+    "ValueError: tag is -3, but must be from 0 to",
+    "ValueError: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
+    "TimeoutError: all_reduce of MpiGroup(1, rank 1 of 2) was not complete after 0:00:00.300000: some rank",
+    "late but right: [2.0, 2.0]",
+]
+
+
+@pytest.fixture(scope="module")
+def refusals() -> Finished:
+    done = mpirun(2, "-c", START + REFUSALS, timeout=60)
+    assert done.code == 0, done.stderr
+    return done
+
+
+def test_what_is_refused_says_why(refusals: Finished) -> None:
+    told = refusals.stdout.splitlines()
+    assert len(told) == len(EXPECTED), refusals.stdout
+    for line, beginning in zip(told, EXPECTED, strict=True):
+        assert line.startswith(beginning)
+
+
+def test_a_world_that_mpi_does_not_know_is_refused_by_all_ranks_with_one_message() -> None:
+    done = mpirun(2, "-c", START + 'dist.init_process_group("mpi4dl", rank=1, world_size=4)')
+    assert done.code == 2
+    assert done.stderr.strip() == (
+        "mpi4dl: init_process_group was told that this is rank 1 of 4, but MPI started it as rank 0 of 2: leave out "
+        "rank and world_size (and the variables RANK and WORLD_SIZE), and start the program with mpirun -n 4"
+    )
+
+
+def test_an_error_of_one_rank_ends_the_job_and_is_seen() -> None:
+    program = 'dist.init_process_group("mpi4dl")\nif dist.get_rank() == 1: raise KeyError("tile 7")\ndist.barrier()'
+    done = mpirun(2, "-c", START + program)
+    assert done.code != 0
+    assert done.seconds < 30
+    assert "[rank 1 of 2] Traceback" in done.stderr
+    assert "KeyError: 'tile 7'" in done.stderr
+
+
+def run_alone(program: str) -> str:
+    command = [sys.executable, "-c", START + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
+
+
+def test_importing_it_starts_no_mpi() -> None:
+    assert run_alone("import sys; print('mpi4py.MPI' in sys.modules)").strip() == "False"
+
+
+def test_one_process_without_mpirun_is_a_world_of_one() -> None:
+    program = """
+dist.init_process_group("mpi4dl")
+x = torch.arange(3.0)
+dist.all_reduce(x)
+dist.reduce_scatter_single(y := torch.zeros(3), x, dist.ReduceOp.AVG)
+dist.all_gather_single(z := torch.zeros(3), y)
+dist.broadcast(z, 0)
+dist.barrier()
+print(dist.get_world_size(), dist.get_backend(), z.tolist())
+dist.destroy_process_group()
+"""
+    assert run_alone(program).strip() == "1 mpi4dl [0.0, 1.0, 2.0]"
