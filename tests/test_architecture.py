@@ -17,6 +17,7 @@ FLOORS = {
     "predict": 5,
     "plan": 5,
     "doctor": 5,
+    "export": 5,
     "engine": 4,
     "runtime": 4,
     "parallel": 3,

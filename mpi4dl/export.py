@@ -1,0 +1,71 @@
+"""Plain weights for plain PyTorch: `python -m mpi4dl.export runs/mine weights.pt` needs no MPI to write or to read.
+
+    model.load_state_dict(torch.load("weights.pt"))
+    model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SUFFIXES = (".pt", ".safetensors")
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpi4dl.export", description="Write the weights of a run as a state_dict for plain PyTorch."
+    )
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
+    parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
+    options = parser.parse_args(argv)
+    if options.out.suffix not in SUFFIXES:
+        parser.error(f"{options.out} must end in {' or '.join(SUFFIXES)}")
+    try:
+        for line in export(options.source, options.out):
+            print(line)
+    except (ValueError, OSError) as error:
+        print(f"mpi4dl: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def export(source: Path, out: Path) -> list[str]:
+    """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
+
+    Every value has all of its names. Returns what there is to say. Raises ValueError where there are no weights, or
+    only damaged ones, and OSError.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from mpi4dl.runtime.checkpoint_manifest import MODEL, candidates_at, newest_whole
+    from mpi4dl.runtime.storage import Reader
+
+    chosen, skipped = newest_whole(candidates_at(source))
+    if chosen is None and skipped:
+        raise ValueError(f"no checkpoint is whole: {'; '.join(skipped)}")
+    file = (chosen or source) / MODEL
+    if not file.is_file():
+        raise ValueError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint")
+    with Reader(file) as reader:
+        state = {name: reader.whole(name) for name in reader.layout.specs}
+        ties = reader.layout.metadata
+    same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
+    state |= {name: state[first] if same else state[first].clone() for name, first in ties.items()}
+    temporary = out.with_name(f".{out.name}.new")
+    try:
+        if same:
+            with temporary.open("wb") as opened:  # which says why, if the disk is full
+                torch.save(state, opened)
+        else:
+            save_file(state, str(temporary))
+        temporary.rename(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    checked = "" if chosen is not None else " (without checksums: this run has no checkpoints)"
+    return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{checked}"]
+
+
+if __name__ == "__main__":
+    main()
