@@ -32,10 +32,13 @@ from mpi4dl.geometry import even_cuts
 ALGORITHMS = ("library", "direct", "ring", "two-level")
 CHOICES = ("auto", *ALGORITHMS)
 NUM_TAGS = 1 << 14  # more than will ever be under way at once
-MEASURED = ((1 << 14, 8), (1 << 18, 4), (1 << 22, 1))  # bytes, and sums in a row
+MEASURED = ((1 << 14, 4), (1 << 18, 2), (1 << 22, 1))  # bytes, and sums in a row
 MEASURE_SECONDS = 0.25
-MOST_ROUNDS = 9
-WORTH_A_CHANGE = 0.9  # of the library's time
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+WORTH_A_CHANGE = 0.9  # of the time of those that come before it in `ALGORITHMS`
+
+
+Steps = tuple[tuple[int, str], ...]
 
 
 class Levels(NamedTuple):
@@ -103,19 +106,32 @@ def _keep(total: Tensor, into: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which algorithm from how many bytes on, in rising order from 0, and why."""
+    """Which algorithm from how many bytes on, in rising order from 0, and why.
 
-    steps: tuple[tuple[int, str], ...]
+    bfloat16 and float16 go by a table of their own: the library is handed float32, the others send what they get.
+    """
+
+    steps: Steps
+    low_precision: Steps
     why: str
 
-    def algorithm(self, num_bytes: int) -> str:
-        return next(name for start, name in reversed(self.steps) if num_bytes >= start)
+    @classmethod
+    def of(cls, name: str, why: str) -> "Choice":
+        return cls(((0, name),), ((0, name),), why)
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        steps = self.low_precision if dtype in LOW_PRECISION else self.steps
+        return next(name for start, name in reversed(steps) if num_bytes >= start)
 
     def __str__(self) -> str:
-        (_, text), *others = self.steps
-        for start, name in others:
-            text += f", {name} from {start >> 10} KB"
+        text = _text(self.steps)
+        if self.low_precision != self.steps:
+            text += f"; in 16 bits {_text(self.low_precision)}"
         return f"{text} ({self.why})"
+
+
+def _text(steps: Steps) -> str:
+    return ", ".join(f"{name} from {start >> 10} KB" if start else name for start, name in steps)
 
 
 class AllReduce:
@@ -141,7 +157,7 @@ class AllReduce:
         if target.is_meta or target.numel() == 0 or self.comm.size == 1:
             return Pending(self.comm.node)
         flat = target.contiguous().view(-1)
-        pending = self.start(self.choice.algorithm(flat.nbytes), flat)
+        pending = self.start(self.choice.algorithm(flat.nbytes, flat.dtype), flat)
         if flat.data_ptr() != target.data_ptr():
             pending._finish.append(lambda: target.copy_(flat.view(target.shape)))
         return pending
@@ -172,10 +188,12 @@ def pick(
     if asked not in CHOICES:
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
     if asked != "auto":
-        return AllReduce(comm, Choice(((0, asked),), "as asked"), node)
-    all_reduce = AllReduce(comm, Choice(((0, "library"),), "one rank"), node)
+        return AllReduce(comm, Choice.of(asked, "as asked"), node)
+    all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)
     if comm.size > 1:
-        all_reduce.choice = measure(all_reduce, device)
+        steps = measure(all_reduce, torch.float32, device, MEASURE_SECONDS / 2)
+        low_precision = measure(all_reduce, torch.bfloat16, device, MEASURE_SECONDS / 2)
+        all_reduce.choice = Choice(steps, low_precision, "measured")
     return all_reduce
 
 
@@ -184,37 +202,41 @@ def candidates(size: int, several_nodes: bool) -> tuple[str, ...]:
     return ("library", "direct", *(("ring",) if size > 2 else ()), *(("two-level",) if several_nodes else ()))
 
 
-def measure(all_reduce: AllReduce, device: torch.device | str) -> Choice:
-    """Time the candidates in turn, for as many sizes as `MEASURE_SECONDS` allow. The same on all ranks."""
+def measure(all_reduce: AllReduce, dtype: torch.dtype, device: torch.device | str, seconds: float) -> Steps:
+    """Time the candidates in turn, for as many sizes as `seconds` allow. The result is the same on all ranks."""
     comm, began = all_reduce.comm, time.perf_counter()
     names = candidates(comm.size, all_reduce.levels.several)
     winners: list[tuple[int, str]] = []
-    spent = last_round = 0.0
+    spent = next_round = 0.0
     for number, (num_bytes, repeats) in enumerate(MEASURED, 1):
-        if winners and spent + 2 * last_round * num_bytes / winners[-1][0] > MEASURE_SECONDS:
+        if spent + next_round > seconds:
             break
-        flat = torch.zeros(num_bytes // 4, device=device)
+        flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         rounds: list[list[float]] = []
-        while len(rounds) <= 2 or (
-            len(rounds) <= MOST_ROUNDS and spent + last_round < MEASURE_SECONDS * number / len(MEASURED)
-        ):
-            times = [_seconds(all_reduce, name, flat, repeats) for name in names]
+        while not rounds or (len(rounds) <= MOST_ROUNDS and spent + next_round < seconds * number / len(MEASURED)):
+            # The first round sets up connections; it does not count, and is short.
+            times = [_seconds(all_reduce, name, flat, repeats if rounds else 1) for name in names]
             slowest = torch.tensor([*times, time.perf_counter() - began], dtype=torch.float64)
             *times, spent = comm.all_reduce(slowest, "max").tolist()
-            last_round = sum(times)
+            next_round = sum(times)
             rounds.append(times)
-        winners.append((num_bytes, names[fastest(rounds[1:])]))  # the first round set up connections
-    return Choice(steps_between(winners), "measured")
+        if len(rounds) < FEWEST_ROUNDS:
+            break
+        winners.append((num_bytes, names[fastest(rounds[1:])]))
+    return steps_between(winners) if winners else ((0, names[0]),)
 
 
 def fastest(rounds: list[list[float]]) -> int:
-    """The number of the fastest one by the medians over rounds; the first one if none is clearly faster than it."""
+    """The number of the fastest one by the medians over rounds; one that comes later has to be clearly faster."""
     ratios = [median(times[i] / times[0] for times in rounds) for i in range(len(rounds[0]))]
-    best = min(range(len(ratios)), key=ratios.__getitem__)
-    return best if ratios[best] < WORTH_A_CHANGE else 0
+    best = 0
+    for i, ratio in enumerate(ratios):
+        if ratio < WORTH_A_CHANGE * ratios[best]:
+            best = i
+    return best
 
 
-def steps_between(winners: list[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+def steps_between(winners: list[tuple[int, str]]) -> Steps:
     """Who is used from how many bytes on, if these won at these sizes: a change is halfway on a logarithmic scale."""
     steps = [(0, winners[0][1])]
     for (smaller, _), (larger, name) in pairwise(winners):

@@ -32,16 +32,12 @@ NODES: dict[int, list[list[int]]] = {
 }
 
 
-def by_name(name: str) -> Choice:
-    return Choice(((0, name),), "as asked")
-
-
 def bits(x: Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def sum_everything(comm: Communicator, name: str, nodes: list[int] | None) -> int:
-    all_reduce = AllReduce(comm, by_name(name), None if nodes is None else nodes[comm.rank])
+    all_reduce = AllReduce(comm, Choice.of(name, "as asked"), None if nodes is None else nodes[comm.rank])
     compared = 0
     for dtype in DTYPES:
         for length in LENGTHS:
@@ -82,7 +78,7 @@ def test_nodes_are_the_machines_by_default(ranks: Ranks) -> None:
 def sum_noise(comm: Communicator, name: str, dtype: torch.dtype) -> tuple[bytes, float]:
     generator = torch.Generator().manual_seed(1)
     parts = torch.randn((comm.size, 5001), generator=generator, dtype=torch.float64).to(dtype)
-    all_reduce = AllReduce(comm, by_name(name), comm.rank // 2)
+    all_reduce = AllReduce(comm, Choice.of(name, "as asked"), comm.rank // 2)
     results = []
     for _ in range(2):
         total = parts[comm.rank].clone()
@@ -113,7 +109,7 @@ def keep_many_under_way(comm: Communicator, seed: int, algorithms: list[str]) ->
     Between them are collectives and messages of the communicator itself, which wait while sums are under way.
     """
     shared, own = random.Random(seed), random.Random(seed * 10 + comm.rank)
-    each = [AllReduce(comm, by_name(name), comm.rank // 2) for name in algorithms]
+    each = [AllReduce(comm, Choice.of(name, "as asked"), comm.rank // 2) for name in algorithms]
     compared = 0
     for _ in range(6):
         started: list[tuple[Tensor, Tensor, Pending]] = []
@@ -152,7 +148,7 @@ def test_many_at_once_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> N
 
 def poll_to_the_end(comm: Communicator, name: str) -> tuple[bool, bool]:
     """Whether a sum is complete before the last rank has begun, and then by polling alone."""
-    all_reduce = AllReduce(comm, by_name(name), comm.rank // 2)
+    all_reduce = AllReduce(comm, Choice.of(name, "as asked"), comm.rank // 2)
     total = torch.ones(40_000)
     comm.barrier()
     if comm.rank == 0:
@@ -180,7 +176,7 @@ def test_polling_drives_the_phases(ranks: Ranks, name: str) -> None:
 
 def wait_in_opposite_orders(comm: Communicator) -> float:
     """Even ranks wait for one sum, odd ranks for the other: neither ends if a wait drives only its own forward."""
-    all_reduce = AllReduce(comm, by_name("ring"))
+    all_reduce = AllReduce(comm, Choice.of("ring", "as asked"))
     a, b = torch.ones(50_000), torch.ones(50_000)
     pending = [all_reduce(a), all_reduce(b)]
     for each in pending if comm.rank % 2 else reversed(pending):
@@ -194,7 +190,7 @@ def test_ranks_may_wait_in_opposite_orders(ranks: Ranks) -> None:
 
 
 def move_nothing(comm: Communicator) -> list[bool]:
-    all_reduce = AllReduce(comm, by_name("direct"))
+    all_reduce = AllReduce(comm, Choice.of("direct", "as asked"))
     return [all_reduce(x).ready() for x in (torch.empty(3, device="meta"), torch.empty(0))]
 
 
@@ -219,8 +215,9 @@ def test_all_ranks_pick_the_same_by_measuring(ranks: Ranks, num_ranks: int, node
     results = ranks(num_ranks).run(pick_by_measuring, nodes)
     choice, text, _ = results[0]
     assert all((other, said) == (choice, text) for other, said, _ in results)
-    assert choice.steps[0][0] == 0
-    assert {name for _, name in choice.steps} <= set(ALGORITHMS)
+    for steps in (choice.steps, choice.low_precision):
+        assert steps[0][0] == 0
+        assert {name for _, name in steps} <= set(ALGORITHMS)
     assert choice.why == ("measured" if num_ranks > 1 else "one rank")
     assert text.startswith(f"all-reduce over {num_ranks} rank")
     assert max(seconds for *_, seconds in results) < 20 * MEASURE_SECONDS  # 1 time on an idle machine
@@ -239,12 +236,18 @@ def test_an_algorithm_may_be_asked_for(ranks: Ranks) -> None:
     assert ranks(2).run(pick_by_name, "tree") == [message] * 2
 
 
-def test_a_choice_goes_by_size() -> None:
-    choice = Choice(((0, "library"), (65536, "direct"), (1 << 20, "two-level")), "measured")
+def test_a_choice_goes_by_size_and_precision() -> None:
+    steps = ((0, "library"), (65536, "direct"), (1 << 20, "two-level"))
+    choice = Choice(steps, ((0, "library"), (4096, "ring")), "measured")
     sizes = (1, 65535, 65536, (1 << 20) - 1, 1 << 20, 1 << 40)
     names = ["library", "library", "direct", "direct", "two-level", "two-level"]
-    assert [choice.algorithm(size) for size in sizes] == names
-    assert str(choice) == "library, direct from 64 KB, two-level from 1024 KB (measured)"
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        assert [choice.algorithm(size, dtype) for size in sizes] == names
+    for dtype in (torch.bfloat16, torch.float16):
+        assert [choice.algorithm(size, dtype) for size in (4095, 4096)] == ["library", "ring"]
+    text = "library, direct from 64 KB, two-level from 1024 KB"
+    assert str(choice) == f"{text}; in 16 bits library, ring from 4 KB (measured)"
+    assert str(Choice(steps, steps, "measured")) == f"{text} (measured)"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +269,8 @@ def test_a_change_is_halfway_between_sizes(winners: list[tuple[int, str]], steps
         ([[1.0, 0.95, 1.2]], 0),
         ([[1.0, 2.0, 0.8], [10.0, 0.1, 8.0], [1.0, 2.0, 0.8]], 2),
         ([[1.0, 2.0, 1.5]], 0),
+        ([[1.0, 0.5, 0.46]], 1),
+        ([[1.0, 0.5, 0.44]], 2),
     ],
 )
 def test_the_fastest_is_clearly_faster_in_the_median_of_rounds(rounds: list[list[float]], expected: int) -> None:
