@@ -1,5 +1,6 @@
 """Scenarios of single collectives and messages, run over one backend of torch.distributed; see backend_programs."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -205,11 +206,16 @@ def reduce_scatters(rank: int, size: int) -> list[Tensor]:
         z = torch.zeros(3, dtype=dtype)
         dist.reduce_scatter(z, [values(rank + 7 * to, 3, dtype) for to in range(size)], dist.ReduceOp.MAX)
         results += [x, y, z]
+    uneven = torch.zeros(2 + rank)
+    if dist.get_backend() == "gloo":  # it wants equal sizes
+        uneven = torch.stack([numbers(100 * other + rank, 2 + rank) for other in range(size)]).sum(0)
+    else:
+        dist.reduce_scatter(uneven, [numbers(100 * rank + to, 2 + to) for to in range(size)])
     source = numbers(rank, 64 * size)
     kept = source.clone()
     out = torch.zeros(64)
     dist.reduce_scatter_tensor(out, source)
-    return [*results, out, (source == kept).all()]
+    return [*results, uneven, out, (source == kept).all()]
 
 
 def all_to_alls(rank: int, size: int) -> list[Tensor]:
@@ -301,3 +307,44 @@ def asynchronous(rank: int, size: int) -> list[Any]:
     future = dist.all_reduce(torch.full((3,), float(rank)), async_op=True).get_future()
     (total,) = future.then(lambda done: [done.value()[0] * 2]).wait()
     return [*xs, *outputs, total, works[0].is_completed()]
+
+
+def in_pieces(rank: int, size: int) -> list[Any]:
+    """What is too large for one message, imitated by a limit that nearly all is too large for."""
+    wires = (
+        [group._messages, group._collectives] if (group := dist.group.WORLD) and dist.get_backend() == "mpi4dl" else []
+    )
+    limits = [wire.max_message_bytes for wire in wires]
+    for wire in wires:
+        wire.max_message_bytes, wire.max_reduction_bytes = 24, 24
+    x = numbers(rank, 50)
+    dist.broadcast(x, 1)
+    y, z = torch.zeros(50), torch.zeros(50)
+    if rank == 0:
+        dist.send(numbers(5, 50), 1)
+    if rank == 1:
+        dist.recv(y, 0)
+    dist.all_reduce(numbers(rank, 50))
+    dist.reduce_scatter_single(z, numbers(rank, 50 * size))
+    results = [x, y, z, *all_gathers(rank, size), *all_to_alls(rank, size)]
+    for wire, limit in zip(wires, limits, strict=True):
+        wire.max_message_bytes, wire.max_reduction_bytes = limit, 1 << 21
+    return results
+
+
+def threads(rank: int, size: int) -> list[Tensor]:
+    """A second thread works on a group of its own at the same time."""
+    aside = dist.new_group()
+    other = [numbers(rank + i, 1000) for i in range(30)]
+
+    def work_aside() -> None:
+        for x in other:
+            dist.all_reduce(x, group=aside)
+
+    thread = threading.Thread(target=work_aside)
+    thread.start()
+    mine = [numbers(rank - i + 100, 1000) for i in range(30)]
+    for x in mine:
+        dist.all_reduce(x)
+    thread.join()
+    return mine + other

@@ -38,8 +38,14 @@ told(ValueError, lambda: dist.all_to_all_single(torch.zeros(3), torch.zeros(3)))
 told(ValueError, lambda: dist.isend(torch.zeros(2), 1 - rank, tag=-3))
 if rank == 0:
     dist.send(torch.ones(3), 1)
+    dist.send(torch.ones(3), 1)
+    dist.all_reduce(torch.ones(2))
 else:
     told(ValueError, lambda: dist.recv(torch.zeros(5), 0))
+    work = dist.irecv(torch.zeros(2), 0)
+    dist.all_reduce(torch.ones(2))  # the error is not its own
+    told(ValueError, work.wait)
+    told(ValueError, work.wait)
 hurried = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
 x = torch.ones(2)
 if rank == 1:
@@ -49,6 +55,8 @@ else:
     dist.barrier()
     dist.all_reduce(x, group=hurried)
 dist.destroy_process_group()
+dist.init_process_group("mpi4dl")
+dist.all_reduce(x)
 if rank == 1:
     print(f"late but right: {x.tolist()}")
 """
@@ -68,8 +76,9 @@ EXPECTED = [
     "ValueError: output has 3 rows, which must be divisible by the number of ranks (=2): pass output_split_sizes",
     "ValueError: tag is -3, but must be from 0 to",
     "ValueError: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
+    *["ValueError: rank 1 receives 8 bytes from rank 0, which sent more: the tensors must have the same size"] * 2,
     "TimeoutError: all_reduce of MpiGroup(1, rank 1 of 2) was not complete after 0:00:00.300000: some rank",
-    "late but right: [2.0, 2.0]",
+    "late but right: [4.0, 4.0]",
 ]
 
 

@@ -22,6 +22,8 @@ def wait_until_ready(
     tries = 0
     while not pending.ready():
         tries += 1
+        for phases in list(node.underway):  # others may wait for what this rank has to drive forward
+            phases.advance()
         if node.oversubscribed and tries <= YIELDS_BEFORE_SLEEP:
             os.sched_yield()
         elif tries > YIELDS_BEFORE_SLEEP:

@@ -177,16 +177,30 @@ class Arrival(Pending):
         self._status = MPI.Status()
 
     def ready(self) -> bool:
-        while self._open and self._open[0][0].Test(self._status):
+        while self._open and self._arrived(self._open[0][0]):
             _, expected = self._open.pop(0)
             self.source = self._status.source
-            arrived = self._status.Get_count()
-            if arrived != expected:
-                raise ValueError(
-                    f"rank {self._rank} receives {expected} bytes from rank {self.source}, which sent {arrived}: the "
-                    "tensors must have the same size and dtype at both ends"
-                )
+            if self._status.Get_count() != expected:
+                raise ValueError(self._complaint(expected, f"{self._status.Get_count()}"))
         return not self._open
+
+    def _arrived(self, request: "MPI.Request") -> bool:
+        from mpi4py import MPI
+
+        try:
+            return request.Test(self._status)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            _, expected = self._open.pop(0)
+            raise ValueError(self._complaint(expected, "more")) from None
+
+    def _complaint(self, expected: int, arrived: str) -> str:
+        source = "any rank" if self.source is None else f"rank {self.source}"
+        return (
+            f"rank {self._rank} receives {expected} bytes from {source}, which sent {arrived}: the tensors must have "
+            "the same size and dtype at both ends"
+        )
 
     def wait(self) -> None:
         wait_until_ready(self, self._node)

@@ -34,6 +34,8 @@ class MpiWork(dist.Work):
         self._results = results
         self._timeout = timeout
         self._done = False
+        self._error: Exception | None = None
+        self._told = False
         self._future: DrivenFuture | None = None
         # A request must not be tested by two threads at once.
         self._busy = threading.RLock()
@@ -46,13 +48,24 @@ class MpiWork(dist.Work):
         """
         limit = timeout if timeout else self._timeout  # torch passes 0 when nobody gave one
         with self._busy:
-            if not self._done:
-                wait_until_ready(self._pending, self._node, limit.total_seconds(), lambda: self._complaint(limit))
-                self._pending.wait()
-                self._done = True
+            self._complete(limit)
         if self._future is not None and not self._future.done():
             self._future.set_result(self._results)
         return True
+
+    def _complete(self, limit: timedelta) -> None:
+        try:
+            if self._error is None and not self._done:
+                wait_until_ready(self._pending, self._node, limit.total_seconds(), lambda: self._complaint(limit))
+                self._pending.wait()
+                self._done = True
+        except TimeoutError:  # it may be waited for again
+            raise
+        except Exception as error:
+            self._error = error
+        if self._error is not None:
+            self._told = True
+            raise self._error
 
     def _complaint(self, limit: timedelta) -> str:
         return (
@@ -61,22 +74,29 @@ class MpiWork(dist.Work):
         )
 
     def poke(self) -> bool:
-        """Let MPI make progress; whether all is done, so that this need not be kept."""
+        """Let MPI make progress; whether all is done, so that this need not be kept. Errors are for who waits."""
         if not self._busy.acquire(blocking=False):
             return False
         try:
+            if self._error is not None:
+                return self._told
             return self._done or (self._pending.ready() and self._future is None and self.wait())
+        except Exception as error:
+            self._error = error
+            return False
         finally:
             self._busy.release()
 
     def is_completed(self) -> bool:
-        return self.poke() or (self._future is not None and self._pending.ready() and self.wait())
+        if not self.poke() and self._error is None and self._future is not None and self._pending.ready():
+            self.wait()
+        return self._done or self._error is not None
 
     def is_success(self) -> bool:
         return self._done
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> Exception | None:
+        return self._error
 
     def synchronize(self) -> None:
         self.wait()
