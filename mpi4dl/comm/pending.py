@@ -5,6 +5,7 @@ a rank has to do that. Whatever a rank waits for, `Node.wait` drives all phases 
 ranks may wait for them in any order, as for the collectives of MPI.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +66,21 @@ class Phases:
     def __init__(self, node: Node, phases: Iterator[Pending]) -> None:
         self._node = node
         self._phases = phases
+        self._driving = threading.Lock()
         self._now = next(phases, None)
         if self._now is not None:
             node.underway.append(self)
 
     def advance(self) -> bool:
         """Start the phases whose time has come, without waiting; whether all are complete."""
-        while self._now is not None and self._now.ready():
-            self._now.conclude()
-            self._now = next(self._phases, None)
-            if self._now is None:
-                self._node.underway.remove(self)
-        return self._now is None
+        if not self._driving.acquire(blocking=False):
+            return False  # another thread of this rank is at it, as in a backward pass on CPU and GPU
+        try:
+            while self._now is not None and self._now.ready():
+                self._now.conclude()
+                self._now = next(self._phases, None)
+                if self._now is None:
+                    self._node.underway.remove(self)
+            return self._now is None
+        finally:
+            self._driving.release()

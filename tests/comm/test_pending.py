@@ -1,0 +1,116 @@
+"""Communication in phases: each starts when the one before is complete, whoever drives it, and once only."""
+
+import threading
+from collections.abc import Iterator
+
+from mpi4dl.comm import Pending
+from mpi4dl.comm.node import Node
+
+
+class Gate(Pending):
+    """Complete when it is open; it notes what happens to it in `log`."""
+
+    def __init__(self, node: Node, name: str, log: list[str]) -> None:
+        super().__init__(node)
+        self.open = False
+        self.looks = 0
+        log.append(f"{name} starts")
+        self._finish = [lambda: log.append(f"{name} ends")]
+
+    def ready(self) -> bool:
+        self.looks += 1
+        return self.open
+
+
+def lone_node() -> Node:
+    return Node(0, 1, 1, 1)
+
+
+def fresh() -> tuple[Node, list[str], list[Gate]]:
+    return lone_node(), [], []
+
+
+def gates(node: Node, names: str, log: list[str], made: list[Gate]) -> Iterator[Pending]:
+    for name in names:
+        made.append(Gate(node, name, log))
+        yield made[-1]
+    log.append("all end")
+
+
+def test_a_phase_starts_when_the_one_before_is_complete() -> None:
+    node, log, made = fresh()
+    pending = Pending.of_phases(node, gates(node, "ab", log, made))
+    assert log == ["a starts"]
+    assert not pending.ready()
+    assert len(node.underway) == 1
+    made[0].open = True
+    assert not pending.ready()
+    assert log == ["a starts", "a ends", "b starts"]
+    made[1].open = True
+    assert pending.ready()
+    assert pending.ready()
+    assert log == ["a starts", "a ends", "b starts", "b ends", "all end"]
+    assert node.underway == []
+    pending.wait()
+    pending.wait()
+
+
+def test_no_phases_are_complete_at_once() -> None:
+    node = lone_node()
+    pending = Pending.of_phases(node, iter(()))
+    assert node.underway == []
+    assert pending.ready()
+    pending.wait()
+
+
+def test_a_wait_for_anything_drives_all_phases_forward() -> None:
+    node, log, first = fresh()
+    second: list[Gate] = []
+    Pending.of_phases(node, gates(node, "ab", log, first))
+    other = Pending.of_phases(node, gates(node, "c", log, second))
+    first[0].open = second[0].open = True
+    other.wait()
+    assert log == ["a starts", "c starts", "a ends", "b starts", "c ends", "all end"]
+
+
+def test_joined_phases_are_waited_for_together() -> None:
+    node, log, made = fresh()
+    joined = Pending.all(node, [Pending.of_phases(node, gates(node, name, log, made)) for name in "ab"])
+    made[0].open = True
+    assert not joined.ready()
+    made[1].open = True
+    joined.wait()
+    assert node.underway == []
+
+
+def test_what_is_to_do_at_the_end_is_done_once_all_phases_are_complete() -> None:
+    node, log, made = fresh()
+    pending = Pending.of_phases(node, gates(node, "a", log, made))
+    pending._finish.append(lambda: log.append("delivered"))
+    made[0].open = True
+    assert pending.ready()
+    pending.wait()
+    pending.wait()
+    assert log == ["a starts", "a ends", "all end", "delivered"]
+
+
+def test_one_thread_at_a_time_drives_a_phase() -> None:
+    node, log, made = fresh()
+    entered, leave = threading.Event(), threading.Event()
+
+    def phases() -> Iterator[Pending]:
+        yield from gates(node, "a", log, made)
+        entered.set()
+        leave.wait(10)
+
+    pending = Pending.of_phases(node, phases())
+    made[0].open = True
+    thread = threading.Thread(target=pending.ready)
+    thread.start()
+    assert entered.wait(10)
+    looks = made[0].looks
+    assert not pending.ready()
+    assert made[0].looks == looks
+    leave.set()
+    thread.join()
+    assert pending.ready()
