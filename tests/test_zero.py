@@ -6,7 +6,7 @@ import pytest
 
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import DROPPING, UNUSED, Task, assert_like, check, train
+from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, check, train
 
 # Buckets so small that there are many, and that parameters are cut.
 SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),), num_steps=5)
@@ -50,6 +50,12 @@ def cases() -> list[object]:
 def test_training_equals_plain_pytorch(ranks: Ranks, plan: Plan, optimizer: str, offload: str) -> None:
     options = dict(SMALL.engine_options)
     check(ranks, replace(SMALL, optimizer=optimizer).with_engine(**options, offload=offload), plan)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_transformer(ranks: Ranks, zero: int) -> None:
+    """Its attention takes the parameters of a module that is never called."""
+    check(ranks, ATTENDING.with_engine(bucket_bytes=500), Plan(data=2, zero=zero))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

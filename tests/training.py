@@ -19,6 +19,7 @@ from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 
 NUM_CLASSES = 3
+NUM_STEPS = 3
 EVALUATED = 2  # steps before the validation, which the last step must not suffer from
 EXACT = 1e-10
 
@@ -43,7 +44,7 @@ class Task:
     model_options: tuple[tuple[str, Any], ...] = ()
     engine_options: tuple[tuple[str, Any], ...] = ()
     balance: str | tuple[int, ...] = "auto"
-    num_steps: int = 3
+    num_steps: int = NUM_STEPS
 
     def with_engine(self, **options: Any) -> "Task":
         return replace(self, engine_options=tuple(options.items()))
@@ -75,6 +76,7 @@ TORCHVISION = Task("resnet18", (71, 45))
 DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
 DROPPING = Task("dropping", (21, 17))
 UNUSED = Task("unused", (12, 10))
+ATTENDING = Task("attending", (12, 8))
 SKIPPING = Task("skipping", (13, 10))
 
 
@@ -134,7 +136,24 @@ class _Skipping(nn.Module):
         return self.last((fourth + third).mean((2, 3)))
 
 
-OWN = {"dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
+class _Attending(nn.Module):
+    """A small transformer over the patches of an image, with a token for the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        return self.head(self.encoder(x)[:, 0])
+
+
+OWN = {"attending": _Attending, "dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
 
 
 def model_of(task: Task) -> nn.Module:

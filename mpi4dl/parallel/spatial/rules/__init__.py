@@ -4,6 +4,7 @@ Importing a module registers its rules.
 """
 
 import mpi4dl.parallel.spatial.rules.adaptive
+import mpi4dl.parallel.spatial.rules.attention
 import mpi4dl.parallel.spatial.rules.attributes
 import mpi4dl.parallel.spatial.rules.convolution
 import mpi4dl.parallel.spatial.rules.indexing

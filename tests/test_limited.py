@@ -1,0 +1,20 @@
+"""A model whose training does not fit one rank's memory trains on two, or with its state on disk; limits are enforced."""
+
+import re
+
+from tests.pool.job import Finished, mpirun
+
+
+def limited(num_ranks: int, zero: int, offload: str = "none") -> Finished:
+    return mpirun(num_ranks, "-m", "tests.limited", str(zero), offload)
+
+
+def test_too_large_for_one_rank_fits_two() -> None:
+    alone = limited(1, zero=0)
+    assert alone.code == 1
+    assert re.search(r"in _init_group[^$]*can't allocate memory", alone.stderr)  # of the optimizer's state
+
+    shared, on_disk = limited(2, zero=3), limited(1, zero=0, offload="disk")
+    assert (shared.code, on_disk.code) == (0, 0), shared.stderr + on_disk.stderr
+    assert "parameters, loss" in shared.stdout
+    assert shared.stdout == on_disk.stdout
