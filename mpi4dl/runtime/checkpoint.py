@@ -133,6 +133,7 @@ class Checkpoints:
             self.comm.barrier()
             if self.comm.rank == 0:
                 writing.remove()
+            self.comm.barrier()
             left = checkpoints_in(self.folder)
             stays = f"{left[0]} is the newest one" if left else "there is none yet"
             raise Refusal(f"{refusal}; {stays}, from which --resume goes on once there is room") from error

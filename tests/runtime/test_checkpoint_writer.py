@@ -1,0 +1,209 @@
+"""Writing a checkpoint in the background: threads stand for ranks, since nothing here speaks MPI."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpi4dl.runtime import checkpoint_writer, storage
+from mpi4dl.runtime.checkpoint_manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    candidates_at,
+    checkpoints_in,
+    name_of,
+    newest_whole,
+)
+from mpi4dl.runtime.checkpoint_writer import Job, Writing, clean
+from mpi4dl.runtime.storage import Layout, Piece, Spec
+
+NUM_RANKS = 3
+WEIGHT = torch.arange(12, dtype=torch.float32)
+
+
+def job(step: int, rank: int, num_ranks: int = NUM_RANKS) -> Job:
+    """A weight of which every rank has a part, and a buffer of rank 1."""
+    model = Layout.of({"weight": Spec((3, 4), torch.float32), "count": Spec((), torch.int64)})
+    optimizer = Layout.of({"momentum/weight": Spec((3, 4), torch.float32)})
+    start, stop = (12 * i // num_ranks for i in (rank, rank + 1))
+    pieces = [Piece("weight", start, WEIGHT[start:stop] + step)]
+    momentum = [Piece("momentum/weight", start, -WEIGHT[start:stop])]
+    if rank == 1 % num_ranks:
+        pieces.append(Piece("count", 0, torch.tensor([step])))
+    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, {"step": step}, {"rank": rank})
+
+
+def start(folder: Path, step: int, keep: int = 2) -> list[Writing]:
+    return [Writing(folder, job(step, rank), rank, NUM_RANKS, keep) for rank in range(NUM_RANKS)]
+
+
+def write(folder: Path, step: int, keep: int = 2) -> Path:
+    ranks = start(folder, step, keep)
+    for rank in ranks:
+        assert rank.written.wait(10)
+    for rank in ranks:
+        rank.finish()
+        assert rank.error is None
+    return folder / name_of(step)
+
+
+def test_a_checkpoint_is_what_one_process_would_have_written(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    assert sorted(os.listdir(path)) == [MANIFEST, MODEL, OPTIMIZER, STATE]
+    model = load_file(path / MODEL)
+    assert torch.equal(model["weight"], (WEIGHT + 7).reshape(3, 4))
+    assert int(model["count"]) == 7
+    assert torch.equal(load_file(path / OPTIMIZER)["momentum/weight"], -WEIGHT.reshape(3, 4))
+    assert json.loads((path / STATE).read_text()) == {"step": 7, "ranks": [{"rank": 0}, {"rank": 1}, {"rank": 2}]}
+    assert newest_whole([path]) == (path, [])
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 300000000):
+        write(tmp_path, step)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-300000000", "step-00000010"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-300000000"]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+    (MODEL, cut, "model.safetensors has 183 bytes instead of 184"),
+    (OPTIMIZER, cut, "optimizer.safetensors has 127 bytes instead of 128"),
+    (MODEL, flip, r"model.safetensors: bytes \d+ to 184 are not those that were written"),
+    (OPTIMIZER, flip, r"optimizer.safetensors: bytes \d+ to 128 are not those that were written"),
+    (STATE, flip, r"state.json: bytes 0 to \d+ are not those that were written"),
+    (MODEL, Path.unlink, "model.safetensors is missing"),
+    (STATE, Path.unlink, "state.json is missing"),
+    (MANIFEST, Path.unlink, "it has no manifest.json"),
+    (MANIFEST, cut, "manifest.json cannot be read: .*"),
+    (
+        MANIFEST,
+        lambda path: path.write_text(path.read_text().replace("184", "185")),
+        "manifest.json is not as it was written",
+    ),
+    (
+        MANIFEST,
+        lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 2')),
+        "its format is 2, but this version of mpi4dl reads 1",
+    ),
+    (MANIFEST, lambda path: path.write_text("[]"), "manifest.json cannot be read: .*"),
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    write(folder, 1)
+    write(folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize(("file", "damage", "complaint"), DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(
+    two: Path, tmp_path: Path, file: str, damage: Callable[[Path], Any], complaint: str
+) -> None:
+    shutil.copytree(two, tmp_path / "copy")
+    newer, older = checkpoints_in(tmp_path / "copy")
+    damage(newer / file)
+    found, (why,) = newest_whole([newer, older])
+    assert found == older
+    problem = why.removeprefix(f"{newer}: ")
+    assert re.fullmatch(complaint, problem), problem
+    damage(older / file)
+    assert newest_whole([newer, older])[0] is None
+
+
+def test_a_path_stands_for_a_checkpoint_a_folder_of_them_or_a_run(two: Path, tmp_path: Path) -> None:
+    newer, older = checkpoints_in(two)
+    assert candidates_at(newer) == [newer]
+    assert candidates_at(two) == [newer, older]
+    shutil.copytree(two, tmp_path / "run" / "checkpoints")
+    assert [path.name for path in candidates_at(tmp_path / "run")] == [newer.name, older.name]
+    shutil.copytree(newer, tmp_path / "renamed")
+    assert candidates_at(tmp_path / "renamed") == [tmp_path / "renamed"]
+    assert candidates_at(tmp_path / "nowhere") == []
+
+
+def test_nothing_has_the_final_name_before_all_ranks_have_written(tmp_path: Path) -> None:
+    first = Writing(tmp_path, job(5, 0), 0, NUM_RANKS, 2)
+    assert first.written.wait(10)
+    second = Writing(tmp_path, job(5, 1), 1, NUM_RANKS, 2)
+    second.finish()
+    assert checkpoints_in(tmp_path) == []
+    third = Writing(tmp_path, job(5, 2), 2, NUM_RANKS, 2)
+    third.finish()
+    first.finish()
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000005"]
+
+
+def full(path: Path, *_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    first = Writing(tmp_path, job(2, 0), 0, 2, 2)
+    assert first.written.wait(10)
+    monkeypatch.setattr(storage, "write", full)
+    second = Writing(tmp_path, job(2, 1), 1, 2, 2)
+    assert second.written.wait(10)
+    assert isinstance(second.error, OSError)
+    assert second.error.strerror == "No space left on device"
+    first.cancel()
+    assert first.error is None
+    first.remove()
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_a_part_that_rank_0_never_sees_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writer, "LAST_SECONDS", 0.05)
+    alone = Writing(tmp_path, job(2, 0), 0, 2, 2)
+    alone.finish()
+    assert isinstance(alone.error, OSError)
+    assert str(alone.error).endswith("part-1.json, which rank 1 has written, is not seen by rank 0")
+    assert checkpoints_in(tmp_path) == []
+
+
+def test_bytes_that_nobody_wrote_are_an_error_of_ours(tmp_path: Path) -> None:
+    ranks = [Writing(tmp_path, job(3, rank, num_ranks=4), rank, 3, 2) for rank in range(3)]
+    for rank in reversed(ranks):
+        rank.finish()
+    assert isinstance(ranks[0].error, RuntimeError)
+    assert str(ranks[0].error) == "model.safetensors: byte 172 of 184 was not written"
+
+
+def test_an_interpreter_may_end_while_it_is_written(tmp_path: Path) -> None:
+    writing = Writing(tmp_path, job(2, 0), 0, 2, 2)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "mpi4dl-step-00000002")
+    writing.cancel()
+
+
+def test_what_killed_runs_left_is_deleted(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    killed = Writing(tmp_path, job(2, 0), 0, 2, 2)
+    assert killed.written.wait(10)
+    killed.cancel()
+    (tmp_path / ".removed-step-00000000").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert len(os.listdir(tmp_path)) == 4
+    clean(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-00000001"]
