@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm.allreduce import pick
 from mpi4dl.geometry import COLS, ROWS, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
@@ -65,8 +66,9 @@ class Engine:
 
     Parameters in bfloat16 or float16 have float32 masters, on which the optimizer works; `low_precision_weights` makes
     them so, in the type that `precision` names. `offload` is where masters and the optimizer's state are: "none" (on
-    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients: "auto" (measured),
-    or one of mpi4dl.comm.allreduce.
+    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients without ZeRO: one of
+    mpi4dl.comm.allreduce, or "auto", which measures them, so that sums of more than two may differ in their last bits
+    from run to run.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         recompute: bool = False,
         clip_norm: float | None = None,
         low_precision_weights: bool = False,
+        all_reduce: str = "library",
         offload: str = "none",
         offload_folder: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -105,7 +108,13 @@ class Engine:
             for module in self.held.modules_of.values():
                 lower_precision(module, self._dtype)
         self._agree_on_model(
-            precision=precision, recompute=recompute, clip_norm=clip_norm, low=low_precision_weights, offload=offload
+            precision=precision,
+            recompute=recompute,
+            clip_norm=clip_norm,
+            low=low_precision_weights,
+            offload=offload,
+            all_reduce=all_reduce,
+            bucket_bytes=bucket_bytes,
         )
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
@@ -115,8 +124,10 @@ class Engine:
         self.groups: dict[int, ReplicaGroup] = {}
         for stage, module in self.held.modules_of.items():
             zero, copies = plan.zero_at(stage)
+            comm_of = self.held.groups[stage]
+            summing = None if zero or all_reduce == "library" else pick(comm_of, all_reduce, device=self.device)
             self.groups[stage] = ReplicaGroup(
-                module, self.held.groups[stage], optimizer, home, zero, copies, bucket_bytes=bucket_bytes
+                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes=bucket_bytes
             )
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self._autocast, seed, _Parameters(self.groups))

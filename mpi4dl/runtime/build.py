@@ -47,7 +47,24 @@ def build_plan(config: Config) -> Plan:
         schedule=chosen.schedule,
         bidirectional=chosen.bidirectional,
         chunks=chosen.chunks,
+        zero=chosen.zero,
     )
+
+
+def engine_options(config: Config) -> dict[str, Any]:
+    """How the engine trains. Raises ConfigError where options contradict each other."""
+    chosen = config.training
+    if chosen.low_precision_weights and chosen.precision == "fp32":
+        raise ConfigError("--low-precision-weights are kept in the type of --precision: choose bf16 or fp16")
+    return {
+        "precision": chosen.precision,
+        "low_precision_weights": chosen.low_precision_weights,
+        "recompute": chosen.recompute,
+        "clip_norm": config.optimizer.clip_norm,
+        "offload": config.parallel.offload,
+        "offload_folder": config.parallel.offload_folder,
+        "all_reduce": config.parallel.allreduce,
+    }
 
 
 def build_datasets(config: Config) -> tuple[datasets.Dataset, datasets.Dataset]:

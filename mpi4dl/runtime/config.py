@@ -24,6 +24,7 @@ from mpi4dl.runtime.kinds import (
     PROPER_FRACTION,
     SHARE,
     TEXT,
+    ZERO_STAGE,
     choice,
     count_or,
     counts_or,
@@ -82,6 +83,22 @@ class Parallel:
         0, "GEMS: how many pairs of waves go through the model and a mirrored copy of it; 0: no copy", COUNT_OR_ZERO
     )
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
+    zero: int = option(
+        0, "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)", ZERO_STAGE
+    )
+    offload: str = option(
+        "none",
+        "where masters and optimizer state are kept: on the device, the host, or disk",
+        choice("none", "cpu", "disk"),
+    )
+    offload_folder: str | None = option(
+        None, "a fast local disk for --offload disk; none: that of temporary files", optional(NAME), per_rank=True
+    )
+    allreduce: str = option(
+        "library",
+        "how gradients are summed; auto: as measured at the start",
+        choice("library", "direct", "ring", "two-level", "auto"),
+    )
     balance: str | tuple[int, ...] = option(
         "auto",
         "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or atoms of each stage",
@@ -109,6 +126,9 @@ class Training:
     epochs: int = option(1, "how many times every image is seen", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
     precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
+    low_precision_weights: bool = option(
+        False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
+    )
     recompute: bool = option(False, "recompute activations in the backward pass, to save memory", BOOLEAN)
     seed: int = option(0, "the seed of weights, order and augmentation", COUNT_OR_ZERO)
     eval_every: int | None = option(1, "validate after every so many epochs; none: never", optional(COUNT))

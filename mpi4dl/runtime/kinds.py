@@ -74,6 +74,7 @@ def number(wanted: str, accepts: Callable[[float], bool]) -> Kind:
 
 COUNT = integer("a whole number of at least 1", lambda n: n >= 1)
 COUNT_OR_ZERO = integer("a whole number of at least 0", lambda n: n >= 0)
+ZERO_STAGE = integer("0, 1, 2 or 3", lambda n: 0 <= n <= 3)
 NUMBER = number("a number", lambda x: True)
 POSITIVE = number("a number greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = number("a number of at least 0", lambda x: x >= 0)

@@ -22,6 +22,11 @@ def _cut_alike(function: str, dims: set[int], *values: Tensor) -> Layout:
     return layouts[0]
 
 
+def _part(value: Tensor) -> Tensor:
+    assert isinstance(value, SpatialTensor)
+    return value.local
+
+
 @register(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Tensor,
@@ -39,8 +44,10 @@ def scaled_dot_product_attention(
         raise refusal(name, "a mask that differs from image to image would have to be spread over ranks too")
     if dropout_p:
         raise refusal(name, RANDOM)
-    parts = (value.local for value in (query, key, value) if isinstance(value, SpatialTensor))
-    return wrap(F.scaled_dot_product_attention(*parts, attn_mask, 0.0, is_causal, **options), layout)
+    outputs = F.scaled_dot_product_attention(
+        _part(query), _part(key), _part(value), attn_mask, 0.0, is_causal, **options
+    )
+    return wrap(outputs, layout)
 
 
 @register(F.multi_head_attention_forward)
@@ -73,7 +80,9 @@ def multi_head_attention_forward(
     if dropout_p and training:
         raise refusal(name, RANDOM)
     outputs, weights = F.multi_head_attention_forward(
-        *(value.local for value in (query, key, value) if isinstance(value, SpatialTensor)),
+        _part(query),
+        _part(key),
+        _part(value),
         embed_dim_to_check,
         num_heads,
         in_proj_weight,
@@ -94,8 +103,3 @@ def multi_head_attention_forward(
         return wrap(outputs, layout), None
     batch = layout.dims[0]
     return wrap(outputs, layout), wrap(weights, layout.with_dims((None if batch is None else 0, None, None)))
-
-
-@register(Tensor.is_nested.__get__)
-def is_nested(input: SpatialTensor) -> bool:
-    return False

@@ -27,7 +27,7 @@ OF_THE_WHOLE = [
         getattr(Tensor, name).__get__
         for name in (
             "shape ndim dtype device itemsize nbytes "
-            "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu"
+            "is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_mps is_xpu is_nested"
         ).split()
     ),
 ]
