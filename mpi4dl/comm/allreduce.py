@@ -34,8 +34,9 @@ CHOICES = ("auto", *ALGORITHMS)
 NUM_TAGS = 1 << 14  # more than will ever be under way at once
 MEASURED = ((1 << 14, 4), (1 << 18, 2), (1 << 22, 1))  # bytes, and sums in a row
 MEASURE_SECONDS = 0.25
+DIRECT_BYTES = 1 << 16
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-WORTH_A_CHANGE = 0.9  # of the time of those that come before it in `ALGORITHMS`
+WORTH_A_CHANGE = 0.9  # of the time of those that come before it
 
 
 Steps = tuple[tuple[int, str], ...]
@@ -197,33 +198,32 @@ def pick(
     return all_reduce
 
 
-def candidates(size: int, several_nodes: bool) -> tuple[str, ...]:
-    """The algorithms that differ from each other on so many ranks, the library's first."""
-    return ("library", "direct", *(("ring",) if size > 2 else ()), *(("two-level",) if several_nodes else ()))
+def candidates(size: int, several_nodes: bool, dtype: torch.dtype, num_bytes: int) -> tuple[str, ...]:
+    """The algorithms that differ from each other on so many ranks, the one to expect most of first."""
+    first = ("library", "direct")
+    if dtype in LOW_PRECISION and num_bytes >= DIRECT_BYTES:
+        first = ("direct", "library")  # which sends and adds twice the bytes, in float32
+    return (*first, *(("ring",) if size > 2 else ()), *(("two-level",) if several_nodes else ()))
 
 
 def measure(all_reduce: AllReduce, dtype: torch.dtype, device: torch.device | str, seconds: float) -> Steps:
-    """Time the candidates in turn, for as many sizes as `seconds` allow. The result is the same on all ranks."""
+    """Time the candidates in turn; a size for which `seconds` do not suffice gets the first. The same on all ranks."""
     comm, began = all_reduce.comm, time.perf_counter()
-    names = candidates(comm.size, all_reduce.levels.several)
     winners: list[tuple[int, str]] = []
     spent = next_round = 0.0
     for number, (num_bytes, repeats) in enumerate(MEASURED, 1):
-        if spent + next_round > seconds:
-            break
+        names = candidates(comm.size, all_reduce.levels.several, dtype, num_bytes)
         flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         rounds: list[list[float]] = []
-        while not rounds or (len(rounds) <= MOST_ROUNDS and spent + next_round < seconds * number / len(MEASURED)):
+        while len(rounds) <= MOST_ROUNDS and spent + next_round < seconds * number / len(MEASURED):
             # The first round sets up connections; it does not count, and is short.
             times = [_seconds(all_reduce, name, flat, repeats if rounds else 1) for name in names]
             slowest = torch.tensor([*times, time.perf_counter() - began], dtype=torch.float64)
             *times, spent = comm.all_reduce(slowest, "max").tolist()
             next_round = sum(times)
             rounds.append(times)
-        if len(rounds) < FEWEST_ROUNDS:
-            break
-        winners.append((num_bytes, names[fastest(rounds[1:])]))
-    return steps_between(winners) if winners else ((0, names[0]),)
+        winners.append((num_bytes, names[fastest(rounds[1:]) if len(rounds) >= FEWEST_ROUNDS else 0]))
+    return steps_between(winners)
 
 
 def fastest(rounds: list[list[float]]) -> int:

@@ -13,8 +13,10 @@ from mpi4dl.comm.allreduce import (
     MEASURE_SECONDS,
     AllReduce,
     Choice,
+    Steps,
     candidates,
     fastest,
+    measure,
     pick,
     steps_between,
 )
@@ -277,7 +279,20 @@ def test_the_fastest_is_clearly_faster_in_the_median_of_rounds(rounds: list[list
     assert fastest(rounds) == expected
 
 
-def test_candidates_differ_from_each_other() -> None:
-    assert candidates(2, False) == ("library", "direct")
-    assert candidates(4, False) == ("library", "direct", "ring")
-    assert candidates(4, True) == ("library", "direct", "ring", "two-level")
+def test_candidates_differ_from_each_other_and_the_most_promising_comes_first() -> None:
+    large, small = 1 << 20, 1 << 10
+    assert candidates(2, False, torch.float32, large) == ("library", "direct")
+    assert candidates(4, False, torch.float64, large) == ("library", "direct", "ring")
+    assert candidates(4, True, torch.float32, small) == ("library", "direct", "ring", "two-level")
+    assert candidates(4, True, torch.bfloat16, small) == ("library", "direct", "ring", "two-level")
+    assert candidates(4, True, torch.bfloat16, large) == ("direct", "library", "ring", "two-level")
+
+
+def measure_without_time(comm: Communicator) -> list[Steps]:
+    all_reduce = AllReduce(comm, Choice.of("library", "as asked"))
+    return [measure(all_reduce, dtype, "cpu", 0.0) for dtype in (torch.float32, torch.float16)]
+
+
+def test_where_there_is_no_time_to_measure_the_first_candidates_are_taken(ranks: Ranks) -> None:
+    expected = [((0, "library"),), ((0, "library"), (1 << 16, "direct"))]
+    assert ranks(2).run(measure_without_time) == [expected, expected]
