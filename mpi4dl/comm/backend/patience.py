@@ -7,7 +7,9 @@ from collections.abc import Callable
 from mpi4dl.comm.node import SLEEP_SECONDS, Node
 from mpi4dl.comm.pending import Pending
 
-YIELDS_BEFORE_SLEEP = 200
+LOOKS_BEFORE_YIELD = 50
+LOOKS_BEFORE_SLEEP = 250
+SPIN_SECONDS = 1e-3  # a wait that took this long may take a little longer, and leave the core to others
 
 
 def wait_until_ready(
@@ -19,16 +21,18 @@ def wait_until_ready(
         TimeoutError: it took longer than `seconds`.
     """
     begin = time.perf_counter()
-    tries = 0
+    looks = 0
     while not pending.ready():
-        tries += 1
+        looks += 1
         for phases in list(node.underway):  # others may wait for what this rank has to drive forward
             phases.advance()
-        if node.oversubscribed and tries <= YIELDS_BEFORE_SLEEP:
-            os.sched_yield()
-        elif tries > YIELDS_BEFORE_SLEEP:
-            if node.oversubscribed:
-                time.sleep(SLEEP_SECONDS)
-            if time.perf_counter() - begin > seconds:
+        if looks > LOOKS_BEFORE_SLEEP:
+            waited = time.perf_counter() - begin
+            if waited > seconds:
                 raise TimeoutError(complaint())
+            if node.oversubscribed or waited > SPIN_SECONDS:
+                time.sleep(SLEEP_SECONDS)
+                continue
+        if looks > LOOKS_BEFORE_YIELD or node.oversubscribed:
+            os.sched_yield()
     node.wait_seconds += time.perf_counter() - begin

@@ -185,12 +185,12 @@ class Arrival(Pending):
         return not self._open
 
     def _arrived(self, request: "MPI.Request") -> bool:
-        from mpi4py import MPI
-
         try:
             return request.Test(self._status)
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+        except RuntimeError as error:
+            from mpi4py import MPI
+
+            if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             _, expected = self._open.pop(0)
             raise ValueError(self._complaint(expected, "more")) from None
