@@ -348,3 +348,24 @@ def threads(rank: int, size: int) -> list[Tensor]:
         dist.all_reduce(x)
     thread.join()
     return mine + other
+
+
+def functional(rank: int, size: int) -> list[Tensor]:
+    """What DTensor and compiled programs call."""
+    name = dist.distributed_c10d._get_default_group().group_name
+    operations = torch.ops._c10d_functional
+    x = numbers(rank, 2 * size)
+    given = torch.zeros(2 * size * size)
+    results = [
+        operations.all_reduce(x, "sum", name),
+        operations.all_reduce_(x.clone(), "max", name),
+        operations.all_gather_into_tensor(x, size, name),
+        operations.all_gather_into_tensor_out(x, size, name, out=given),
+        operations.reduce_scatter_tensor(x, "sum", size, name),
+        operations.all_to_all_single(x, [2] * size, [2] * size, name),
+        operations.broadcast(x, 1, name),
+        *operations.all_reduce_coalesced([x, x + 1], "sum", name),
+        *operations.all_gather_into_tensor_coalesced([x, x + 1], size, name),
+        *operations.reduce_scatter_tensor_coalesced([x, x + 1], "sum", size, name),
+    ]
+    return [operations.wait_tensor(result) for result in results]

@@ -3,7 +3,7 @@
 COLLECTIVES = """
     broadcast all_reduce_dtypes all_reduce_bits all_reduce_bool all_reduce_averages all_reduce_shapes coalesced
     reduce_to_roots all_gathers all_gather_uneven gather_and_scatter reduce_scatters all_to_alls messages objects groups
-    asynchronous in_pieces threads
+    asynchronous in_pieces threads functional
 """.split()
 TRAINING = """
     ddp ddp_unused_parameters ddp_no_sync ddp_hooks ddp_low_precision_hooks ddp_power_sgd ddp_join ddp_of_a_group

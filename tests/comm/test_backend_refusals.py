@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +137,20 @@ print(dist.get_world_size(), dist.get_backend(), z.tolist())
 dist.destroy_process_group()
 """
     assert run_alone(program).strip() == "1 mpi4dl [0.0, 1.0, 2.0]"
+
+
+def test_a_group_beside_one_that_counts_its_ranks_in_another_way_is_refused(tmp_path: Path) -> None:
+    program = f"store = dist.FileStore({str(tmp_path / 'store')!r}, 2)"
+    program += """
+from mpi4dl.comm import world
+comm = world()
+dist.init_process_group("gloo", store=store, rank=1 - comm.rank, world_size=2)
+try:
+    dist.new_group([0, 1], backend="mpi4dl")
+except ValueError as error:
+    if comm.rank == 0:
+        print(error)
+"""
+    done = mpirun(2, "-c", START + program)
+    assert done.code == 0, done.stderr
+    assert done.stdout.startswith("init_process_group was told that this is rank 1 of 2, but MPI started it as rank 0")

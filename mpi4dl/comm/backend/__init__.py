@@ -6,6 +6,7 @@ DistributedDataParallel, DTensor, `fully_shard`, pipelining and checkpoints then
 
 import torch.distributed as dist
 
+from mpi4dl.comm.backend.functional import gather_into_given_tensors
 from mpi4dl.comm.backend.group import MpiGroup
 from mpi4dl.comm.backend.rendezvous import create_group, meet_through_mpi
 
@@ -13,3 +14,4 @@ __all__ = ["MpiGroup"]
 
 dist.Backend.register_backend("mpi4dl", create_group, extended_api=True, devices=["cpu", "cuda"])
 meet_through_mpi()
+_LIBRARY = gather_into_given_tensors()

@@ -48,14 +48,17 @@ def _meet(url: str) -> Iterator[tuple[dist.Store, int, int]]:
 
 def _check_place(comm: Communicator, rank: int, size: int) -> None:
     """Refuse, on all ranks together, what contradicts MPI."""
-    error = None
-    if (rank, size) != (comm.rank, comm.size):
-        error = (
-            f"init_process_group was told that this is rank {rank} of {size}, but MPI started it as rank {comm.rank} "
-            f"of {comm.size}: leave out rank and world_size (and the variables RANK and WORLD_SIZE), and start the "
-            f"program with mpirun -n {size}"
-        )
-    comm.agree(error)
+    comm.agree(_contradiction(comm, rank, size))
+
+
+def _contradiction(comm: Communicator, rank: int, size: int) -> str | None:
+    if (rank, size) == (comm.rank, comm.size):
+        return None
+    return (
+        f"init_process_group was told that this is rank {rank} of {size}, but MPI started it as rank {comm.rank} "
+        f"of {comm.size}: leave out rank and world_size (and the variables RANK and WORLD_SIZE), and start the "
+        f"program with mpirun -n {size}"
+    )
 
 
 def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
@@ -68,6 +71,8 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
             comm.choose_gpu_wire()  # collective, so not when the first tensor happens to be sent
         _show_errors()
         ranks = range(comm.size)
+    elif contradiction := _contradiction(comm, dist.get_rank(), dist.get_world_size()):
+        raise ValueError(contradiction)  # the ranks of a group are counted in the default group, whatever made that
     base: Any = comm.mpi
     group = base.Get_group().Incl(list(ranks))
     # Ranks may create several groups in orders of their own: the tag keeps these apart.

@@ -1,0 +1,30 @@
+"""The one functional collective that PyTorch's own kernel does not hand on to groups written in Python."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpi4dl.comm.backend.group import MpiGroup
+
+OPERATION = "_c10d_functional::all_gather_into_tensor_out"
+
+
+def gather_into_given_tensors() -> torch.library.Library:
+    """Let `OPERATION`, which compiled programs call, work on our groups. It holds while the result is kept."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for device in ("CPU", "CUDA"):
+        kernel = torch.library.get_kernel(OPERATION, device)
+
+        def gather(
+            keys: torch._C.DispatchKeySet, x: Tensor, size: int, name: str, *, out: Tensor, kernel: Any = kernel
+        ) -> Tensor:
+            group = dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+            if not isinstance(group, MpiGroup):
+                return kernel.call_boxed(keys, x, size, name, out=out)
+            group.all_gather_single(out, x).wait()
+            return out
+
+        library.impl("all_gather_into_tensor_out", gather, device, with_keyset=True)
+    return library
