@@ -67,7 +67,7 @@ class Node:
     def wait(self, requests: "Sequence[MPI.Request]", phases: "Sequence[Phases]" = ()) -> None:
         """Wait for all of these. With more ranks than cores a spinning wait starves the rank it waits for.
 
-        It gives way to another rank at every look then, and sleeps when that has not helped for a while.
+        It gives way to whoever needs the core at every look, and then sleeps when that has not helped for a while.
         """
         from mpi4py import MPI
 
@@ -77,13 +77,11 @@ class Node:
             MPI.Request.Waitall(requests)
         tries = 0
         while not (self._advance(phases) and MPI.Request.Testall(requests)):
-            if not self.oversubscribed:
-                continue
             tries += 1
-            if tries <= SPINS_BEFORE_SLEEP:
-                os.sched_yield()
-            else:
+            if self.oversubscribed and tries > SPINS_BEFORE_SLEEP:
                 time.sleep(SLEEP_SECONDS)
+            else:
+                os.sched_yield()
         self.wait_seconds += time.perf_counter() - begin
 
     def _advance(self, phases: "Sequence[Phases]") -> bool:
