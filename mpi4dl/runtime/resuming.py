@@ -55,7 +55,7 @@ def _find(config: Config, now: datetime) -> Origin:
 
 
 def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, if there is any, and why newer ones are not it. Collective.
+    """The checkpoint to go on from, if there is any, and what to say of newer ones that are not it. Collective.
 
     Raises Refusal on all ranks if there are checkpoints, but none is whole.
     """
@@ -65,7 +65,7 @@ def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) 
         found, skipped = newest_whole(origin.candidates, comm)
     if found is None and skipped:
         raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}; start anew in another --run-folder")
-    return found, skipped
+    return found, [f"skipped {one}" for one in skipped]
 
 
 def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ def options_to_compare(config: Config, num_images: int) -> dict[str, str]:
     """What a checkpoint remembers of the command line."""
     names = (*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT)
     found = {**shared_options(config), "the number of training images": str(num_images)}
-    return {name: found[name] for name in names}
+    return {name: found[name].strip('"') for name in names}
 
 
 def compare(checkpoint: Path, options: Mapping[str, str]) -> list[str]:

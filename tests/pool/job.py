@@ -19,8 +19,12 @@ class Finished(NamedTuple):
     seconds: float
 
 
-def mpirun(num_ranks: int, *arguments: str, timeout: float = 60.0) -> Finished:
+def mpirun(
+    num_ranks: int, *arguments: str, timeout: float = 60.0, sends: tuple[str, signal.Signals] | None = None
+) -> Finished:
     """Run `python *arguments` on ranks: `mpirun(2, "-c", program)`, `mpirun(4, "-m", "mpi4dl.train", "--help")`.
+
+    With `sends`, mpirun gets a signal when a line that begins like this has been printed.
 
     Raises:
         TimeoutError: the job did not end in time. It was killed; the message holds what it had printed.
@@ -37,10 +41,18 @@ def mpirun(num_ranks: int, *arguments: str, timeout: float = 60.0) -> Finished:
         text=True,
         start_new_session=True,
     )
+    printed = ""
+    while sends is not None and job.stdout is not None and (line := job.stdout.readline()):
+        printed += line
+        if line.startswith(sends[0]):
+            job.send_signal(sends[1])
+            break
     try:
         stdout, stderr = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGTERM)
         stdout, stderr = job.communicate(timeout=20)
-        raise TimeoutError(f"{command} did not end in {timeout} s; it had printed:\n{stdout}\n{stderr}") from None
-    return Finished(job.returncode, stdout, stderr, time.monotonic() - begin)
+        raise TimeoutError(
+            f"{command} did not end in {timeout} s; it had printed:\n{printed}{stdout}\n{stderr}"
+        ) from None
+    return Finished(job.returncode, printed + stdout, stderr, time.monotonic() - begin)
