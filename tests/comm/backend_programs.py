@@ -42,6 +42,7 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
         if names:
             print(f"{name}: {time.perf_counter() - begin:.2f} s", file=sys.stderr)
         torch.save(results, folder / f"{backend}-{rank}-of-{size}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -134,7 +134,7 @@ class MpiGroup(GROUP):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
         parts = [self._gather_everywhere(out, x) for out, x in zip(outputs, inputs, strict=True)]
-        return self._start_all("all_gather", outputs, parts)
+        return self._start_all("all_gather", [x for out in outputs for x in out], parts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
         # `outputs` has a list for each rank here, not one for each input.
@@ -170,7 +170,7 @@ class MpiGroup(GROUP):
         if incoming:
             self._check_count("gather_list", outputs[0])
         pending = self._collectives.iexchange({opts.rootRank: _plain(inputs[0])}, incoming)
-        return self._start("gather", outputs, pending)
+        return self._start("gather", [x for out in outputs for x in out], pending)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
         outgoing = dict(enumerate(map(_plain, inputs[0]))) if self.rank() == opts.rootRank else {}
