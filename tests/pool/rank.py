@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from mpi4py import MPI
@@ -67,7 +67,7 @@ def load(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return pickle.loads(call)
 
 
-def serve(connection: Connection, node: Node) -> None:
+def serve(connection: Connection, node: Node, stack: TextIO) -> None:
     """Run what comes in until the test process hangs up."""
     world = MPI.COMM_WORLD
     while True:
@@ -78,6 +78,8 @@ def serve(connection: Connection, node: Node) -> None:
         if world.rank >= request.num_ranks:
             continue
         faulthandler.dump_traceback_later(request.timeout + ORPHAN_SECONDS, exit=True)
+        faulthandler.unregister(signal.SIGUSR1)  # a body may have had a handler of its own
+        faulthandler.register(signal.SIGUSR1, file=stack)
         members = world.group.Range_incl([(0, request.num_ranks - 1, 1)])
         comm = PoolCommunicator(world.Create_group(members), node)
         report = perform(comm, request.call)
@@ -99,7 +101,7 @@ def main(address: str, folder: str) -> None:
     with Path(folder, f"stack{rank}.txt").open("w") as stack, Client(address, family="AF_UNIX") as connection:
         faulthandler.register(signal.SIGUSR1, file=stack)
         connection.send_bytes(pickle.dumps(rank))
-        serve(connection, node)
+        serve(connection, node, stack)
 
 
 if __name__ == "__main__":

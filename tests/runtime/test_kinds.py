@@ -41,6 +41,8 @@ def through_toml(raw: Any) -> Any:
         (kinds.COUNTS, "1,1,2", (1, 1, 2)),
         (kinds.counts_or("auto", "flops"), "flops", "flops"),
         (kinds.counts_or("auto", "flops"), "3,4", (3, 4)),
+        (kinds.count_or("epoch", "none"), "epoch", "epoch"),
+        (kinds.count_or("epoch", "none"), "12", 12),
         (kinds.KEYWORDS, "", {}),
         (kinds.KEYWORDS, "depth=29,pool=max", {"depth": 29, "pool": "max"}),
         (kinds.KEYWORDS, "a=1.5, b=true, c=False, d=-1e-4", {"a": 1.5, "b": True, "c": False, "d": -1e-4}),
@@ -72,6 +74,7 @@ def test_reads_a_flag(kind: Kind, text: str, value: Any) -> None:
         (kinds.GRIDS, ["4", "0x2", "2x0", "axb", "", "1x1,", "1x1;1x1"]),
         (kinds.COUNTS, ["0", "", "1,", "a", "1.0", "-1"]),
         (kinds.counts_or("auto"), ["automatic", "3,", ""]),
+        (kinds.count_or("none"), ["never", "0", "1.5", ""]),
         (kinds.KEYWORDS, ["a", "a=1,", "a=1,a=2", "1a=3", "=3", "a=None", "a={1,2}", "a=(1,2", "a=[x]", "a=b'c'"]),
     ],
 )

@@ -1,0 +1,130 @@
+"""mpi4dl.export: what it writes is loaded by plain PyTorch, into torchvision's own model."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mpi4dl._torchvision import import_torchvision
+from mpi4dl.export import export, main
+from mpi4dl.runtime.checkpoint_manifest import checkpoints_in
+from mpi4dl.train import train
+from tests.pool.ranks import ROOT, Ranks
+
+FLAGS = "--model resnet18 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none --epochs 2"
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on tiles and stages: two epochs of 2 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "resnet18"
+    plan = ("--stages", "2", "--tiles", "1x2,1x1")
+    ranks(3).run(train, [*FLAGS.split(), *plan, "--no-tensorboard", "--run-folder", str(folder)])
+    return folder
+
+
+def loaded(file: Path) -> nn.Module:
+    """torchvision's model with these weights."""
+    model: nn.Module = import_torchvision().models.resnet18(num_classes=10)
+    weights = torch.load(file) if file.suffix == ".pt" else load_file(file)
+    assert list(model.load_state_dict(weights)) == [[], []]
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_torchvision_loads_the_weights(run: Path, tmp_path: Path, name: str) -> None:
+    newest = checkpoints_in(run / "checkpoints")[0]
+    assert newest.name == "step-00000004"
+    assert export(run, tmp_path / name) == [f"{tmp_path / name}: 122 values of {newest / 'model.safetensors'}"]
+    final = load_file(run / "model.safetensors")
+    found = loaded(tmp_path / name).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in final.items())
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_older_checkpoint_is_exported_by_its_path(run: Path, tmp_path: Path) -> None:
+    newest, older = checkpoints_in(run / "checkpoints")
+    export(newest, tmp_path / "newest.pt")
+    export(older, tmp_path / "older.pt")
+    two, four = (loaded(tmp_path / name).get_parameter("conv1.weight") for name in ("older.pt", "newest.pt"))
+    assert not torch.equal(two, four)
+
+
+def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run), str(tmp_path / "weights.pt")])
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'weights.pt'}: 122 values of {run}")
+
+
+def test_what_has_two_names_gets_both(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    save_file({"first": weight}, str(tmp_path / "model.safetensors"), metadata={"second": "first"})
+    (said,) = export(tmp_path, tmp_path / "out.pt")
+    assert said.endswith("(without checksums: this run has no checkpoints)")
+    state = torch.load(tmp_path / "out.pt")
+    assert state["first"].data_ptr() == state["second"].data_ptr()
+    export(tmp_path, tmp_path / "out.safetensors")
+    assert all(torch.equal(value, weight) for value in load_file(tmp_path / "out.safetensors").values())
+    assert set(load_file(tmp_path / "out.safetensors")) == {"first", "second"}
+
+
+def damage(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(data)
+
+
+def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    newest, older = checkpoints_in(tmp_path / "run" / "checkpoints")
+    damage(newest)
+    skipped, said = export(tmp_path / "run", tmp_path / "weights.pt")
+    assert skipped.startswith(f"skipped {newest}: model.safetensors: bytes ")
+    assert said.endswith(f"values of {older / 'model.safetensors'}")
+    with pytest.raises(SystemExit) as stop:
+        main([str(newest), str(tmp_path / "none.pt")])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"mpi4dl: no checkpoint is whole: {newest}: model.safetensors: bytes ")
+    assert not (tmp_path / "none.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("weights.bin", "weights.bin must end in .pt or .safetensors"),
+        ("weights.pt", "is neither a run of mpi4dl.train with weights nor a checkpoint"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path), str(tmp_path / out)])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_is_light() -> None:
+    program = (
+        "import sys; from mpi4dl.export import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "print(sorted({'mpi4py', 'torch', 'safetensors', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.startswith("usage: python -m mpi4dl.export")
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_exporting_starts_no_mpi(run: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from mpi4dl.export import export\n"
+        f"export(Path({str(run)!r}), Path({str(tmp_path / 'weights.pt')!r}))\n"
+        "print(sorted({'mpi4py', 'mpi4py.MPI', 'torchvision'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("[]", "")
