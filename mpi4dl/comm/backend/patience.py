@@ -7,9 +7,8 @@ from collections.abc import Callable
 from mpi4dl.comm.node import SLEEP_SECONDS, Node
 from mpi4dl.comm.pending import Pending
 
-LOOKS_BEFORE_YIELD = 50
-LOOKS_BEFORE_SLEEP = 250
-SPIN_SECONDS = 1e-3  # a wait that took this long may take a little longer, and leave the core to others
+LOOKS_BEFORE_SLEEP = 200
+SPIN_SECONDS = 200e-6  # a wait that took this long may take a little longer, and leave the core to others
 
 
 def wait_until_ready(
@@ -33,6 +32,6 @@ def wait_until_ready(
             if node.oversubscribed or waited > SPIN_SECONDS:
                 time.sleep(SLEEP_SECONDS)
                 continue
-        if looks > LOOKS_BEFORE_YIELD or node.oversubscribed:
+        if node.oversubscribed:
             os.sched_yield()
     node.wait_seconds += time.perf_counter() - begin
