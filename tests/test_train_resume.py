@@ -1,15 +1,18 @@
 """mpi4dl.train: a run that was killed, stopped or refused goes on, and ends as if nothing had happened."""
 
+import os
 import random
 import re
 import shlex
 import shutil
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, Signals
+from typing import Any
 
 import pytest
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine, StepResult
 from mpi4dl.runtime.build import build_plan
 from mpi4dl.runtime.checkpoint_manifest import checkpoints_in
 from mpi4dl.runtime.config import parse
@@ -126,7 +129,7 @@ def test_checkpoints_are_made_when_they_were_asked_for(
     assert [int(path.name[-8:]) for path in found] == steps
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, rank: int
 ) -> None:
@@ -188,7 +191,32 @@ def test_a_run_may_be_killed_at_any_moment_of_a_save(
     print(f"rank {rank} was killed at number {moment} of its {during}: {left}")
 
 
-@pytest.mark.parametrize("number", [SIGTERM, SIGUSR1])
+def signalled(comm: Communicator, flags: list[str]) -> int:
+    """Train on ranks of which the last one gets a signal at its sixth step: after how many steps they stop."""
+    steps: list[StepResult] = []
+    step = Engine.step
+
+    def sixth_is_signalled(engine: Engine, *arguments: Any) -> StepResult:
+        if len(steps) == 5 and comm.rank == comm.size - 1:
+            os.kill(os.getpid(), SIGUSR1)
+        steps.append(step(engine, *arguments))
+        return steps[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", sixth_is_signalled)
+        train(comm, flags)
+    return len(steps)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
+    flags = flags_of(tmp_path / "run", "--save-every", "none")
+    assert ranks(2).run(signalled, flags) == [6, 6]
+    assert [path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
+    ranks(2).run(train, [*flags, "--resume", "auto"])
+    assert_the_same_run(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGUSR1, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, number: Signals
 ) -> None:

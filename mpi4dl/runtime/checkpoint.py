@@ -129,6 +129,7 @@ class Checkpoints:
         try:
             self.comm.agree(message if why else None)
         except Refusal as refusal:
+            self._saved = None
             writing.cancel()
             self.comm.barrier()
             if self.comm.rank == 0:

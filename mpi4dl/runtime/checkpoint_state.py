@@ -31,13 +31,14 @@ class _Known(NamedTuple):
 
 def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
     """A copy on the host of all that this rank writes. Collective. Raises ValueError for what cannot be kept."""
+    scaler = engine.scaler
     model, optimizer, whole = _values(engine, list(engine.shards()))
     state = {
         "step": engine.num_steps,
         "plan": engine.plan.describe(),
         "seed": engine.executor.seed,
         "num_runs": engine.executor.num_runs,
-        "scaler": {"scale": engine.scaler.scale, "finite_steps": engine.scaler.finite_steps},
+        "scaler": {"scale": scaler.scale, "finite_steps": scaler.finite_steps} if scaler.enabled else None,
         "optimizer": {
             "class": type(engine.optimizer).__name__,
             "whole": whole,
@@ -147,7 +148,8 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
     engine.load_shards(read)
     engine.num_steps = state["step"]
     engine.executor.seed, engine.executor.num_runs = state["seed"], state["num_runs"]
-    engine.scaler.scale, engine.scaler.finite_steps = state["scaler"]["scale"], state["scaler"]["finite_steps"]
+    if engine.scaler.enabled and state["scaler"] is not None:
+        engine.scaler.scale, engine.scaler.finite_steps = state["scaler"]["scale"], state["scaler"]["finite_steps"]
     same_plan = state["plan"] == engine.plan.describe() and len(state["ranks"]) == engine.comm.size
     set_random_state(state["ranks"][engine.comm.rank if same_plan else 0])
     return decode(state["extra"])

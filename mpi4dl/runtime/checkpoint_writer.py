@@ -129,12 +129,13 @@ class Writing:
             self._publish(sum(written.size for written in files.values()))
 
     def _publish(self, num_bytes: int) -> None:
-        self.temporary.rename(self.folder / name_of(self.job.step))
+        final = self.temporary.rename(self.folder / name_of(self.job.step))
         storage.flush_folder(self.folder)
         seconds = time.monotonic() - self._began
         message = "checkpoint %s: %.1f MB in %.2f s"
-        logging.getLogger(LOGGER_NAME).info(message, name_of(self.job.step), num_bytes / 1e6, seconds)
-        for old in checkpoints_in(self.folder)[self.keep :]:
+        logging.getLogger(LOGGER_NAME).info(message, final.name, num_bytes / 1e6, seconds)
+        others = [path for path in checkpoints_in(self.folder) if path != final]
+        for old in others[self.keep - 1 :]:
             remove(old)
 
 

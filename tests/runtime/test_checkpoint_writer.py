@@ -75,6 +75,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-300000000"]
 
 
+def test_the_one_just_written_is_kept_whatever_its_number(tmp_path: Path) -> None:
+    for step in (50, 100, 2):
+        write(tmp_path, step)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000100", "step-00000002"]
+
+
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
