@@ -28,10 +28,9 @@ from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
-from mpi4dl.runtime.precision import LossScaler, lower_precision
+from mpi4dl.runtime.precision import AUTOCAST, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Loss = Callable[[Any, Any], Tensor]
 Tiles = Tensor | Sequence[Tensor]
@@ -66,9 +65,8 @@ class Engine:
 
     Parameters in bfloat16 or float16 have float32 masters, on which the optimizer works; `low_precision_weights` makes
     them so, in the type that `precision` names. `offload` is where masters and the optimizer's state are: "none" (on
-    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients without ZeRO: one of
-    mpi4dl.comm.allreduce, or "auto", which measures them, so that sums of more than two may differ in their last bits
-    from run to run.
+    the device), "cpu", or "disk" (in `offload_folder`). `all_reduce` is how ranks sum gradients without ZeRO: a
+    choice of mpi4dl.comm.allreduce.pick.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Engine:
         recompute: bool = False,
         clip_norm: float | None = None,
         low_precision_weights: bool = False,
-        all_reduce: str = "library",
+        all_reduce: str = "auto",
         offload: str = "none",
         offload_folder: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -125,7 +123,7 @@ class Engine:
         for stage, module in self.held.modules_of.items():
             zero, copies = plan.zero_at(stage)
             comm_of = self.held.groups[stage]
-            summing = None if zero or all_reduce == "library" else pick(comm_of, all_reduce, device=self.device)
+            summing = None if zero else pick(comm_of, all_reduce, device=self.device)
             self.groups[stage] = ReplicaGroup(
                 module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes=bucket_bytes
             )

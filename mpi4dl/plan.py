@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,11 +72,13 @@ def show(argv: Sequence[str]) -> None:
 
 def look_ahead(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     """The overview of what `flags` would train, of which `config` was made."""
-    from mpi4dl.runtime.build import build_model, build_plan
+    from mpi4dl.runtime.build import build_model, build_optimizer, build_plan, engine_options
     from mpi4dl.runtime.overview import overview
+    from mpi4dl.runtime.precision import AUTOCAST
 
     plan = build_plan(config)
     num_classes = config.model.num_classes or NUM_CLASSES
+    chosen = engine_options(config)
     return overview(
         config.model.model,
         lambda: build_model(config, num_classes),
@@ -84,6 +87,8 @@ def look_ahead(config: PlanConfig, flags: Sequence[str]) -> "Overview":
         balance=config.parallel.balance,
         device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
         rank_gflops=config.shown.rank_gflops,
+        optimizer=partial(build_optimizer, config),
+        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
     )
 

@@ -81,18 +81,11 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         num_classes = build.number_of_classes(config, images[0].classes)
         model = build.hold_model(config, plan, num_classes, images[0].channels, comm, device)
     with comm.together((ValueError, TypeError)):
-        optimizer = build.build_optimizer(config, model)
+        optimizer = build.build_optimizer(config, model.parameters())
         schedule = build.build_schedule(config, optimizer)
-    engine = Engine(
-        model,
-        plan,
-        optimizer,
-        build.classification_loss,
-        comm=comm,
-        precision=config.training.precision,
-        recompute=config.training.recompute,
-        clip_norm=config.optimizer.clip_norm,
-    )
+    with comm.together((ConfigError, OSError)):
+        options = build.engine_options(config)
+    engine = Engine(model, plan, optimizer, build.classification_loss, comm=comm, **options)
     with comm.together((ValueError,)):
         run = Run(config, engine, schedule, images, num_classes, watchdog, meter)
     if config.run.dry_run:

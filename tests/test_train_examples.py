@@ -29,7 +29,7 @@ def test_an_example_names_what_exists(file: Path) -> None:
     assert config != Config()
     assert config.model.model in models.names(torchvision=True)
     model = build.build_model(config, NUM_CLASSES)
-    optimizer = build.build_optimizer(config, model)
+    optimizer = build.build_optimizer(config, model.parameters())
     build.build_schedule(config, optimizer)
     assert type(optimizer).__name__ == config.optimizer.optimizer
     assert model(torch.zeros(2, 3, 64, 64)).shape == (2, NUM_CLASSES)

@@ -30,7 +30,7 @@ from mpi4dl.comm.scattering import LOW_PRECISION, parts_of, share_parts, swap_pa
 from mpi4dl.geometry import even_cuts
 
 ALGORITHMS = ("library", "direct", "ring", "two-level")
-CHOICES = ("auto", *ALGORITHMS)
+CHOICES = ("auto", *ALGORITHMS, "measured")
 NUM_TAGS = 1 << 14  # more than will ever be under way at once
 MEASURED = ((1 << 14, 4), (1 << 18, 2), (1 << 22, 1))  # bytes, and sums in a row
 MEASURE_SECONDS = 0.25
@@ -179,16 +179,19 @@ class AllReduce:
 def pick(
     comm: Communicator, asked: str = "auto", node: int | None = None, device: torch.device | str = "cpu"
 ) -> AllReduce:
-    """The algorithm that was asked for, or those that a short measurement on `device` finds fastest. Collective.
+    """The algorithm that was asked for, or, if that is "measured", those that are fastest on `device`. Collective.
 
-    The nodes are the machines, unless each rank says by `node` on which one it is.
+    Measurements differ, and with them the order in which more than two ranks add up, and the last bits of a sum: "auto"
+    is the same in every run. The nodes are the machines, unless each rank says by `node` on which one it is.
 
     Raises:
         ValueError: there is no such algorithm.
     """
     if asked not in CHOICES:
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
-    if asked != "auto":
+    if asked == "auto":
+        asked = "direct" if comm.size == 2 else "library"
+    if asked != "measured":
         return AllReduce(comm, Choice.of(asked, "as asked"), node)
     all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)
     if comm.size > 1:

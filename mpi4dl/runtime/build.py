@@ -1,7 +1,7 @@
 """What a configuration names, built: the model, the images, the optimizer, the learning rate's schedule."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +138,11 @@ def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     return asked or len(classes)
 
 
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     chosen = config.optimizer
     options = {"lr": chosen.lr, **chosen.optimizer_options}
     base = torch.optim.Optimizer
-    optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, model.parameters(), **options)
+    optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, parameters, **options)
     try:
         _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
     except Exception as error:

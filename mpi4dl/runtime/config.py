@@ -95,9 +95,9 @@ class Parallel:
         None, "a fast local disk for --offload disk; none: that of temporary files", optional(NAME), per_rank=True
     )
     allreduce: str = option(
-        "library",
-        "how gradients are summed; auto: as measured at the start",
-        choice("library", "direct", "ring", "two-level", "auto"),
+        "auto",
+        "how gradients are summed; measured: as is fastest here, which may change the last bits from run to run",
+        choice("auto", "library", "direct", "ring", "two-level", "measured"),
     )
     balance: str | tuple[int, ...] = option(
         "auto",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.geometry import Interval
@@ -19,6 +20,8 @@ from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.anatomy import BuildOptimizer, Share, StateBytes, anatomy, count_state
+from mpi4dl.runtime.tensor_meter import TensorMeter
 
 TEXT_COLUMNS = 120
 MOST_READERS = 10
@@ -28,14 +31,15 @@ MOST_INTERVALS = 4
 class Work(NamedTuple):
     """What one stage has to do for a microbatch, over all its ranks together: counted, not measured.
 
-    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass;
-    `handed_bytes` of what goes to the next stage.
+    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
+    and `working_bytes` at most beside them while layers compute; `handed_bytes` of what goes to the next stage.
     """
 
     atoms: tuple[str, ...]
     num_parameters: int
     forward_flops: float
     activation_bytes: int
+    working_bytes: int
     handed_bytes: int
 
 
@@ -56,10 +60,12 @@ class Overview:
     report: Report
     simulation: Simulation
     assumption: str
+    states: tuple[StateBytes, ...] = ()
     command: str = ""
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(part) for part in (self.title(), self.stages(), self.images(), self.ranks()))
+        parts = (self.title(), self.stages(), self.images(), self.memory(), self.ranks())
+        return "\n\n".join("\n".join(part) for part in parts if part)
 
     def title(self) -> list[str]:
         """The model, the plan, the images, and how to start."""
@@ -136,6 +142,28 @@ class Overview:
             lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
         return [*lines, as_text(self.simulation, TEXT_COLUMNS)]
 
+    def anatomy(self) -> Iterator[tuple[int, int, Share]]:
+        """For each ZeRO stage the rank that needs most memory, and what it is for."""
+        activations = []
+        for rank, kept in enumerate(self.simulation.peak_bytes):
+            stages = {stage for _, stage in self.plan.held_by(rank)}
+            working = max(self.work[stage].working_bytes // self.plan.shape(stage).size for stage in stages)
+            activations.append(int(kept) + working)
+        return anatomy(self.plan, self.states, activations)
+
+    def memory(self) -> list[str]:
+        """What the rank that needs most has in its memory, for each ZeRO stage."""
+        if not self.states:
+            return []
+        rows = [["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "together"]]
+        for zero, rank, share in self.anatomy():
+            name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
+            rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in share)])
+        return [
+            "memory of the rank that needs most, in MiB (activations with what layers need as they compute):",
+            *aligned(rows, left={"zero"}),
+        ]
+
 
 def overview(
     name: str,
@@ -147,11 +175,15 @@ def overview(
     device: torch.device | str = "cpu",
     rank_gflops: float = 50.0,
     command: str = "",
+    optimizer: BuildOptimizer | None = None,
+    low_precision: torch.dtype | None = None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
     Nothing is allocated but with balance "time", which measures on `device`. Else a rank is assumed to compute
-    `rank_gflops` per second. A plan of one stage needs no model that can be traced. Not collective: no MPI is used.
+    `rank_gflops` per second. A plan of one stage needs no model that can be traced. With `optimizer`, which makes one
+    for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. Not
+    collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
@@ -165,7 +197,8 @@ def overview(
     seconds: list[float] = []
     try:
         if plan.num_stages == 1:
-            work = count_work([model], [_names(model)], microbatch)
+            stages: Sequence[nn.Module] = [model]
+            work = count_work(stages, [_names(model)], microbatch)
         else:
             cuttable = Cuttable(model)
             if balance == "time" and len(cuttable) >= plan.num_stages:
@@ -174,7 +207,8 @@ def overview(
             else:
                 counts = choose_counts(cuttable, plan, None, balance, microbatch, device)
             names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]
-            work = count_work(cuttable.stages(counts), names, microbatch)
+            stages = cuttable.stages(counts)
+            work = count_work(stages, names, microbatch)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{name} on images of {height} x {width} px: {reason}") from error
@@ -190,16 +224,19 @@ def overview(
         assumption = f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; messages take no time"
     costs = costs_of(plan, work, forward)
     table = plan.table()
+    num_parameters = sum(p.numel() for p in model.parameters())
+    states = () if optimizer is None else tuple(count_state(stage, optimizer, low_precision) for stage in stages)
     return Overview(
         name,
         plan,
         image,
-        sum(p.numel() for p in model.parameters()),
+        num_parameters,
         work,
         costs,
         check(table, plan.placement),
         simulate(table, plan.placement, costs),
         assumption,
+        states,
         command,
     )
 
@@ -220,7 +257,7 @@ def costs_of(plan: Plan, work: Sequence[Work], forward_seconds: Sequence[float])
 def count_work(
     stages: Sequence[nn.Module], names: Sequence[tuple[str, ...]], microbatch: tuple[int, int, int, int]
 ) -> tuple[Work, ...]:
-    """Run the stages of a model on the meta device one after the other, and count what they do."""
+    """Run the stages of a model on the meta device one after the other, and backward, and count what they do."""
     dtype = next((p.dtype for stage in stages for p in stage.parameters()), torch.float32)
     values: tuple[Any, ...] = (torch.empty(microbatch, dtype=dtype, device="meta"),)
     found = []
@@ -233,17 +270,35 @@ def count_work(
             saved[storage._cdata] = storage
             return tensor
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, FlopCounterMode(display=False) as counter:
-            results = stage(*values)
-        last = stage is stages[-1]
-        handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
-        kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+        hooks, meter = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), TensorMeter()
+        with torch.enable_grad(), meter:
+            with hooks, FlopCounterMode(display=False) as counter:
+                results = stage(*values)
+            last = stage is stages[-1]
+            handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
+            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+            saved.clear()
+            _backward(stage, results)
+        most = meter.peak_bytes + sum(value.nbytes for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
         size = sum(p.numel() for p in stage.parameters())
-        found.append(Work(atoms, size, float(counter.get_total_flops()), kept, sum(t.nbytes for t in handed)))
+        flops, out = float(counter.get_total_flops()), sum(t.nbytes for t in handed)
+        found.append(Work(atoms, size, flops, kept, max(0, most - kept), out))
         if not last:
             values = map_leaves(_received, results)
     return tuple(found)
+
+
+def _backward(stage: nn.Module, results: Any) -> None:
+    """The backward pass of a stage, whose parameters' gradients are let go of as they come."""
+    roots = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        for p in stage.parameters()
+        if p.requires_grad
+    ]
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    for handle in handles:
+        handle.remove()
 
 
 def _received(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ rank: where stages differ, ranks would skip different steps.
 import torch
 from torch import nn
 
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0
 GROWTH_INTERVAL = 2000  # steps
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -203,7 +203,7 @@ def test_meta_and_empty_tensors_move_nothing(ranks: Ranks) -> None:
 def pick_by_measuring(comm: Communicator, nodes: list[int] | None) -> tuple[Choice, str, float]:
     comm.barrier()
     began = time.perf_counter()
-    all_reduce = pick(comm, "auto", None if nodes is None else nodes[comm.rank])
+    all_reduce = pick(comm, "measured", None if nodes is None else nodes[comm.rank])
     seconds = time.perf_counter() - began
     for length in (100, 10_000, 500_000):
         total = torch.ones(length)
@@ -234,7 +234,7 @@ def pick_by_name(comm: Communicator, name: str) -> str:
 
 def test_an_algorithm_may_be_asked_for(ranks: Ranks) -> None:
     assert ranks(2).run(pick_by_name, "ring") == ["all-reduce over 2 ranks: ring (as asked)"] * 2
-    message = "all-reduce is 'tree', but must be one of auto, library, direct, ring, two-level"
+    message = "all-reduce is 'tree', but must be one of auto, library, direct, ring, two-level, measured"
     assert ranks(2).run(pick_by_name, "tree") == [message] * 2
 
 

@@ -90,7 +90,7 @@ def test_validation_images_are_never_varied() -> None:
 def test_the_optimizer_is_the_one_that_is_named_with_its_options() -> None:
     model = small_model()
     config = configured("--optimizer AdamW --lr 0.5 --optimizer-options betas=[0.5,0.75],weight_decay=0.1")
-    optimizer = build.build_optimizer(config, model)
+    optimizer = build.build_optimizer(config, model.parameters())
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (0.5, (0.5, 0.75), 0.1)
@@ -130,7 +130,7 @@ def test_the_bytes_of_an_optimizers_state_are_those_of_a_real_step(name: str, op
 @pytest.mark.parametrize("flags", ["Adafactor", "ASGD", "AdamW --optimizer-options fused=true"])
 def test_optimizers_that_need_values_are_built(flags: str) -> None:
     model = small_model()
-    step(model, build.build_optimizer(configured(f"--optimizer {flags}"), model))
+    step(model, build.build_optimizer(configured(f"--optimizer {flags}"), model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_optimizers_that_need_values_are_built(flags: str) -> None:
 )
 def test_an_optimizer_that_cannot_be_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build.build_optimizer(configured(flags), small_model())
+        build.build_optimizer(configured(flags), small_model().parameters())
 
 
 def learning_rates(flags: str, epochs: int, steps: int, validation_losses: list[float | None]) -> list[float]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Layout, plan_buckets, plan_cuts
 
 AllReduce = Callable[[Tensor], Pending]
@@ -201,11 +202,8 @@ class Reducer:
 
     def square(self) -> float:
         """The sum of the squares of what `owned` gives for all buckets."""
-        squares = [
-            torch.linalg.vector_norm(self._owned[number], dtype=torch.float64).cpu() ** 2
-            for number in range(len(self.layout.buckets))
-        ]
-        return float(torch.stack(squares).sum()) if squares else 0.0
+        norms = [torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values()]
+        return float(torch.stack([norm.double().cpu() for norm in norms]).square().sum()) if norms else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
@@ -221,3 +219,7 @@ class Reducer:
             self.parameters[i].grad = found[i]
             self._arrived(i, self.parameters[i])
         self.finish()
+
+
+def _summed_in(values: Tensor) -> torch.dtype | None:
+    return torch.float32 if values.dtype in LOW_PRECISION else None

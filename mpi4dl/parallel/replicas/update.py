@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Refusal
+from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Home
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""What the memory of a rank is for: parameters, gradients, optimizer, activations, buffers; for every ZeRO stage.
+
+For p parameters, of which N ranks hold copies, with k bytes each and s bytes of masters and optimizer state:
+
+    ZeRO 0: k p + k p + s p      1: k p + k p + s p / N      2: k p + k p / N + s p / N      3: (k p + k p + s p) / N
+
+(Rajbhandari et al., SC 2020), and to each what autograd keeps for the backward pass, which is counted.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mpi4dl.comm.scattering import LOW_PRECISION
+from mpi4dl.parallel.plan import ZERO_STAGES, Plan
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
+from mpi4dl.parallel.replicas.gathering import KEPT
+from mpi4dl.runtime.build import state_bytes
+from mpi4dl.runtime.precision import lower_precision
+
+BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+UNDER_WAY = 2  # buckets whose gradients ranks are just adding up
+AHEAD = 1  # bucket that is being gathered before it is needed
+
+
+class StateBytes(NamedTuple):
+    """What training one stage of a model keeps in all, in bytes: `update` are masters and the optimizer's state.
+
+    `fixed` are frozen parameters and buffers, `bucket` is the largest of the flat buckets.
+    """
+
+    parameters: int
+    update: int
+    fixed: int
+    bucket: int
+
+
+class Share(NamedTuple):
+    """What one rank has in its memory, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    together: int  # at most at one time
+
+
+def count_state(
+    stage: nn.Module, build_optimizer: BuildOptimizer, low_precision: torch.dtype | None = None
+) -> StateBytes:
+    """Count what training a stage on the meta device would keep; its weights become those of `low_precision`."""
+    if low_precision is not None:
+        lower_precision(stage, low_precision)
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    masters = [nn.Parameter(p.detach().float() if p.dtype in LOW_PRECISION else p.detach()) for p in trained]
+    own = sum(m.nbytes for p, m in zip(trained, masters, strict=True) if p.dtype in LOW_PRECISION)
+    everything = sum(value.nbytes for value in itertools.chain(stage.parameters(), stage.buffers()))
+    size = sum(p.nbytes for p in trained)
+    largest = max((p.nbytes for p in trained), default=0)
+    update = own + (state_bytes(build_optimizer(masters)) if masters else 0)
+    return StateBytes(size, update, everything - size, min(size, max(largest, BUCKET_BYTES)))
+
+
+def share(plan: Plan, rank: int, stages: Sequence[StateBytes], activations: int) -> Share:
+    """What a rank of one replica has, which keeps so many bytes of activations at most."""
+    parameters = gradients = optimizer = gathered = summed = 0
+    for stage in sorted({stage for _, stage in plan.held_by(rank)}):
+        state, num_ranks = stages[stage], len(plan.holders(stage))
+        zero, copies = plan.zero_at(stage)
+        parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)
+        gradients += state.parameters // num_ranks if zero > 1 else state.parameters
+        optimizer += state.update // num_ranks if zero else state.update
+        if num_ranks > 1:
+            gathered += state.bucket * (KEPT + AHEAD) * (zero == 3)
+            summed += state.bucket * UNDER_WAY * (zero > 1)
+    # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go.
+    both = max(activations, gradients + summed) if plan.zero > 1 else activations + gradients
+    together = parameters + optimizer + gathered + both
+    return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
+
+
+def anatomy(plan: Plan, stages: Sequence[StateBytes], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:
+    """For each ZeRO stage the rank that needs most, and its share; `activations` are those of a replica's ranks."""
+    for zero in ZERO_STAGES:
+        other = replace(plan, zero=zero)
+        shares = [share(other, rank, stages, kept) for rank, kept in enumerate(activations)]
+        rank = max(range(len(shares)), key=lambda i: shares[i].together)
+        yield zero, rank, shares[rank]
