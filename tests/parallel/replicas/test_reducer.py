@@ -230,12 +230,12 @@ def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     plain = torch.stack([g.double().norm() for g in before.values()]).norm()
     norm = reducer.square() ** 0.5
-    torch.testing.assert_close(norm, float(plain), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(norm, float(plain), rtol=1e-6, atol=0.0)
     reducer.scale(0.25)
     for name, p in model.named_parameters():
         assert (p.grad is None) == (name not in before)
         assert p.grad is None or torch.equal(p.grad, before[name] * 0.25)
-    torch.testing.assert_close(reducer.square() ** 0.5, float(plain) / 4, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(reducer.square() ** 0.5, float(plain) / 4, rtol=1e-6, atol=0.0)
     return norm, len({p.dtype for p in reducer.parameters}) == 2
 
 
