@@ -50,11 +50,11 @@ GEMS = Plan(((1, 1), (1, 1)), bidirectional=1)
 
 
 def engine_of(comm: Communicator, task: Task, plan: Plan, seed: int = 0, **options: Any) -> Engine:
+    torch.manual_seed(seed)
     if plan.num_stages > 1:
         image = (task.batch, 3, *task.size)
         model = split(lambda: model_of(task), plan, comm, seed=seed, balance=task.balance, image=image)
     else:
-        torch.manual_seed(seed)
         model = Held.whole(model_of(task), plan, comm)
     optimizer = optimizer_of(task, model)
     return Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **{**dict(task.engine_options), **options})
@@ -216,24 +216,30 @@ def test_what_has_two_names_is_stored_under_one(ranks: Ranks, tmp_path: Path) ->
 
 
 def settings(comm: Communicator, folder: Path) -> tuple[Any, ...]:
-    """What a checkpoint brings back beside tensors."""
+    """What a checkpoint brings back beside tensors, and what this rank draws then, under this plan and another."""
     options = {"precision": "fp16"}
     first, second = (engine_of(comm, UNUSED, DATA_2, **options) for _ in range(2))
     first.optimizer.param_groups[0]["lr"] = 0.125
     first.scaler.scale, first.scaler.finite_steps = 4.0, 17
     first.executor.num_runs = 5
+    torch.manual_seed(comm.rank + 5)
     with Checkpoints(folder, comm) as checkpoints:
         checkpoints.save(first, {"lists": [1, 2]})
-        drawn = torch.rand(3)
+        draws = [float(torch.rand(()))]
         checkpoints.wait()
-        load(second, checkpoints.newest() or folder)
+        for engine in (second, engine_of(comm, UNUSED, TILES_1x2)):
+            load(engine, checkpoints.newest() or folder)
+            draws.append(float(torch.rand(())))
     scaler, executor = second.scaler, second.executor
-    found = (second.optimizer.param_groups[0]["lr"], scaler.scale, scaler.finite_steps, executor.num_runs)
-    return *found, executor.seed == first.executor.seed, torch.equal(torch.rand(3), drawn)
+    return second.optimizer.param_groups[0]["lr"], scaler.scale, scaler.finite_steps, executor.num_runs, draws
 
 
 def test_settings_and_random_numbers_come_back(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(settings, tmp_path) == [(0.125, 4.0, 17, 5, True, True)] * 2
+    (*zero, draws_0), (*one, draws_1) = ranks(2).run(settings, tmp_path)
+    assert zero == one == [0.125, 4.0, 17, 5]
+    assert draws_0[0] != draws_1[0]
+    assert draws_0 == [draws_0[0]] * 3
+    assert draws_1 == [draws_1[0], draws_1[0], draws_0[0]]
 
 
 def low_precision(comm: Communicator, folder: Path) -> tuple[float, dict[str, str]]:
