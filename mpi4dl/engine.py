@@ -25,6 +25,7 @@ from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
+from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
@@ -256,6 +257,19 @@ class Engine:
         return (
             None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
         )
+
+    def check_replicas(self) -> None:
+        """Raise `Refusal` on all ranks unless those that hold the same weights and buffers have the same bits of them.
+
+        Under ZeRO 3 there is one copy of a parameter, and only buffers are compared. Collective.
+        """
+        problems = []
+        for stage, group in self.groups.items():
+            module = self.held.modules_of[stage]
+            values = dict(module.named_buffers()) | (dict(module.named_parameters()) if group.gatherer is None else {})
+            problems.append(disagreement(self.held.groups[stage], values))
+        problem = next((problem for problem in problems if problem), None)
+        self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
 
     def untrained(self) -> dict[str, Tensor]:
         """Buffers and frozen parameters, of the stages whose first holder is this rank."""

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from torch.nn import functional as F
 
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, check, train
+from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
 
 # Buckets so small that there are many, and that parameters are cut.
 SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),), num_steps=5)
@@ -79,3 +82,26 @@ def test_an_optimizer_that_needs_whole_parameters_gets_them(ranks: Ranks, zero: 
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(((1, 1), (1, 1)), data=2, microbatches=2)], ids=str)
 def test_recomputed_blocks_find_their_parameters(ranks: Ranks, plan: Plan, zero: int) -> None:
     check(ranks, SMALL.with_engine(bucket_bytes=1000, recompute=True, clip_norm=0.1), replace(plan, zero=zero))
+
+
+def come_apart(comm: Communicator, zero: int) -> list[str]:
+    """What the check says before and after one rank changes one weight, or, under ZeRO 3, a buffer."""
+    model, optimizer = build(SMALL)
+    engine = Engine(model, Plan(data=comm.size, zero=zero), optimizer, F.cross_entropy, comm=comm)
+    images, targets = batch_of(SMALL, 0)
+    engine.step(tiles_of(images, engine), targets, SMALL.size)
+    engine.check_replicas()
+    if comm.rank == 1:
+        (model.get_buffer if zero == 3 else model.get_parameter)(TOUCHED[zero == 3]).data[0] += 1e-9
+    with pytest.raises(Refusal) as refused:
+        engine.check_replicas()
+    return [str(refused.value)]
+
+
+TOUCHED = ("head.linear.weight", "stem.1.running_mean")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_replicas_that_have_come_apart_are_found(ranks: Ranks, zero: int) -> None:
+    for (said,) in ranks(3).run(come_apart, zero):
+        assert said.startswith(f"replicas have come apart: {TOUCHED[zero == 3]} on ranks [1] of the 3")

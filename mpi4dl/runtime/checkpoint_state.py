@@ -6,6 +6,7 @@ Every rank contributes the shards of parameters that it holds, and what else of 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpi4dl.comm import Refusal
@@ -68,7 +69,7 @@ def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values, list[str]
         for slot in known[name].slots:
             if slot not in known[name].whole or shard.start == 0:
                 start = 0 if slot in known[name].whole else shard.start
-                optimizer.append(Piece(f"{slot}/{name}", start, _on_host(shard.state[slot])))
+                optimizer.append(Piece(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
     specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
     whole = sorted({slot for one in known.values() for slot in one.whole})
@@ -93,7 +94,7 @@ def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dic
         if shard.start == 0:
             name = _own_name(engine, shard.name)
             shape = engine.held.shapes[name][0]
-            state = {slot: value for slot, value in shard.state.items() if isinstance(value, Tensor)}
+            state = {slot: _as_tensor(value) for slot, value in shard.state.items() if value is not None}
             whole = tuple(slot for slot, value in state.items() if value.shape != shard.value.shape)
             slots = {
                 slot: Spec(tuple(value.shape) if slot in whole else shape, value.dtype) for slot, value in state.items()
@@ -109,6 +110,11 @@ def _trained(engine: Any) -> set[str]:
 def _own_name(engine: Any, name: str) -> str:
     """The one under which a value is stored that has several names."""
     return engine.held.ties.get(name, name)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Some optimizers count steps as plain numbers."""
+    return value if isinstance(value, Tensor) else torch.tensor(value)
 
 
 def _on_host(value: Tensor) -> Tensor:

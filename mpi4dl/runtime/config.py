@@ -130,6 +130,9 @@ class Training:
         False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
     )
     recompute: bool = option(False, "recompute activations in the backward pass, to save memory", BOOLEAN)
+    check_replicas: bool = option(
+        False, "check after every epoch that ranks with the same weights have the same bits of them", BOOLEAN
+    )
     seed: int = option(0, "the seed of weights, order and augmentation", COUNT_OR_ZERO)
     eval_every: int | None = option(1, "validate after every so many epochs; none: never", optional(COUNT))
 

@@ -63,7 +63,7 @@ class RunFolder:
         if occupied:
             raise ConfigError(
                 f"the run folder {path} holds files already, and a run never overwrites another's; "
-                "name another with --run-folder, or remove it"
+                "name another with --run-folder, remove it, or go on with --resume auto"
             )
         return folder
 

@@ -242,6 +242,38 @@ def test_settings_and_random_numbers_come_back(ranks: Ranks, tmp_path: Path) -> 
     assert draws_1 == [draws_1[0], draws_1[0], draws_0[0]]
 
 
+class _Counting(torch.optim.SGD):
+    """Counts its steps by a plain number, and has a state without a value."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                self.state[p]["nothing"] = None
+        return super().step(closure)
+
+
+def counted(comm: Communicator, folder: Path) -> set[int]:
+    def engine() -> Engine:
+        torch.manual_seed(0)
+        model = model_of(UNUSED)
+        return Engine(model, DATA_2, _Counting(model.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+
+    first, second = engine(), engine()
+    for _ in range(2):
+        step(first, UNUSED)
+    with Checkpoints(folder, comm) as checkpoints:
+        checkpoints.save(first, {})
+        checkpoints.wait()
+        load(second, checkpoints.newest() or folder)
+    step(second, UNUSED)
+    return {int(shard.state["count"]) for shard in second.shards() if "count" in shard.state}
+
+
+def test_plain_numbers_of_an_optimizer_come_back(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(counted, tmp_path) == [{3}, {3}]
+
+
 def low_precision(comm: Communicator, folder: Path) -> tuple[float, dict[str, str]]:
     options: dict[str, Any] = {"precision": "bf16", "low_precision_weights": True}
     plan = Plan(data=2, zero=1)
