@@ -445,12 +445,13 @@ def damaged(comm: Communicator, folder: Path) -> tuple[str, list[str]]:
         return found.name if found else "", checkpoints.skipped
 
 
-def test_what_is_damaged_is_put_aside(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_is_damaged_is_put_aside_and_what_is_half_written_deleted(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(written, UNUSED, Plan(), tmp_path)
     whole = tmp_path / "step-00000002"
     worse = tmp_path / "step-00000009"
     worse.mkdir()
     (worse / MODEL).write_bytes(b"")
+    (tmp_path / ".writing-step-00000004").mkdir()
     results = ranks(2).run(damaged, tmp_path)
     assert results == [(whole.name, [f"{worse}: it has no manifest.json"])] * 2
     names = sorted(path.name for path in tmp_path.iterdir())
