@@ -239,7 +239,6 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
         marked = axes[0].vlines(value, place - 0.45, place + 0.45, color="black", linewidth=2)
     marked.set_label("formula")
     axes[0].legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), frameon=False)
-    axes[2].set_xlim(left=0)
     axes[0].set_xlabel("bytes per parameter")
     bars = axes[1].barh(places, [r["peak_bytes"] / 2**20 for r in results], color=colors)
     axes[1].bar_label(bars, fmt="%.0f", label_type="center", color="white")
@@ -247,8 +246,10 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     ends = [[abs(r[f"over_plain_{end}"] - r["over_plain"]) for r in results] for end in ("min", "max")]
     style = {"error_kw": {"ecolor": "0.3"}, "capsize": 3, "color": colors}
     axes[2].barh(places, [r["over_plain"] for r in results], xerr=ends, **style)
+    axes[2].set_xlim(left=0)
+    foot = 0.02 * axes[2].get_xlim()[1]
     for place, r in zip(places, results, strict=True):
-        axes[2].text(0.1, place, f"{r['over_plain']:.2f}", color="white", verticalalignment="center")
+        axes[2].text(foot, place - 0.2, f"{r['over_plain']:.2f}", color="white", fontsize=9, verticalalignment="center")
     axes[2].axvline(1.0, color="0.3", linewidth=0.8, linestyle="--")
     axes[2].set_xlabel("time of a step, plain PyTorch = 1\n(median of turns, min-max)")
     axes[0].set_yticks(places, [r["name"] for r in results])

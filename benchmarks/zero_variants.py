@@ -1,5 +1,6 @@
 """The contestants of benchmarks.zero: one training of a transformer, in plain PyTorch, by our engine and its peers."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,7 +127,9 @@ def ddp(task: Task, comm: Communicator) -> Trained:
 
 
 def redundancy(task: Task, comm: Communicator) -> Trained:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    with warnings.catch_warnings():  # of its own use of torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(

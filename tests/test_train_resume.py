@@ -69,20 +69,23 @@ else:
 train.main()
 """
 FULL = """
-import resource, signal
-from mpi4dl import train
-from mpi4dl.comm import world
+import resource, signal, time
+from mpi4dl import engine, train
 from mpi4dl.runtime import checkpoint_writer
 
-write = checkpoint_writer.Writing._write_part
+write, step = checkpoint_writer.Writing._write_part, engine.Engine.step
+
+def slow(self, *arguments):
+    time.sleep(0.1)
+    return step(self, *arguments)
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
-        signal_free, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
     write(self)
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+engine.Engine.step = slow
 checkpoint_writer.Writing._write_part = limited
 train.main()
 """
@@ -163,7 +166,7 @@ def killed_while_saving(
     assert job.code != 0, "it was not killed"
     assert "mpi4dl: " not in job.stderr
     left = sorted(path.name for path in (folder / "checkpoints").iterdir() if path.name != ".lock")
-    ranks(2).run(train, flags_of(folder, "--save-every", "2", "--resume", "auto"))
+    ranks(2).run(train, flags_of(folder, "--save-every", "7", "--resume", "auto"))
     assert_the_same_run(folder, uninterrupted)
     found = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert found == [".lock", "step-00000014", "step-00000015"]
@@ -240,6 +243,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(ranks: Ranks, uninte
         "newest one, from which --resume goes on once there is room"
     )
     assert [path.name for path in checkpoints_in(folder)] == ["step-00000006", "step-00000003"]
+    assert read_metrics(tmp_path / "run")[-1]["step"] < 12, "it went on up to the next save"
     ranks(2).run(train, flags_of(tmp_path / "run", "--save-every", "3", "--resume", "auto"))
     assert_the_same_run(tmp_path / "run", uninterrupted)
 

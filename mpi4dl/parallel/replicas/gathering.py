@@ -34,7 +34,7 @@ class Gatherer:
         self.parameters, self.layout = list(parameters), layout
         self.comm = comm.split(0, comm.rank)  # its messages meet no others
         self._parts: list[Tensor] = []
-        self._void: dict[int, Tensor] = {}  # by parameter
+        self._absent: dict[int, Tensor] = {}  # by parameter
         self._whole: dict[int, Tensor] = {}  # by bucket, the one used last at the end
         self._addresses: dict[int, int] = {}
         self._ahead: tuple[int, Tensor, Pending] | None = None
@@ -49,10 +49,11 @@ class Gatherer:
                 flat[span.place] = p.detach().reshape(-1)
                 self.bucket_of[id(p)] = number
             self._parts.append(flat[own].clone())
-            self._point(number, flat)
-            self._void |= {i: self.parameters[i].data for i in bucket.members}
-            # Shapes stay to be seen; whoever reads a value that is not there gets an error from PyTorch.
-            flat.untyped_storage().resize_(0)
+            # Shapes stay to be seen; a value that is read while it is not there is no number.
+            nothing = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+            for i in bucket.members:
+                self._absent[i] = nothing.expand(self.parameters[i].shape)
+                self.parameters[i].data = self._absent[i]
 
     def part(self, number: int) -> Tensor:
         """What this rank keeps of a bucket, flat; it may be changed while no parameter is whole."""
@@ -102,7 +103,7 @@ class Gatherer:
         flat = self._whole.pop(number)
         del self._addresses[flat.untyped_storage().data_ptr()]
         for i in self.layout.buckets[number].members:
-            self.parameters[i].data = self._void[i]
+            self.parameters[i].data = self._absent[i]
 
     def _forget(self) -> None:
         if self._ahead is not None:
