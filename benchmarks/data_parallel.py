@@ -277,11 +277,11 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     axes[1].barh(places, over, xerr=ends, **style)
     axes[1].axvline(1.0, color="0.3", linewidth=0.8, linestyle="--")
     axes[1].set_xlabel("images/s over DDP's (median of turns, min-max)")
-    for axis, values, digits in ((axes[0], speeds, 1), (axes[1], over, 2)):
-        axis.set_xlim(left=0)
-        style = {"color": "white", "fontsize": 9, "verticalalignment": "center"}
-        for place, value in zip(places, values, strict=True):
-            axis.text(0.01 * axis.get_xlim()[1], place - 0.2, f"{value:.{digits}f}", **style)
+    ends_of_all = [[v + s for v, s in zip(speeds, spreads, strict=True)], [r["speed_over_ddp_max"] for r in results]]
+    for axis, values, tips, digits in zip(axes, (speeds, over), ends_of_all, (1, 2), strict=True):
+        axis.set_xlim(0, 1.2 * max(tips))
+        for place, value, tip in zip(places, values, tips, strict=True):
+            axis.text(tip, place, f"  {value:.{digits}f}", verticalalignment="center")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(places, names)
     axes[0].invert_yaxis()

@@ -246,10 +246,10 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     ends = [[abs(r[f"over_plain_{end}"] - r["over_plain"]) for r in results] for end in ("min", "max")]
     style = {"error_kw": {"ecolor": "0.3"}, "capsize": 3, "color": colors}
     axes[2].barh(places, [r["over_plain"] for r in results], xerr=ends, **style)
-    axes[2].set_xlim(left=0)
-    foot = 0.02 * axes[2].get_xlim()[1]
+    axes[2].set_xlim(0, 1.2 * max(r["over_plain_max"] for r in results))
     for place, r in zip(places, results, strict=True):
-        axes[2].text(foot, place - 0.2, f"{r['over_plain']:.2f}", color="white", fontsize=9, verticalalignment="center")
+        value, end = f"  {r['over_plain']:.2f}", max(1.0, r["over_plain_max"])
+        axes[2].text(end, place, value, verticalalignment="center")
     axes[2].axvline(1.0, color="0.3", linewidth=0.8, linestyle="--")
     axes[2].set_xlabel("time of a step, plain PyTorch = 1\n(median of turns, min-max)")
     axes[0].set_yticks(places, [r["name"] for r in results])
