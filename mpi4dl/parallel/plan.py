@@ -262,6 +262,8 @@ class Plan:
         others in one, they make different numbers of backward passes, and gradients wait for the last one (stage 1).
         """
         directions = [set(self.ranks(direction, stage)) for direction in range(self.num_directions)]
+        if len(self.holders(stage)) == 1:
+            return 0, 1
         if len(directions) == 1 or directions[0] == directions[1]:
             return self.zero, 1
         if directions[0] & directions[1]:

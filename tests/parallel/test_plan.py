@@ -311,3 +311,25 @@ def test_all_ranks_together_read_every_pixel_once(plan: Plan, samples: int, rows
 
 def test_many_stages_alike_are_counted_not_named() -> None:
     assert str(Plan(((2, 2), *[(1, 1)] * 39))) == "stages(40: 2x2 + 39 of 1x1 tiles) x data(1)"
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (Plan(zero=3), [(0, 1)]),  # nobody to share with
+        (Plan(data=4, zero=3), [(3, 1)]),
+        (Plan(((2, 2), (1, 1)), zero=2), [(2, 1), (0, 1)]),
+        (Plan(((1, 1), (1, 1)), bidirectional=1, zero=3), [(2, 2), (2, 2)]),  # one rank in each direction
+        (Plan(((1, 1), (1, 1)), bidirectional=1, data=2, zero=3), [(3, 2), (3, 2)]),
+        (Plan(((1, 1),) * 3, bidirectional=1, data=2, zero=3), [(3, 2), (3, 1), (3, 2)]),  # the middle is in both
+        (Plan(((1, 2), (1, 1)), bidirectional=1, zero=3), [(1, 1), (2, 2)]),  # rank 1 holds stage 0 both ways
+    ],
+    ids=str,
+)
+def test_what_zero_shares_out_of_each_stage(plan: Plan, expected: list[tuple[int, int]]) -> None:
+    assert [plan.zero_at(stage) for stage in range(plan.num_stages)] == expected
+
+
+def test_there_are_four_zero_stages() -> None:
+    with pytest.raises(ValueError, match="--zero 4: the ZeRO stages are 0"):
+        Plan(zero=4)

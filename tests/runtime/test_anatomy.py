@@ -29,7 +29,7 @@ PLANS = {
 
 
 def build() -> nn.Module:
-    return models.build("resnet_v2", 10, depth=29, num_filters=48)
+    return models.build("resnet_v2", 10, depth=29, num_filters=24)
 
 
 def peak_bytes(comm: Communicator, plan: Plan, batch: int, trace: str) -> int:
