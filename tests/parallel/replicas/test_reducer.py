@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, collectives
-from mpi4dl.parallel.replicas.buckets import Bucket, plan_buckets
+from mpi4dl.parallel.replicas.buckets import plan_buckets
 from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout
 from tests.pool.ranks import Ranks
 
