@@ -8,6 +8,8 @@ import torch.distributed
 
 from benchmarks.bursts import burst_seconds, first_losses, gloo, must_agree
 from mpi4dl.comm import Communicator, Refusal
+from tests.commands import refusal
+from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 
 
@@ -60,3 +62,16 @@ def gloo_body(comm: Communicator) -> tuple[float, bool]:
 def test_gloo_has_the_same_ranks_and_ends(ranks: Ranks) -> None:
     assert ranks(2).run(gloo_body) == [(3.0, False)] * 2
     assert ranks(2).run(gloo_body) == [(3.0, False)] * 2
+
+
+REFUSED = """
+from benchmarks.bursts import gloo
+from mpi4dl.comm import world
+
+with gloo(world()):
+    world().agree("nothing was measured")
+"""
+
+
+def test_a_refusal_is_said_while_gloo_is_there() -> None:
+    assert refusal(mpirun(2, "-c", REFUSED)) == "nothing was measured"
