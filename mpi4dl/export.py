@@ -1,7 +1,7 @@
 """Plain weights for plain PyTorch: `python -m mpi4dl.export runs/mine weights.pt` needs no MPI to write or to read.
 
-    model.load_state_dict(torch.load("weights.pt"))
-    model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
+model.load_state_dict(torch.load("weights.pt"))
+model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
 import argparse

@@ -186,8 +186,9 @@ class Run:
 
     def open_checkpoints(self) -> None:
         from mpi4dl.runtime.checkpoint import Checkpoints
+        from mpi4dl.runtime.checkpoint_manifest import CHECKPOINTS
 
-        checkpoints = Checkpoints(self.folder.path / "checkpoints", self.comm, self.config.run.keep)
+        checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep)
         self.checkpoints = self.closing.enter_context(checkpoints)
 
     def go_on(self, source: "Path", remarks: list[str]) -> int:

@@ -23,6 +23,7 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 FORMAT = 1
 
 
@@ -53,7 +54,7 @@ def candidates_at(path: Path) -> list[Path]:
     """The checkpoints that `path` stands for, the newest first: itself, or those in it, or those of a run."""
     if (path / MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
         return [path]
-    return checkpoints_in(path / "checkpoints") or checkpoints_in(path)
+    return checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
 
 
 def manifest_bytes(files: Mapping[str, Written]) -> bytes:

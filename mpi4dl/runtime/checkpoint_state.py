@@ -33,7 +33,7 @@ class _Known(NamedTuple):
 def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
     """A copy on the host of all that this rank writes. Collective. Raises ValueError for what cannot be kept."""
     scaler = engine.scaler
-    model, optimizer, whole = _values(engine, list(engine.shards()))
+    model, optimizer = _values(engine, list(engine.shards()))
     state = {
         "step": engine.num_steps,
         "plan": engine.plan.describe(),
@@ -42,7 +42,6 @@ def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
         "scaler": {"scale": scaler.scale, "finite_steps": scaler.finite_steps} if scaler.enabled else None,
         "optimizer": {
             "class": type(engine.optimizer).__name__,
-            "whole": whole,
             "groups": [{k: encode(v) for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
         },
         "extra": encode(extra),
@@ -55,8 +54,8 @@ def model_values(engine: Any) -> Values:
     return _values(engine, [shard._replace(state={}) for shard in engine.shards()])[0]
 
 
-def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values, list[str]]:
-    """The files of the model and of the optimizer, and the slots of the latter that are kept whole."""
+def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
+    """The files of the model and of the optimizer."""
     held, rest = engine.held, _rest(engine)
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
@@ -72,8 +71,7 @@ def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values, list[str]
                 optimizer.append(Piece(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
     specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
-    whole = sorted({slot for one in known.values() for slot in one.whole})
-    return (Layout.of(specs, held.ties), model), (Layout.of(slots), optimizer), whole
+    return (Layout.of(specs, held.ties), model), (Layout.of(slots), optimizer)
 
 
 def _rest(engine: Any) -> dict[str, Tensor]:
@@ -137,7 +135,6 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
         names = {name: _own_name(engine, name) for name in module.state_dict()}
         rest = {name: saved.model.whole(own) for name, own in names.items() if own not in trained}
         module.load_state_dict(rest, strict=False)
-    whole = set(state["optimizer"]["whole"])
     slots: dict[str, list[str]] = {}
     for key in saved.optimizer.layout.specs:
         slot, _, name = key.partition("/")
@@ -145,10 +142,11 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
 
     def read(name: str, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor]]:
         own = _own_name(engine, name)
-        found = {}
+        shape, found = saved.model.layout.specs[own].shape, {}
         for slot in slots.get(own, ()):
             key = f"{slot}/{own}"
-            found[slot] = saved.optimizer.whole(key) if slot in whole else saved.optimizer.read(key, start, stop)
+            like = shape != () and saved.optimizer.layout.specs[key].shape == shape
+            found[slot] = saved.optimizer.read(key, start, stop) if like else saved.optimizer.whole(key)
         return saved.model.read(own, start, stop), found
 
     engine.load_shards(read)

@@ -13,7 +13,6 @@ from mpi4dl.runtime.checkpoint_manifest import STATE, candidates_at, newest_whol
 from mpi4dl.runtime.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.runtime.folder import RunFolder, default_path
 
-CHECKPOINTS = "checkpoints"
 SAME_ALWAYS = ("--model", "--model-options", "--optimizer", "--scheduler", "--seed")
 SAME_WITHIN_AN_EPOCH = ("--batch-size", "the number of training images")
 FROM_CHECKPOINT = ("--lr", "--optimizer-options", "--scheduler-options")

@@ -1,11 +1,13 @@
 """Checkpoints of engines: a run goes on to the last bit under its own plan, and to rounding under any other."""
 
 import json
+import re
 import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,7 @@ SAME = [
     (DEEP, Plan(((1, 2), (1, 1)), data=1, microbatches=2)),
     (DEEP, Plan(data=2, zero=1)),
     (DEEP, Plan(((1, 2),), data=2, zero=3)),
+    (replace(DEEP, optimizer="Adafactor"), Plan(data=2, zero=2)),  # whose state is by rows and columns
 ]
 
 
@@ -188,11 +191,11 @@ class _Tied(nn.Module):
         return self.again(self.norm(self.first(x))).mean((2, 3)) * self.scale
 
 
-def tied(comm: Communicator, folder: Path) -> bool:
+def tied(comm: Communicator, folder: Path, plan: Plan) -> bool:
     def engine(seed: int) -> Engine:
         torch.manual_seed(seed)
         model = _Tied().double()
-        return Engine(model, TILES_1x2, torch.optim.Adam(model.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+        return Engine(model, plan, torch.optim.Adam(model.parameters(), lr=0.1), F.cross_entropy, comm=comm)
 
     first, second = engine(0), engine(1)
     step(first, SMALL)
@@ -204,8 +207,9 @@ def tied(comm: Communicator, folder: Path) -> bool:
     return step(first, SMALL) == step(second, SMALL) and bits_of(first) == bits_of(second)
 
 
-def test_what_has_two_names_is_stored_under_one(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(tied, tmp_path) == [True, True]
+@pytest.mark.parametrize("plan", [TILES_1x2, Plan(data=2, zero=1), Plan(data=2, zero=3)], ids=Plan.describe)
+def test_what_has_two_names_is_stored_under_one(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
+    assert ranks(2).run(tied, tmp_path, plan) == [True, True]
     names = set(_Tied().state_dict()) - {"first.weight"}
     for path in (tmp_path, tmp_path / "step-00000001"):
         with safe_open(str(path / MODEL), "pt") as file:
@@ -277,7 +281,7 @@ def test_plain_numbers_of_an_optimizer_come_back(ranks: Ranks, tmp_path: Path) -
 def low_precision(comm: Communicator, folder: Path) -> tuple[float, dict[str, str]]:
     options: dict[str, Any] = {"precision": "bf16", "low_precision_weights": True}
     plan = Plan(data=2, zero=1)
-    task = Task(SMALL.model, SMALL.size, model_options=SMALL.model_options, optimizer="AdamW")
+    task = replace(SMALL, optimizer="AdamW")
 
     def engine() -> Engine:
         model = model_of(task).float()
@@ -316,9 +320,9 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
         assert bits_of(engine) == before
         return str(caught.value)
 
-    wide = Task(DEEP.model, DEEP.size, optimizer="AdamW", model_options=(("depth", 20), ("num_filters", 6)))
-    deep = Task(DEEP.model, DEEP.size, optimizer="AdamW", model_options=(("depth", 29), ("num_filters", 4)))
-    other = Task(DEEP.model, DEEP.size, model_options=DEEP.model_options)
+    wide = replace(DEEP, model_options=(("depth", 20), ("num_filters", 6)))
+    deep = replace(DEEP, model_options=(("depth", 29), ("num_filters", 4)))
+    other = replace(DEEP, optimizer="SGD")
     grouped = model_of(DEEP)
     parameters = list(grouped.parameters())
     groups = torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}])
@@ -331,7 +335,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(ranks: Ranks, b
     ((wide, deep, other, groups),) = ranks(1).run(refused, by_stages)
     assert wide.startswith(f"{path} is of another model: ")
     assert " has shape (4, 3, 3, 3) there, but shape (6, 3, 3, 3) here" in wide
-    assert deep.endswith(" has no such value there, but shape (4,) here") or " has " in deep
+    assert re.search(r": \S+ has no such value there, but shape \(.*\) here$", deep), deep
     assert other == f"{path} was written with the optimizer AdamW, but this is SGD"
     assert groups == f"{path} was written with 1 groups of parameters, but the optimizer has 2"
 
