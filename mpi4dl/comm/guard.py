@@ -69,7 +69,7 @@ def fail(comm: "Communicator", error: BaseException) -> NoReturn:
     _wait_for_turn(comm)
     text = "".join(traceback.format_exception(error))
     who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
-    print(f"{who}{text}", end="", file=sys.stderr, flush=True)
+    _say(f"{who}{text}", end="")
     _end_job(comm, FAILURE)
 
 
@@ -79,7 +79,7 @@ def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
     if not together:
         _wait_for_turn(comm)
     if comm.rank == 0 or not together:
-        print(f"mpi4dl: {error}", file=sys.stderr, flush=True)
+        _say(f"mpi4dl: {error}")
     if not together:
         _end_job(comm, USER_ERROR)
     _leave(USER_ERROR)
@@ -101,7 +101,7 @@ def leave_early(comm: "Communicator", status: Any) -> NoReturn:
     """End all ranks because this one called `sys.exit(status)`, which is a code or a message."""
     _wait_for_turn(comm)
     who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
-    print(f"{who}{f'ended by sys.exit({status})' if isinstance(status, int) else status}", file=sys.stderr, flush=True)
+    _say(f"{who}{f'ended by sys.exit({status})' if isinstance(status, int) else status}")
     _end_job(comm, status if isinstance(status, int) else FAILURE)
 
 
@@ -115,6 +115,14 @@ def run(comm: "Communicator", main: Callable[[], None]) -> None:
         raise
     except BaseException as error:
         fail(comm, error)
+
+
+def _say(text: str, end: str = "\n") -> None:
+    """Print the last words of this rank to the true stderr.
+
+    torch.distributed wraps `sys.excepthook`, and keeps what it prints until it returns: ours ends the job instead.
+    """
+    print(text, end=end, file=sys.__stderr__ or sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +68,6 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
         _check_place(comm, options.group_rank, options.group_size)
         if torch.cuda.is_available():
             comm.choose_gpu_wire()  # collective, so not when the first tensor happens to be sent
-        _show_errors()
         ranks = range(comm.size)
     elif contradiction := _contradiction(comm, dist.get_rank(), dist.get_world_size()):
         raise ValueError(contradiction)  # the ranks of a group are counted in the default group, whatever made that
@@ -80,20 +78,6 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
     group.Free()
     return MpiGroup(collectives, messages, options.timeout, options.store)
-
-
-def _show_errors() -> None:
-    """Print the last words of this rank where people see them.
-
-    torch.distributed wraps `sys.excepthook` and collects what it prints, to print it later; but our hook ends the job.
-    """
-    hook = sys.excepthook
-
-    def on_exception(*error: Any) -> None:
-        sys.stderr = sys.__stderr__ or sys.stderr
-        hook(*error)
-
-    sys.excepthook = on_exception
 
 
 def _shared_store(comm: Communicator) -> dist.Store:
