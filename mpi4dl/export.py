@@ -39,8 +39,8 @@ def export(source: Path, out: Path) -> list[str]:
     import torch
     from safetensors.torch import save_file
 
-    from mpi4dl.runtime.checkpoint_manifest import MODEL, candidates_at, newest_whole
-    from mpi4dl.runtime.storage import Reader
+    from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at, newest_whole
+    from mpi4dl.runtime.checkpoint.storage import Reader
 
     chosen, skipped = newest_whole(candidates_at(source))
     if chosen is None and skipped:

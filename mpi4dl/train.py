@@ -186,7 +186,7 @@ class Run:
 
     def open_checkpoints(self) -> None:
         from mpi4dl.runtime.checkpoint import Checkpoints
-        from mpi4dl.runtime.checkpoint_manifest import CHECKPOINTS
+        from mpi4dl.runtime.checkpoint.manifest import CHECKPOINTS
 
         checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep)
         self.checkpoints = self.closing.enter_context(checkpoints)

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.export import export, main
-from mpi4dl.runtime.checkpoint_manifest import checkpoints_in
+from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.train import train
 from tests.pool.ranks import ROOT, Ranks
 

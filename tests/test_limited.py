@@ -1,4 +1,4 @@
-"""A model whose training does not fit one rank's memory trains on two, or with its state on disk; limits are enforced."""
+"""A model whose training does not fit one rank trains on two, or with its state on disk; the limits are enforced."""
 
 import re
 

@@ -14,7 +14,7 @@ import pytest
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine, StepResult
 from mpi4dl.runtime.build import build_plan
-from mpi4dl.runtime.checkpoint_manifest import checkpoints_in
+from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
 from tests.commands import read_metrics, refusal
@@ -47,7 +47,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 from mpi4dl import train
 from mpi4dl.comm import world
-from mpi4dl.runtime import storage
+from mpi4dl.runtime.checkpoint import storage
 
 moment, rank, during = int(sys.argv.pop()), int(sys.argv.pop()), sys.argv.pop()
 left = moment if world().rank == rank else -1
@@ -71,9 +71,9 @@ train.main()
 FULL = """
 import resource, signal, time
 from mpi4dl import engine, train
-from mpi4dl.runtime import checkpoint_writer
+from mpi4dl.runtime.checkpoint import writer
 
-write, step = checkpoint_writer.Writing._write_part, engine.Engine.step
+write, step = writer.Writing._write_part, engine.Engine.step
 
 def slow(self, *arguments):
     time.sleep(0.1)
@@ -86,7 +86,7 @@ def limited(self):
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 engine.Engine.step = slow
-checkpoint_writer.Writing._write_part = limited
+writer.Writing._write_part = limited
 train.main()
 """
 

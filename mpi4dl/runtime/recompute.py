@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.parallel.spatial import SpatialTensor
 
-Around = Callable[[], AbstractContextManager[Any]]
-
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The model's blocks: the outermost composite modules that stand in a row, in a Sequential or a ModuleList."""
@@ -40,30 +38,25 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def recompute_blocks(model: nn.Module, around: Around = nullcontext) -> int:
+def recompute_blocks(model: nn.Module) -> int:
     """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
     chosen = blocks(model)
     for block in chosen:
-        recompute_whole(block, around)
+        recompute_whole(block)
     return len(chosen)
 
 
-def recompute_whole(block: nn.Module, around: Around = nullcontext) -> None:
-    """Make a module keep only its inputs for the backward pass. `around` makes the context of its second run."""
-    block.forward = partial(_forward, block, around, block.forward)
+def recompute_whole(block: nn.Module) -> None:
+    """Make a module keep only its inputs for the backward pass."""
+    block.forward = partial(_forward, block, block.forward)
 
 
-def _forward(block: nn.Module, around: Around, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not block.training:
         return forward(*args, **kwargs)
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        with _frozen_statistics(block), around():
-            yield
-
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), again()
+        return nullcontext(), _frozen_statistics(block)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.runtime.checkpoint import Checkpoints
-from mpi4dl.runtime.checkpoint_manifest import STATE, candidates_at, newest_whole
+from mpi4dl.runtime.checkpoint.manifest import STATE, candidates_at, newest_whole
 from mpi4dl.runtime.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.runtime.folder import RunFolder, default_path
 

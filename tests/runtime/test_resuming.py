@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.runtime.checkpoint_manifest import STATE
+from mpi4dl.runtime.checkpoint.manifest import STATE
 from mpi4dl.runtime.config import parse
 from mpi4dl.runtime.resuming import (
     FROM_CHECKPOINT,

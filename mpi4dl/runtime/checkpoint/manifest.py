@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpi4dl.runtime.storage import Damaged, Range, Reader, verify
+from mpi4dl.runtime.checkpoint.storage import Damaged, Range, Reader, verify
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator

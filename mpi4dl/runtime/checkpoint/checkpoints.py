@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.runtime import storage
-from mpi4dl.runtime.checkpoint_manifest import MODEL, Saved, checkpoints_in, name_of, newest_whole
-from mpi4dl.runtime.checkpoint_state import capture, model_values, restore
-from mpi4dl.runtime.checkpoint_writer import TEMPORARY, Writing, clean
+from mpi4dl.runtime.checkpoint import storage
+from mpi4dl.runtime.checkpoint.manifest import MODEL, Saved, checkpoints_in, name_of, newest_whole
+from mpi4dl.runtime.checkpoint.state import capture, model_values, restore
+from mpi4dl.runtime.checkpoint.writer import TEMPORARY, Writing, clean
 
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpi4dl.runtime import checkpoint_writer, storage
-from mpi4dl.runtime.checkpoint_manifest import (
+from mpi4dl.runtime.checkpoint import storage, writer
+from mpi4dl.runtime.checkpoint.manifest import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -24,8 +24,8 @@ from mpi4dl.runtime.checkpoint_manifest import (
     name_of,
     newest_whole,
 )
-from mpi4dl.runtime.checkpoint_writer import Job, Writing, clean
-from mpi4dl.runtime.storage import Layout, Piece, Spec
+from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Spec
+from mpi4dl.runtime.checkpoint.writer import Job, Writing, clean
 
 NUM_RANKS = 3
 WEIGHT = torch.arange(12, dtype=torch.float32)
@@ -181,7 +181,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(tmp_path: Path, monkeypatch
 
 
 def test_a_part_that_rank_0_never_sees_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "LAST_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "LAST_SECONDS", 0.05)
     alone = Writing(tmp_path, job(2, 0), 0, 2, 2)
     alone.finish()
     assert isinstance(alone.error, OSError)

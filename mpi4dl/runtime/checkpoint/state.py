@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Refusal
-from mpi4dl.runtime.checkpoint_manifest import MODEL, OPTIMIZER, Saved
-from mpi4dl.runtime.checkpoint_writer import Job
-from mpi4dl.runtime.plain import decode, encode
-from mpi4dl.runtime.randomness import random_state, set_random_state
-from mpi4dl.runtime.storage import Layout, Piece, Spec
+from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, Saved
+from mpi4dl.runtime.checkpoint.plain import decode, encode
+from mpi4dl.runtime.checkpoint.randomness import random_state, set_random_state
+from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Spec
+from mpi4dl.runtime.checkpoint.writer import Job
 
 Values = tuple[Layout, list[Piece]]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.runtime.plain import decode, encode
+from mpi4dl.runtime.checkpoint.plain import decode, encode
 from tests.brute_force import patient
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl.runtime import storage
-from mpi4dl.runtime.checkpoint_manifest import MANIFEST, STATE, Written, checkpoints_in, manifest_bytes, name_of
+from mpi4dl.runtime.checkpoint import storage
+from mpi4dl.runtime.checkpoint.manifest import MANIFEST, STATE, Written, checkpoints_in, manifest_bytes, name_of
+from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Range
 from mpi4dl.runtime.folder import LOGGER_NAME
-from mpi4dl.runtime.storage import Layout, Piece, Range
 
 POLL_SECONDS = 0.02
 LAST_SECONDS = 60.0  # until a part that another rank has written is seen through a shared file system

@@ -22,9 +22,9 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime import checkpoint, storage
-from mpi4dl.runtime.checkpoint import Checkpoints, load, save_model
-from mpi4dl.runtime.checkpoint_manifest import MODEL, OPTIMIZER, STATE
+from mpi4dl.runtime.checkpoint import Checkpoints, load, save_model, storage
+from mpi4dl.runtime.checkpoint import checkpoints as checkpoint_face
+from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, STATE
 from tests.pool.ranks import Ranks
 from tests.training import (
     BOTH,
@@ -466,7 +466,7 @@ def test_what_is_damaged_is_put_aside_and_what_is_half_written_deleted(ranks: Ra
 
 def locked(comm: Communicator, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, Checkpoints(folder, comm):
-        patch.setattr(checkpoint, "LOCK_SECONDS", 0.1)
+        patch.setattr(checkpoint_face, "LOCK_SECONDS", 0.1)
         with pytest.raises(Refusal) as caught:
             Checkpoints(folder, comm)
     with Checkpoints(folder, comm):
@@ -481,7 +481,7 @@ def test_only_one_job_writes_into_a_folder(ranks: Ranks, tmp_path: Path) -> None
 def unseen(comm: Communicator, folder: Path) -> str:
     """Rank 1 looks at a file system of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SIGHT_SECONDS", 0.1)
+        patch.setattr(checkpoint_face, "SIGHT_SECONDS", 0.1)
         with pytest.raises(Refusal) as caught:
             Checkpoints(folder / "shared" if comm.rank == 0 else folder / "own", comm)
     return str(caught.value)

@@ -14,8 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mpi4dl.runtime import storage
-from mpi4dl.runtime.storage import DTYPES, Damaged, Layout, Piece, Range, Reader, Spec, uncovered, verify, write
+from mpi4dl.runtime.checkpoint import storage
+from mpi4dl.runtime.checkpoint.storage import (
+    DTYPES,
+    Damaged,
+    Layout,
+    Piece,
+    Range,
+    Reader,
+    Spec,
+    uncovered,
+    verify,
+    write,
+)
 from tests.brute_force import patient
 
 
