@@ -14,12 +14,12 @@ of it, burst by burst; a burst takes as long as on its slowest rank.
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.bursts import gloo
 from benchmarks.report import pyplot, save_figure, save_json, settings, table
 from benchmarks.turns import Contestant, answer_turns, median, take_turns
 
@@ -66,16 +66,6 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def gloo(comm: "Communicator") -> Sum:
-    """The all-reduce of torch.distributed over the same ranks. Collective."""
-    import torch.distributed
-
-    folder = comm.broadcast_object(tempfile.mkdtemp(prefix="gloo") if comm.rank == 0 else None)
-    store = torch.distributed.FileStore(f"{folder}/store", comm.size)
-    torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    return torch.distributed.all_reduce
-
-
 def raw(comm: "Communicator") -> Sum:
     """The all-reduce as one writes it by hand, for float32."""
     from mpi4py import MPI
@@ -91,7 +81,7 @@ def contests(comm: "Communicator") -> tuple[dict[str, Sum], Callable[["torch.Ten
 
     Raises `Refusal` on all ranks if one of them sums wrongly.
     """
-    import torch
+    import torch.distributed
 
     from mpi4dl.comm import allreduce
 
@@ -102,8 +92,8 @@ def contests(comm: "Communicator") -> tuple[dict[str, Sum], Callable[["torch.Ten
     several = comm.size >= 4
     names = [name for name in allreduce.ALGORITHMS if several or name != "two-level"]
     sums = {name: finished(allreduce.pick(comm, name, half if name == "two-level" else None)) for name in names}
-    picked = allreduce.pick(comm)
-    sums |= {PICKED: finished(picked), GLOO: gloo(comm), RAW: raw(comm)}
+    picked = allreduce.pick(comm, "measured")
+    sums |= {PICKED: finished(picked), GLOO: torch.distributed.all_reduce, RAW: raw(comm)}
     for name, run in sums.items():
         values = torch.arange(1000.0) + comm.rank
         run(values)
@@ -122,7 +112,6 @@ def worker(options: argparse.Namespace) -> None:
     keep_freed_memory()
     comm = world()
     comm.node.share_cores()
-    sums, algorithm = contests(comm)
 
     def burst(run: Sum, flat: "torch.Tensor", iterations: int) -> float:
         run(flat)
@@ -145,8 +134,9 @@ def worker(options: argparse.Namespace) -> None:
                 answer[dtype][str(size)] = {**times, "algorithm": algorithm(flat)}
         return answer
 
-    answer_turns(turn, comm)
-    torch.distributed.destroy_process_group()
+    with gloo(comm):
+        sums, algorithm = contests(comm)
+        answer_turns(turn, comm)
 
 
 def main() -> None:
