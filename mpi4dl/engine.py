@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
+from mpi4dl.parallel.replicas.update import problem_with
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.runtime.precision import AUTOCAST, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
@@ -134,15 +135,11 @@ class Engine:
         self._evaluation_table = cache(plan.evaluation_table)
 
     def _recompute(self) -> None:
-        for stage, module in self.held.modules_of.items():
-            around = partial(self._watching, stage)
+        for module in self.held.modules_of.values():
             if self.plan.num_stages > 1:
-                recompute_whole(module, around)
-            elif not recompute_blocks(module, around):
+                recompute_whole(module)
+            elif not recompute_blocks(module):
                 raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
-
-    def _watching(self, stage: int) -> AbstractContextManager[Any]:
-        return self.groups[stage].watching()
 
     def _agree_on_model(self, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
@@ -151,7 +148,8 @@ class Engine:
         digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         optimizer = f"{type(self.optimizer).__name__} {settings}"
-        self.comm.agree(None, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
+        problem = problem_with(self.optimizer, held.parameters())
+        self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary
@@ -48,7 +48,7 @@ class Feed(Protocol):
 class Live:
     """What is kept of a microbatch between its forward and its backward."""
 
-    roots: Sequence[GradientEdge] | Sequence[Tensor]
+    roots: Sequence[GradientEdge]
     leaves: list[Tensor]
     weights: WeightGradients = field(default_factory=WeightGradients)
 
@@ -190,7 +190,8 @@ class _Run:
             del arrival
             loss = self.feed.loss(part, microbatch, outputs) if behind is None else None
         if behind is None:
-            live.roots = [] if loss is None else [loss]
+            # From an edge on, functions that backward calls are seen by what surrounds it; from a tensor they are not.
+            live.roots = [] if loss is None or not loss.requires_grad else [get_gradient_edge(loss)]
         else:
             pending, live.roots = behind.send(kind, outputs, part.outputs)
             self._keep(pending)

@@ -9,7 +9,7 @@ the same model gather in the same order, whatever modules look like.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Gatherer:
 
     def _free(self, number: int) -> None:
         flat = self._whole.pop(number)
-        del self._addresses[flat.untyped_storage().data_ptr()]
+        self._addresses.pop(flat.untyped_storage().data_ptr(), None)  # buckets of no elements share an address
         for i in self.layout.buckets[number].members:
             self.parameters[i].data = self._absent[i]
 
@@ -114,13 +114,9 @@ class Gatherer:
     def there_when_needed(self) -> Iterator[None]:
         """Within this context, forward and backward find the parameters that they use. All ranks do the same in it."""
         self._last = (None, None)
-        with self.watching(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with _Watch(self), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self.free()
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """The part of that context that looks at forward; a forward that runs again within backward needs its own."""
-        return _Watch(self)
 
     def free(self) -> None:
         """No parameter is whole any more."""

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Home
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, make_piece
+from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, keeps_options, make_piece
 
 State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
@@ -77,6 +77,11 @@ class ReplicaGroup:
             self._flatten()
         pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
         self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
+        if not self.in_place and not keeps_options(optimizer):
+            raise Refusal(
+                f"{type(optimizer).__name__} counts its steps for all parameters together, but ZeRO, low_precision_weights "
+                "and offload step on one bucket after the other: train without these"
+            )
         self.update = Update(optimizer, self.parameters, pieces, home)
 
     def _flatten(self) -> None:
@@ -121,10 +126,6 @@ class ReplicaGroup:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """The context in which a forward that runs again within backward finds the parameters."""
-        return nullcontext() if self.gatherer is None else self.gatherer.watching()
-
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
         """The context of one backward pass; all ranks make as many."""
@@ -160,6 +161,9 @@ class ReplicaGroup:
                 }
                 value = piece.value.detach().reshape(-1)[own]
                 yield Shard(self.names[span.member], span.start, span.stop, value, state, groups.get(id(piece.value)))
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
+                yield Shard(name, 0, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
 
     def gradient_shards(self) -> Iterator[tuple[str, Span, Tensor | None]]:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""

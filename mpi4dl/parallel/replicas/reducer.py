@@ -131,9 +131,6 @@ class Reducer:
         bucket = self.layout.buckets[number]
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if number not in self._flat:
-            if len(bucket.members) == 1 and self.zero > 1 and gradient.is_contiguous():
-                self._flat[number], self._filled[number] = gradient.view(-1), {slot}
-                return
             self._flat[number], self._filled[number] = self._empty(number), set()
         offset, i = bucket.offsets[slot], bucket.members[slot]
         view = self._flat[number][offset : offset + self.layout.lengths[i]].view(gradient.shape)

@@ -6,14 +6,14 @@ master weights of this rank           m m m            in the model's precision:
 parameters of the bucket        [ . . . p p p . . . ]  and then to the other ranks
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Refusal
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Home
@@ -52,14 +52,25 @@ class Update:
         pieces: Sequence[Sequence[Piece]],
         home: Home,
     ) -> None:
-        if any(optimizer.state.get(p) for p in parameters):
-            raise Refusal("the optimizer has made steps already: build the engine before the first step")
         self.optimizer, self.pieces, self.home = optimizer, pieces, home
         of: dict[int, list[nn.Parameter]] = {id(p): [] for p in parameters}
+        begun = {id(p): dict(optimizer.state.pop(p, {})) for p in parameters}
         for piece in (piece for some in pieces for piece in some):
-            of[id(parameters[piece.span.member])].append(piece.value)
+            p = parameters[piece.span.member]
+            of[id(p)].append(piece.value)
+            if begun[id(p)]:
+                optimizer.state[piece.value] = {k: self._part(v, p, piece) for k, v in begun[id(p)].items()}
         for group in optimizer.param_groups:
             group["params"] = [value for p in group["params"] for value in of.get(id(p), [p])]
+
+    def _part(self, value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
+        """What of the state with which some optimizers begin is a piece's."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape != parameter.shape or not value.dim():
+            return value.clone()
+        flat = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value, copy=True)
+        return self.home.place(flat.view(piece.value.shape))
 
     def step(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
         """Step on the pieces of a bucket. `gradient` is that of its elements from `offset` on, before `factor`."""
@@ -70,7 +81,7 @@ class Update:
         for piece in pieces:
             begin = piece.span.offset - offset
             mine = gradient[begin : begin + piece.value.numel()].view(piece.value.shape)
-            piece.value.grad = mine.to(piece.value.device, piece.value.dtype, non_blocking=True)
+            piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
             if factor != 1.0:
                 piece.value.grad.mul_(factor)
         self.optimizer.step()
@@ -97,24 +108,76 @@ class Update:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step on a part of a parameter is the part of a step on the whole, as for all but a few optimizers.
 
-    It is found by trying: two steps on a matrix, and on its halves.
+    It is found by trying, for each group of parameters: two steps on a matrix, and on parts of it.
     """
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    for group in optimizer.param_groups:
+        try:
+            tried = [_try(optimizer, group, cut).param_groups[0]["params"] for cut in (_whole, _in_parts)]
+        except Exception:  # optimizers for matrices alone refuse anything else, each in its own way
+            return False
+        whole, parts = (torch.cat([value.detach().flatten() for value in values]) for values in tried)
+        if not torch.allclose(whole, parts, rtol=1e-9, atol=0):
+            return False
+    return True
 
-    def after(cut: Callable[[Tensor], Sequence[Tensor]]) -> Iterator[Tensor]:
-        some = [part.clone().requires_grad_() for part in cut(values[0])]
-        group: dict[str, Any] = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        group |= {"params": some, "lr": 0.1}  # it may be 0 at the start of a schedule
-        trial: torch.optim.Optimizer = type(optimizer)([group])  # type: ignore[call-arg]
-        for gradient in values[1:]:
-            for part, g in zip(some, cut(gradient), strict=True):
-                part.grad = g.clone()
-            trial.step()
-        return (part.detach().flatten() for part in some)
 
-    try:
-        whole, parts = (torch.cat([*after(cut)]) for cut in (lambda x: [x], lambda x: x.flatten().split(7)))
-        return torch.allclose(whole, parts, rtol=1e-9, atol=0)
-    except Exception:  # optimizers for matrices alone refuse anything else, each in its own way
-        return False
+def keeps_options(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes parameters and their state alone; some optimizers count steps in their groups' options."""
+    for group in optimizer.param_groups:
+        try:
+            options = [_options(_try(optimizer, group, _whole, num_steps)) for num_steps in (0, 2)]
+        except Exception:  # it cannot be built from its groups alone: let it be
+            continue
+        if options[0] != options[1]:
+            return False
+    return True
+
+
+def _whole(value: Tensor) -> Sequence[Tensor]:
+    return [value]
+
+
+def _in_parts(value: Tensor) -> Sequence[Tensor]:
+    return value.flatten().split(7)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+def _try(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    cut: Callable[[Tensor], Sequence[Tensor]],
+    num_steps: int = 2,
+) -> torch.optim.Optimizer:
+    """An optimizer like this one, with the options of a group, after steps on what `cut` makes of a matrix."""
+    device = next((p.device for p in group["params"]), None)
+    values = torch.randn(1 + num_steps, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    value, *gradients = values.to(device)
+    some = [part.clone().requires_grad_() for part in cut(value)]
+    options = {k: v for k, v in group.items() if k != "params"}
+    options |= {"params": some, "lr": 0.1}  # it may be 0 at the start of a schedule
+    trial: torch.optim.Optimizer = type(optimizer)([options])  # type: ignore[call-arg]
+    for gradient in gradients:
+        for part, g in zip(some, cut(gradient), strict=True):
+            part.grad = g.clone()
+        trial.step()
+    return trial
+
+
+def problem_with(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> str | None:
+    """Why this optimizer cannot train a model with these parameters; None if it can."""
+    own = {id(p): p for p in parameters}
+    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        return f"{type(optimizer).__name__} computes the loss many times in a step: choose an optimizer that does not"
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        return (
+            "the optimizer has parameters that the model does not have, as after it was passed to another engine: make "
+            "a new one, of model.parameters()"
+        )
+    if any(p.untyped_storage().nbytes() < p.nbytes for p in own.values()):
+        return "the model's parameters are not there: another engine has shared them out by ZeRO 3; build it again"
+    if any(float(state.get("step", 1)) for p in own.values() if (state := optimizer.state.get(p))):
+        return "the optimizer has made steps already: build the engine before the first step"
+    return None

@@ -9,6 +9,7 @@ from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 TOKENS_ARE_SPREAD = "the tokens, which attend to each other, are spread over ranks"
+MASKED = "a mask that differs from image to image would have to be spread over ranks too"
 RANDOM = "it drops out by a mask for the whole batch: choose a dropout of 0 within attention"
 
 
@@ -20,6 +21,10 @@ def _cut_alike(function: str, dims: set[int], *values: Tensor) -> Layout:
     if any(layouts[0].cut(dim) for dim in range(values[0].dim()) if dim not in dims):
         raise refusal(function, TOKENS_ARE_SPREAD)
     return layouts[0]
+
+
+def _differs(mask: Tensor | None) -> bool:
+    return mask is not None and (isinstance(mask, SpatialTensor) or mask.dim() > 2)
 
 
 def _part(value: Tensor) -> Tensor:
@@ -40,8 +45,8 @@ def scaled_dot_product_attention(
     """Dims: batch and heads, any number of them, then tokens and features."""
     name = "torch.nn.functional.scaled_dot_product_attention"
     layout = _cut_alike(name, set(range(query.dim() - 2)), query, key, value)
-    if attn_mask is not None and (isinstance(attn_mask, SpatialTensor) or attn_mask.dim() > 2):
-        raise refusal(name, "a mask that differs from image to image would have to be spread over ranks too")
+    if _differs(attn_mask):
+        raise refusal(name, MASKED)
     if dropout_p:
         raise refusal(name, RANDOM)
     outputs = F.scaled_dot_product_attention(
@@ -71,12 +76,11 @@ def multi_head_attention_forward(
     attn_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Dims: tokens, batch, features."""
+    """Dims: tokens, batch, features; or tokens and features of one image."""
     name = "torch.nn.functional.multi_head_attention_forward"
-    layout = _cut_alike(name, {1}, query, key, value)
-    masks = [mask for mask in (key_padding_mask, attn_mask) if mask is not None]
-    if any(isinstance(mask, SpatialTensor) for mask in masks) or key_padding_mask is not None:
-        raise refusal(name, "a mask that differs from image to image would have to be spread over ranks too")
+    layout = _cut_alike(name, {1} if query.dim() == 3 else set(), query, key, value)
+    if key_padding_mask is not None or _differs(attn_mask):
+        raise refusal(name, MASKED)
     if dropout_p and training:
         raise refusal(name, RANDOM)
     outputs, weights = F.multi_head_attention_forward(
