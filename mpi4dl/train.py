@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in arguments or "--help" in arguments:
         parse(["--help"])
     from mpi4dl.comm import guard, world
+    from mpi4dl.runtime.memory import within_memory
 
     comm = world()
-    guard.run(comm, lambda: train(comm, arguments))
+    guard.run(comm, lambda: within_memory(lambda: train(comm, arguments), comm.rank))
 
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:

@@ -4,6 +4,7 @@ import ctypes
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -67,6 +68,27 @@ def peak_memory_bytes(device: Device) -> int:
 
 def _on_gpu(device: Device) -> bool:
     return str(device).startswith("cuda")
+
+
+def within_memory(run: Callable[[], None], rank: int) -> None:
+    """Do `run()`; raises `Refusal` with the ways out if this rank runs out of memory."""
+    import torch
+
+    from mpi4dl.comm import Refusal
+
+    try:
+        run()
+    except (
+        RuntimeError,
+        MemoryError,
+    ) as error:  # of which torch.OutOfMemoryError is one; the CPU has no kind of its own
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise Refusal(
+            f"rank {rank} is out of memory: `python -m mpi4dl.plan` with the same flags says what it would need; try "
+            f"--zero 3, --offload disk, --recompute, more --tiles or a smaller --batch-size ({reason})"
+        ) from error
 
 
 class MemoryMeter:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpi4dl.comm import Refusal
 from mpi4dl.runtime import memory
-from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes
+from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes, within_memory
 
 MEBIBYTE = 2**20
 HELD = 64 * MEBIBYTE
@@ -77,3 +78,10 @@ def test_on_a_real_gpu_only_tensors_count() -> None:
     del block
     meter.reset()
     assert meter.peak_bytes() == before
+
+
+def test_out_of_memory_is_a_refusal_with_ways_out() -> None:
+    with pytest.raises(Refusal, match=r"rank 3 is out of memory: .* try --zero 3, .*can't allocate memory"):
+        within_memory(lambda: torch.empty(1 << 50).zero_(), 3)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        within_memory(lambda: torch.ones(2, 2).mm(torch.ones(3, 3)).zero_(), 0)
