@@ -254,6 +254,8 @@ class Run:
                 return
             if self.finished and self.batch < len(self.training) and saves != "none":
                 self.save()  # as it is in the middle of an epoch, for a run that goes on to more steps
+            if self.config.training.check_replicas:
+                self.engine.check_replicas()
             epoch = self.epoch + 1
             last = self.finished or epoch == epochs
             validated = every is not None and (epoch % every == 0 or last)
