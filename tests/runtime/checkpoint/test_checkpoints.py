@@ -47,7 +47,7 @@ from tests.training import (
 )
 
 SAVED = 2  # steps before the checkpoint; one comes after it
-STAGES = Plan(((2, 2), (2, 2)))
+STAGES = Plan(((2, 2), (2, 2)), zero=1)
 GEMS = Plan(((1, 1), (1, 1)), bidirectional=1)
 
 
@@ -135,13 +135,13 @@ def state_after(comm: Communicator, task: Task, plan: Plan, folder: Path) -> Map
 
 @pytest.fixture(scope="module")
 def by_stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by two stages on 2x2 tiles each."""
+    """Written by two stages on 2x2 tiles each, whose ranks share out the optimizer by ZeRO 1."""
     folder = tmp_path_factory.mktemp("stages")
     ranks(8).run(written, DEEP, STAGES, folder)
     return folder
 
 
-OTHERS = [Plan(), Plan(data=4), TILES_1x2, Plan(((1, 2),), data=2, zero=2), Plan(data=2, zero=3)]
+OTHERS = [Plan(), Plan(data=4), Plan(((1, 2),), zero=3), Plan(((1, 2),), data=2, zero=2), Plan(data=2, zero=3)]
 
 
 @pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: plan.describe())
