@@ -147,3 +147,18 @@ def test_the_command_runs_as_a_module_without_mpi() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_it_says_what_the_memory_of_a_rank_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of weights of 2 bytes, gradients of 2, masters and Adam's state of 12, over two ranks."""
+    flags = ["--precision", "bf16", "--low-precision-weights", "--optimizer", "Adam", "--data", "2", "--zero", "2"]
+    main(["--model", "vit_b_16", "--image-size", "32", "--model-options", "image_size=32", *flags])
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("memory of the rank that needs most"))
+    rows = [line.replace(" (this plan)", "").split() for line in lines[begin + 2 : begin + 6]]
+    assert [row[1] for row in rows] == ["0", "1", "2", "3"]
+    assert "--zero 2 (this plan)" in lines[begin + 4]
+    shares = [[float(cell.replace(",", "")) for cell in row[3:6]] for row in rows]
+    weights = shares[0][0]
+    for found, per_weight in zip(shares, [(1, 1, 6), (1, 1, 3), (1, 0.5, 3), (0.5, 0.5, 3)], strict=True):
+        assert found == pytest.approx([weights * part for part in per_weight], rel=0.01)
