@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
-from mpi4dl.parallel.replicas.offload import Home
+from mpi4dl.parallel.replicas.offload import Disk, Home
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
 from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, keeps_options, make_piece
 
@@ -75,12 +75,16 @@ class ReplicaGroup:
             self._cut_up(copies)
         elif self.zero:
             self._flatten()
-        pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
+        self._placing: Callable[[], AbstractContextManager[None]] = (
+            comm.together if isinstance(home, Disk) else nullcontext
+        )
+        with self._placing():
+            pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
         self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
         if not self.in_place and not keeps_options(optimizer):
             raise Refusal(
-                f"{type(optimizer).__name__} counts its steps for all parameters together, but ZeRO, low_precision_weights "
-                "and offload step on one bucket after the other: train without these"
+                f"{type(optimizer).__name__} counts its steps for all parameters together, but ZeRO, "
+                "low_precision_weights and offload step on one bucket after the other: train without these"
             )
         self.update = Update(optimizer, self.parameters, pieces, home)
 
@@ -140,11 +144,12 @@ class ReplicaGroup:
     def step(self, factor: float) -> None:
         """Step on this rank's part by its gradient times `factor`, and share the new values. Collective."""
         spreading = []
-        for number in range(len(self.layout.buckets)):
-            first = self.layout.own(number).start if self.zero else 0
-            self.update.step(number, self.reducer.owned(number), first, self.reducer.used, factor)
-            if self._spread is not None:
-                spreading.append(self._spread(number))
+        with self._placing():
+            for number in range(len(self.layout.buckets)):
+                first = self.layout.own(number).start if self.zero else 0
+                self.update.step(number, self.reducer.owned(number), first, self.reducer.used, factor)
+                if self._spread is not None:
+                    spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
 
     def shards(self) -> Iterator[Shard]:

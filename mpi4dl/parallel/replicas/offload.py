@@ -65,7 +65,13 @@ class Disk:
     def _map(self, num_bytes: int) -> Tensor:
         with tempfile.TemporaryFile(dir=self.folder) as file:
             # Reserved before use: a mapping of a hole ends the process with a signal when the disk is full.
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                raise OSError(
+                    f"there is no room for {num_bytes >> 20} MiB more in {self.folder or tempfile.gettempdir()} "
+                    f"({error.strerror}): make room, or choose another --offload-folder"
+                ) from error
             return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
 
