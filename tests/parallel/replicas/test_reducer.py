@@ -293,3 +293,22 @@ def reduce_nothing(comm: Communicator) -> float:
 
 def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(ranks: Ranks) -> None:
     assert ranks(2).run(reduce_nothing) == [0.0, 0.0]
+
+
+def reduce_a_view(comm: Communicator, zero: int) -> list[float]:
+    """The gradient of a parameter is a view of one that others still need."""
+    p, x = nn.Parameter(torch.zeros(1, 4, dtype=F64)), torch.zeros(4, dtype=F64, requires_grad=True)
+    reducer = reducer_of([p], comm, 1, zero).attach()
+    reducer.prepare()
+    y, seen = x + p.view(4), []
+    y.register_hook(seen.append)
+    (y * torch.arange(4)).sum().backward()
+    reducer.finish()
+    own = reducer.layout.own(0) if zero else slice(None)
+    assert reducer.owned(0).tolist() == [comm.size * i for i in (0.0, 1.0, 2.0, 3.0)[own]]
+    return seen[0].tolist()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_that_share_their_memory_are_left_alone(ranks: Ranks, zero: int) -> None:
+    assert ranks(2).run(reduce_a_view, zero) == [[0.0, 1.0, 2.0, 3.0]] * 2
