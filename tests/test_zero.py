@@ -1,9 +1,13 @@
 """ZeRO shares out what ranks would repeat, and trains as plain PyTorch does on the union of their batches."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
@@ -105,3 +109,134 @@ TOUCHED = ("head.linear.weight", "stem.1.running_mean")
 def test_replicas_that_have_come_apart_are_found(ranks: Ranks, zero: int) -> None:
     for (said,) in ranks(3).run(come_apart, zero):
         assert said.startswith(f"replicas have come apart: {TOUCHED[zero == 3]} on ranks [1] of the 3")
+
+
+class Recomputing(nn.Module):
+    """A model that runs a part of itself again in backward, with a parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))
+        self.last = nn.Linear(12, 3)
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, x.flatten(1), use_reentrant=False)) + self.empty.sum()
+
+
+def engine_of(
+    comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer, zero: int, **options: Any
+) -> Engine:
+    return Engine(model, Plan(data=comm.size, zero=zero), optimizer, F.cross_entropy, comm=comm, **options)
+
+
+def images_of(step: int) -> Tensor:
+    return torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+TARGETS = torch.tensor([0, 2])
+
+
+def train_alone(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    model, plain = Recomputing().double(), Recomputing().double()
+    plain.load_state_dict(model.state_dict())
+    engine = engine_of(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3, bucket_bytes=100)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        engine.step(images_of(step), TARGETS)
+        optimizer.zero_grad()
+        F.cross_entropy(plain(images_of(step)), TARGETS).backward()
+        optimizer.step()
+    torch.testing.assert_close(engine.gather_state(), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+def test_one_rank_and_a_model_that_recomputes_by_itself(ranks: Ranks) -> None:
+    ranks(1).run(train_alone)
+
+
+def train_nothing(comm: Communicator, zero: int) -> float:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double().requires_grad_(False)
+    engine = engine_of(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), zero)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = engine.step([images_of(0)[comm.rank :][:1]], TARGETS, (2, 2))
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    return result.gradient_norm
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_model_without_trained_parameters(ranks: Ranks, zero: int) -> None:
+    assert ranks(2).run(train_nothing, zero) == [0.0, 0.0]
+
+
+def build_twice(comm: Communicator, zero: int) -> list[str]:
+    """A second engine with the optimizer of the first one, and with a new one."""
+    model = Recomputing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine_of(comm, model, optimizer, zero)
+    said = []
+    for again in (optimizer, torch.optim.SGD(model.parameters(), lr=0.1)):
+        try:
+            engine_of(comm, model, again, 0)
+            said.append("")
+        except Refusal as refusal:
+            said.append(str(refusal))
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_second_engine_takes_no_optimizer_or_model_that_was_shared_out(ranks: Ranks, zero: int) -> None:
+    for same, new in ranks(2).run(build_twice, zero):
+        assert same.startswith("the optimizer has parameters that the model does not have" if zero else "")
+        assert bool(same) == bool(zero)
+        assert new.startswith("the model's parameters are not there" if zero == 3 else "")
+        assert bool(new) == (zero == 3)
+
+
+class Counting(torch.optim.SGD):
+    """Goes more slowly from step to step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().step()
+
+
+def count(comm: Communicator, zero: int) -> str:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.Linear(3, 3)).double()
+    optimizer = Counting(model.parameters(), lr=1.0)
+    try:
+        engine = engine_of(comm, model, optimizer, zero, bucket_bytes=8)
+    except Refusal as refusal:
+        return str(refusal)
+    engine.step([images_of(0)[comm.rank :][:1]], TARGETS, (2, 2))
+    return str(optimizer.param_groups[0]["lr"])
+
+
+def test_optimizers_that_count_their_steps_make_one_or_none(ranks: Ranks) -> None:
+    assert ranks(2).run(count, 0) == ["0.5", "0.5"]
+    for said in ranks(2).run(count, 2):
+        assert said.startswith("Counting counts its steps for all parameters together, but ZeRO")
+
+
+def overflow(comm: Communicator, zero: int) -> tuple[float, list[float]]:
+    """The first step overflows in fp16, the second is made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    options = {"precision": "fp16", "low_precision_weights": True, "bucket_bytes": 16}
+    engine = engine_of(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), zero, **options)
+    begun, found = engine.gather_state(), []
+    for scale in (2.0**30, 1.0):
+        engine.scaler.scale = scale
+        engine.step([images_of(0)[comm.rank :][:1].float()], TARGETS, (2, 2))
+        now = engine.gather_state()
+        if begun is not None and now is not None:
+            found.append(max(float((now[name] - begun[name]).abs().max()) for name in now))
+    return engine.scaler.scale, found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_that_overflows_changes_nothing(ranks: Ranks, zero: int) -> None:
+    (scale, (first, second)), _ = ranks(2).run(overflow, zero)
+    assert (first, scale) == (0.0, 1.0)
+    assert 0.001 < second < 1.0
