@@ -1,6 +1,7 @@
 """ZeRO shares out what ranks would repeat, and trains as plain PyTorch does on the union of their batches."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
 from tests.pool.ranks import Ranks
 from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
 
@@ -167,6 +169,48 @@ def train_nothing(comm: Communicator, zero: int) -> float:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_model_without_trained_parameters(ranks: Ranks, zero: int) -> None:
     assert ranks(2).run(train_nothing, zero) == [0.0, 0.0]
+
+
+class Scaled(nn.Module):
+    """Beside a matrix, a number, and parameters with one element or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1))
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(1) + self.shift) * self.scale + self.empty.sum()
+
+
+def go_on(comm: Communicator, folder: Path, zeros: tuple[int, int]) -> dict[str, Tensor] | None:
+    """Two steps, saved after the first one under one ZeRO stage and continued under another one."""
+    engine = None
+    for step, zero in enumerate(zeros):
+        torch.manual_seed(step)
+        model = Scaled().double()
+        engine = engine_of(comm, model, torch.optim.Adam(model.parameters(), lr=0.1), zero, bucket_bytes=100)
+        with Checkpoints(folder, comm) as checkpoints:
+            if step:
+                checkpoints.load(engine, checkpoints.newest() or folder)
+            engine.step([images_of(step)[comm.rank :][:1]], TARGETS, (2, 2))
+            checkpoints.save(engine, {})
+    assert engine is not None
+    return engine.gather_state()
+
+
+@pytest.mark.parametrize("zeros", [(0, 1), (1, 3), (3, 0)], ids=str)
+def test_parameters_with_few_elements_are_saved_and_go_on(ranks: Ranks, tmp_path: Path, zeros: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    plain = Scaled().double()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(images_of(step)), TARGETS).backward()
+        optimizer.step()
+    found = ranks(2).run(go_on, tmp_path, zeros)[0]
+    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 def build_twice(comm: Communicator, zero: int) -> list[str]:
