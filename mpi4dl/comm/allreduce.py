@@ -31,6 +31,7 @@ from mpi4dl.geometry import even_cuts
 
 ALGORITHMS = ("library", "direct", "ring", "two-level")
 CHOICES = ("auto", *ALGORITHMS, "measured")
+DIRECT_UP_TO = (2, 8)  # ranks, where nothing is measured; for 16-bit values, which libraries sum in float32
 NUM_TAGS = 1 << 14  # more than will ever be under way at once
 MEASURED = ((1 << 14, 4), (1 << 18, 2), (1 << 22, 1))  # bytes, and sums in a row
 MEASURE_SECONDS = 0.25
@@ -190,7 +191,8 @@ def pick(
     if asked not in CHOICES:
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
     if asked == "auto":
-        asked = "direct" if comm.size == 2 else "library"
+        steps, low_precision = (((0, "direct" if comm.size <= most else "library"),) for most in DIRECT_UP_TO)
+        return AllReduce(comm, Choice(steps, low_precision, "the same in every run"), node)
     if asked != "measured":
         return AllReduce(comm, Choice.of(asked, "as asked"), node)
     all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)

@@ -296,3 +296,15 @@ def measure_without_time(comm: Communicator) -> list[Steps]:
 def test_where_there_is_no_time_to_measure_the_first_candidates_are_taken(ranks: Ranks) -> None:
     expected = [((0, "library"),), ((0, "library"), (1 << 16, "direct"))]
     assert ranks(2).run(measure_without_time) == [expected, expected]
+
+
+def picked_by_itself(comm: Communicator) -> tuple[str, str]:
+    choice = pick(comm, "auto").choice
+    return choice.algorithm(1 << 20, torch.float32), choice.algorithm(1 << 20, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(2, ("direct", "direct")), (3, ("library", "direct"))])
+def test_without_a_measurement_the_choice_is_the_same_in_every_run(
+    ranks: Ranks, num_ranks: int, expected: tuple[str, str]
+) -> None:
+    assert ranks(num_ranks).run(picked_by_itself) == [expected] * num_ranks
