@@ -191,8 +191,8 @@ def pick(
     if asked not in CHOICES:
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
     if asked == "auto":
-        steps, low_precision = (((0, "direct" if comm.size <= most else "library"),) for most in DIRECT_UP_TO)
-        return AllReduce(comm, Choice(steps, low_precision, "the same in every run"), node)
+        names = ["direct" if comm.size <= most else "library" for most in DIRECT_UP_TO]
+        return AllReduce(comm, Choice(((0, names[0]),), ((0, names[1]),), "the same in every run"), node)
     if asked != "measured":
         return AllReduce(comm, Choice.of(asked, "as asked"), node)
     all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)
