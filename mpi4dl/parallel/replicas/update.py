@@ -7,7 +7,8 @@ parameters of the bucket        [ . . . p p p . . . ]  and then to the other ran
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,26 @@ class Update:
                 optimizer.state[piece.value] = {k: self._part(v, p, piece) for k, v in begun[id(p)].items()}
         for group in optimizer.param_groups:
             group["params"] = [value for p in group["params"] for value in of.get(id(p), [p])]
+        number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._groups: list[list[list[nn.Parameter]]] = []  # of each bucket: the pieces in each of the groups
+        for bucket in pieces:
+            self._groups.append([[] for _ in optimizer.param_groups])
+            for piece in bucket:
+                if id(piece.value) in number_of:
+                    self._groups[-1][number_of[id(piece.value)]].append(piece.value)
+
+    @contextmanager
+    def _only(self, number: int) -> Iterator[None]:
+        """Within this context the optimizer has the pieces of this bucket alone, and need not look at all others."""
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group, values in zip(groups, self._groups[number], strict=True):
+            group["params"] = values
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, everything, strict=True):
+                group["params"] = values
 
     def _part(self, value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
         """What of the state with which some optimizers begin is a piece's."""
@@ -84,7 +105,8 @@ class Update:
             piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
             if factor != 1.0:
                 piece.value.grad.mul_(factor)
-        self.optimizer.step()
+        with self._only(number):
+            self.optimizer.step()
         for piece in pieces:
             piece.value.grad = None
             self._settle(piece)
