@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import PIL.Image
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from benchmarks import allreduce
 from benchmarks.allreduce import as_tables, parse, summarise
 from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator, Refusal
+from tests.benchmarks.checks import assert_picture, assert_refused
 from tests.pool.ranks import ROOT, Ranks
 
 ANSWERS: list[dict[str, Any]] = [
@@ -111,9 +111,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
         for name, ratio in row["picked_over"].items():
             assert ratio == pytest.approx(row["microseconds"]["picked"] / row["microseconds"][name])
         assert row["picked"] in expected - {"picked", "gloo", "raw mpi4py"}
-    with PIL.Image.open(f"{out}.png") as image:
-        assert image.format == "PNG"
-        assert min(image.size) > 300
+    assert_picture(f"{out}.png")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +130,4 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_flags_that_cannot_be_measured_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_help_starts_neither_mpi_nor_torch() -> None:
-    program = "import sys, benchmarks.allreduce; print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert_refused(parse, flags, message, capsys)

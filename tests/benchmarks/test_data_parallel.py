@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import PIL.Image
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from benchmarks.bursts import gloo
 from benchmarks.data_parallel import DDP, OURS, OURS_PER_RANK, PLAIN, SYNCHRONISED, Contests, as_table, parse, summarise
 from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator, Refusal
+from tests.benchmarks.checks import assert_picture, assert_refused
 from tests.pool.ranks import ROOT, Ranks
 
 TINY = ["--model", "small_resnet", "--batch-size", "2", "--image-size", "32", "--steps", "1", "--rounds", "1"]
@@ -78,9 +78,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
         assert row["images_per_second_of_a_rank"] == pytest.approx(2 / row["median_seconds"])
     assert saved["not_measured"] == {SYNCHRONISED: "SyncBatchNorm layers only work with GPU modules"}
     assert as_table(rows) in done.stdout
-    with PIL.Image.open(f"{out}.png") as image:
-        assert image.format == "PNG"
-        assert min(image.size) > 300
+    assert_picture(f"{out}.png")
 
 
 @pytest.mark.parametrize(
@@ -94,14 +92,4 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_flags_that_cannot_be_measured_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["data_parallel", "zero"])
-def test_the_help_starts_neither_mpi_nor_torch(name: str) -> None:
-    program = f"import sys, benchmarks.{name}; print(sorted({{'mpi4py', 'torch', 'matplotlib'}} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert_refused(parse, flags, message, capsys)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import PIL.Image
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel import spatial
+from tests.benchmarks.checks import assert_picture, assert_refused
 from tests.pool.ranks import ROOT, Ranks
 
 KEYS = {
@@ -161,9 +161,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
         assert all(math.isfinite(number) and number > 0 for number in numbers.values()), numbers
         assert row["moved_bytes"] == 32 * 4 * 4 * MEASURES[row["measure"]].trips
         assert row["ratio"] == pytest.approx(row["microseconds"] / row["baseline_microseconds"])
-    with PIL.Image.open(f"{out}.png") as image:
-        assert image.format == "PNG"
-        assert min(image.size) > 300
+    assert_picture(f"{out}.png")
 
 
 @pytest.mark.parametrize(
@@ -182,13 +180,4 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_flags_that_cannot_be_measured_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_help_starts_neither_mpi_nor_torch() -> None:
-    program = "import sys, benchmarks.halo; print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert_refused(parse, flags, message, capsys)

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 
-from benchmarks.spatial import as_table, parse, summarise
+from benchmarks.spatial import as_table, summarise
 from benchmarks.turns import Contestant
+from tests.benchmarks.checks import assert_picture
 from tests.pool.ranks import ROOT
 
 MEBIBYTE = 2**20
@@ -69,9 +69,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     assert plain["images_per_second"] > 0
     assert halves["speed_ratio"] == pytest.approx(halves["images_per_second"] / plain["images_per_second"])
     assert halves["memory_ratio"] == pytest.approx(halves["peak_bytes"] / plain["peak_bytes"])
-    with PIL.Image.open(f"{out}.png") as image:
-        assert image.format == "PNG"
-        assert min(image.size) > 300
+    assert_picture(f"{out}.png")
 
 
 def test_a_benchmark_of_what_does_not_exist_ends_with_the_reason(tmp_path: Path) -> None:
@@ -83,10 +81,3 @@ def test_a_benchmark_of_what_does_not_exist_ends_with_the_reason(tmp_path: Path)
     assert "model 'resnet19' is unknown" in done.stderr
     assert "plain ended: exit code 1" in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_help_starts_neither_mpi_nor_torch() -> None:
-    assert parse([]).model == "resnet50"
-    program = "import sys, benchmarks.spatial; print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -20,6 +20,7 @@ from benchmarks.stages_charts import as_table
 from benchmarks.stages_options import Case, parse, plans, title
 from benchmarks.turns import Contestant
 from mpi4dl.parallel.plan import Plan
+from tests.benchmarks.checks import assert_refused
 from tests.pool.ranks import ROOT
 
 MEBIBYTE = 2**20
@@ -234,10 +235,7 @@ def test_the_measured_bubble_of_stages_that_sleep_is_near_the_simulated_one(tmp_
 def test_flags_that_cannot_be_measured_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused(parse, flags, message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +251,3 @@ def test_plans_that_cannot_be_are_refused(flags: list[str], message: str, capsys
         plans_that_fit(parse(flags))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_help_starts_neither_mpi_nor_torch() -> None:
-    program = "import sys, benchmarks.stages; print(sorted({'mpi4py', 'torch', 'matplotlib'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import PIL.Image
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from benchmarks.live import LiveTensors
 from benchmarks.zero import NAMES, PLAIN, as_table, count_bytes, parse, summarise
 from benchmarks.zero_variants import VARIANTS, Task
 from mpi4dl.comm import Communicator
+from tests.benchmarks.checks import assert_picture, assert_refused
 from tests.pool.ranks import ROOT, Ranks
 
 TURNS = [{PLAIN: 0.1, "ZeRO-3": ours, "FSDP2": 0.4, "ZeRO-1": 0.2} for ours in (0.1, 0.2, 0.8)]  # without ZeRO-1's peer
@@ -100,9 +100,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
         assert row["bytes_per_parameter"] == pytest.approx(expected, rel=0.1)
         assert row["median_seconds"] > 0
         assert row["over_plain"] == pytest.approx(row["median_seconds"] / rows[0]["median_seconds"])
-    with PIL.Image.open(f"{out}.png") as image:
-        assert image.format == "PNG"
-        assert min(image.size) > 200
+    assert_picture(f"{out}.png")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,4 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_flags_that_cannot_be_measured_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert_refused(parse, flags, message, capsys)
