@@ -45,6 +45,7 @@ class Task:
     engine_options: tuple[tuple[str, Any], ...] = ()
     balance: str | tuple[int, ...] = "auto"
     num_steps: int = NUM_STEPS
+    device: str = "cpu"
 
     def with_engine(self, **options: Any) -> "Task":
         return replace(self, engine_options=tuple(options.items()))
@@ -206,7 +207,7 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
     """Equal for equal bits."""
     digest = hashlib.sha256()
     for name, value in values.items():
-        digest.update(name.encode() + value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -215,10 +216,12 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     seed = comm.rank if own_values else 0
     if plan.num_stages > 1:
         image = (task.batch, 3, *task.size)
-        model = split(lambda: model_of(task), plan, comm, seed=seed, balance=task.balance, image=image)
+        model = split(
+            lambda: model_of(task), plan, comm, device=task.device, seed=seed, balance=task.balance, image=image
+        )
     else:
         torch.manual_seed(seed)
-        model = Held.whole(model_of(task), plan, comm)
+        model = Held.whole(model_of(task).to(task.device), plan, comm)
     if own_values:
         for value in model.buffers():
             value += comm.rank
