@@ -8,7 +8,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,31 +63,26 @@ def show(argv: Sequence[str]) -> None:
     timeline = None if config.shown.timeline is None else Path(config.shown.timeline)
     if timeline is not None:
         require_drawable(timeline)
-    found = look_ahead(config, training_flags(argv))
+    found = planned(config, training_flags(argv))
     print(found)
     if timeline is not None:
         draw(found, timeline)
 
 
-def look_ahead(config: PlanConfig, flags: Sequence[str]) -> "Overview":
+def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     """The overview of what `flags` would train, of which `config` was made."""
-    from mpi4dl.runtime.build import build_model, build_optimizer, build_plan, engine_options
-    from mpi4dl.runtime.overview import overview
-    from mpi4dl.runtime.precision import AUTOCAST
+    from mpi4dl.runtime.build import build_plan
+    from mpi4dl.runtime.dry_run import look_ahead
 
     plan = build_plan(config)
-    num_classes = config.model.num_classes or NUM_CLASSES
-    chosen = engine_options(config)
-    return overview(
-        config.model.model,
-        lambda: build_model(config, num_classes),
+    return look_ahead(
+        config,
         plan,
-        (config.data.batch_size, CHANNELS, *config.data.image_size),
+        config.model.num_classes or NUM_CLASSES,
+        CHANNELS,
         balance=config.parallel.balance,
         device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
         rank_gflops=config.shown.rank_gflops,
-        optimizer=partial(build_optimizer, config),
-        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
     )
 

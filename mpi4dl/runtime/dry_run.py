@@ -1,12 +1,15 @@
 """What training would take, said without training: parameters, activations, messages, the timeline."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from mpi4dl.parallel import spatial
-from mpi4dl.runtime.build import build_model, state_bytes
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.build import build_model, build_optimizer, engine_options
 from mpi4dl.runtime.config import Config
-from mpi4dl.runtime.overview import overview
+from mpi4dl.runtime.overview import Overview, overview
+from mpi4dl.runtime.precision import AUTOCAST
 
 
 def title(config: Config, engine: Any) -> str:
@@ -19,31 +22,28 @@ def title(config: Config, engine: Any) -> str:
     )
 
 
+def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> Overview:
+    """What training by this configuration would be; `options` are others of `overview`."""
+    chosen = engine_options(config)
+    return overview(
+        config.model.model,
+        lambda: build_model(config, num_classes),
+        plan,
+        (config.data.batch_size, channels, *config.data.image_size),
+        optimizer=partial(build_optimizer, config),
+        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        **options,
+    )
+
+
 def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
-    """What each operator of a model in one stage sends; or who holds which stage."""
-    shape = (config.data.batch_size, channels, *config.data.image_size)
-    yield title(config, engine)
-    yield from (
-        _by_operator(engine, shape) if engine.plan.num_stages == 1 else _by_stage(config, engine, num_classes, shape)
-    )
-
-
-def _by_operator(engine: Any, shape: tuple[int, int, int, int]) -> Iterator[str]:
-    """What each operator sends, and the memory of a rank."""
-    model = engine.held.modules_of[0]
-    found = spatial.explain(model.train(), shape, engine.held.parts[0, 0].grid)
-    weights, states = sum(p.nbytes for p in model.parameters()), state_bytes(engine.optimizer)
-    yield str(found)
-    yield (
-        f"memory of a rank: parameters {weights / 2**20:.1f} MiB, gradients {weights / 2**20:.1f} MiB, "
-        f"optimizer {states / 2**20:.1f} MiB, activations at most {found.saved_bytes / 2**20:.1f} MiB"
-    )
-
-
-def _by_stage(config: Config, engine: Any, num_classes: int, shape: tuple[int, int, int, int]) -> Iterator[str]:
-    """Who holds which stage and reads which images, and the timeline."""
+    """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
     held = engine.held
-    found = overview(
-        config.model.model, lambda: build_model(config, num_classes), held.plan, shape, balance=held.counts
-    )
-    yield from (*found.stages(), *found.images(), *found.ranks())
+    found = look_ahead(config, held.plan, num_classes, channels, balance=held.counts)
+    yield title(config, engine)
+    if engine.plan.num_stages == 1:
+        shape = (config.data.batch_size, channels, *config.data.image_size)
+        yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
+        yield from found.memory()
+    else:
+        yield from (*found.stages(), *found.images(), *found.memory(), *found.ranks())
