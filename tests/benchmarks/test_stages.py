@@ -205,6 +205,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
             assert min(image.size) > 200
 
 
+@pytest.mark.exhaustive
 def test_the_measured_bubble_of_stages_that_sleep_is_near_the_simulated_one(tmp_path: Path) -> None:
     out = tmp_path / "v1.5"
     done = run("--sleep", "--out", str(out))
