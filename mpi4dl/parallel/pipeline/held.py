@@ -98,30 +98,6 @@ class Held(nn.Module):
         """The state of this rank's stages, under the model's own names."""
         return {name: value for module in self.modules_of.values() for name, value in module.state_dict().items()}
 
-    def gather_state(self) -> dict[str, Tensor] | None:
-        """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
-        mine, keepers = self.own_state(), self._keepers()
-        if self.comm.rank != 0:
-            for name in keepers.get(self.comm.rank, ()):
-                self.comm.send(mine[name], 0)
-            return None
-        found = {name: mine[name].detach().cpu() for name in keepers[0]}
-        for rank, names in keepers.items():
-            for name in names if rank else ():
-                shape, dtype = self.shapes[name]
-                found[name] = self.comm.recv(torch.empty(shape, dtype=dtype), rank)
-        return {name: found[name] for name in self.shapes}
-
-    def _keepers(self) -> dict[int, list[str]]:
-        """Which rank sends which values of the model: the first that holds their stage."""
-        mine = {stage: list(module.state_dict()) for stage, module in self.modules_of.items()}
-        found: dict[int, list[str]] = {}
-        for rank, stages in enumerate(self.comm.all_gather_object(mine)):
-            for stage, names in stages.items():
-                if self.plan.ranks(0, stage)[0] == rank:
-                    found.setdefault(rank, []).extend(names)
-        return found
-
 
 def _ties(model: nn.Module) -> dict[str, str]:
     """Names of values that are the same tensor as one of another name: that name, the first in the alphabet."""
