@@ -2,7 +2,7 @@
 
     checkpoints = Checkpoints("runs/mine/checkpoints", comm)
     found = checkpoints.newest()
-    position = load(engine, found) if found else {"epoch": 0}
+    position = checkpoints.load(engine, found) if found else {"epoch": 0}
     ...
     checkpoints.save(engine, {"epoch": 1})      # now and then
     checkpoints.close()
