@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import gloo
 from benchmarks.report import pyplot, save_figure, save_json, settings, table
-from benchmarks.turns import Contestant, answer_turns, median, take_turns
+from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +60,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if dtype not in DTYPES:
             parser.error(f"--dtypes has {dtype!r}, but may only name {', '.join(DTYPES)}")
     return options
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def raw(comm: "Communicator") -> Sum:
@@ -144,8 +140,7 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    arguments = ["-m", "benchmarks.allreduce", *sys.argv[1:], "--worker"]
-    contestants = [Contestant(str(ranks), ranks, [*arguments, str(ranks)]) for ranks in numbers(options.ranks)]
+    contestants = on_ranks(options.ranks, ["-m", "benchmarks.allreduce", *sys.argv[1:], "--worker"])
     take_turns(contestants, options.rounds)
     results = summarise(contestants)
     print(as_tables(results))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import Step, burst_seconds, first_losses, gloo, must_agree
 from benchmarks.report import pyplot, save_figure, save_json, settings, table
-from benchmarks.turns import Contestant, answer_turns, median, take_turns
+from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
 
 if TYPE_CHECKING:
     import torch
@@ -64,10 +64,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if fewest < 1:
         parser.error(f"--ranks {options.ranks}: a job has 1 rank at least")
     return options
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 class Contests:
@@ -200,8 +196,7 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    arguments = ["-m", "benchmarks.data_parallel", *sys.argv[1:], "--worker"]
-    contestants = [Contestant(str(ranks), ranks, [*arguments, str(ranks)]) for ranks in numbers(options.ranks)]
+    contestants = on_ranks(options.ranks, ["-m", "benchmarks.data_parallel", *sys.argv[1:], "--worker"])
     take_turns(contestants, options.rounds)
     results, missing = summarise(contestants, options.batch_size), contestants[-1].answers[0]["missing"]
     threads = f"{options.threads} thread{'s' if options.threads > 1 else ''} a rank"

@@ -81,6 +81,16 @@ def on_grids(grids: str, arguments: list[str]) -> list[Contestant]:
     return [Contestant(grid, rows * cols, [*arguments, grid]) for grid, (rows, cols) in shapes.items()]
 
 
+def numbers(text: str) -> list[int]:
+    """Whole numbers such as 1,2,4. Raises ValueError for anything else."""
+    return [int(number) for number in text.split(",")]
+
+
+def on_ranks(ranks: str, arguments: list[str]) -> list[Contestant]:
+    """A contestant for each of these numbers of ranks, such as 1,2: told its number as last argument."""
+    return [Contestant(str(number), number, [*arguments, str(number)]) for number in numbers(ranks)]
+
+
 def take_turns(contestants: list[Contestant], rounds: int) -> None:
     """One turn to warm up, which is not counted, then `rounds` turns each, one after the other."""
     try:

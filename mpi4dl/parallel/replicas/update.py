@@ -41,7 +41,7 @@ def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) 
 
 
 class Update:
-    """Steps of `optimizer`, whose parameters it replaces by pieces: one list of them for each bucket, or None for all.
+    """Steps of `optimizer`, whose parameters it replaces by pieces, one list of them for each bucket.
 
     `pieces[number]` are those of a bucket of `parameters`; a parameter that is its own piece stays where it is.
     """
