@@ -17,19 +17,17 @@ Step = Callable[[], float]
 @contextmanager
 def gloo(comm: "Communicator") -> Iterator[None]:
     """Within this context torch.distributed knows the same ranks, over gloo. Collective."""
-    import tempfile
-
     import torch.distributed
 
-    with tempfile.TemporaryDirectory(prefix="gloo", ignore_cleanup_errors=True) as own:
-        folder = comm.broadcast_object(own)
-        store = torch.distributed.FileStore(f"{folder}/store", comm.size)
-        torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-        try:
-            yield
-        finally:
-            comm.barrier()
-            torch.distributed.destroy_process_group()
+    from mpi4dl.comm.backend.rendezvous import shared_store
+
+    store = shared_store(comm)
+    torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    try:
+        yield
+    finally:
+        comm.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def first_losses(comm: "Communicator", step: Step, num_steps: int) -> list[float]:

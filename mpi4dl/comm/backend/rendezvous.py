@@ -42,7 +42,7 @@ def _meet(url: str) -> Iterator[tuple[dist.Store, int, int]]:
     comm = world()
     asked = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
     _check_place(comm, asked.get("rank", comm.rank), asked.get("world_size", comm.size))
-    yield _shared_store(comm), comm.rank, comm.size
+    yield shared_store(comm), comm.rank, comm.size
 
 
 def _check_place(comm: Communicator, rank: int, size: int) -> None:
@@ -80,7 +80,7 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     return MpiGroup(collectives, messages, options.timeout, options.store)
 
 
-def _shared_store(comm: Communicator) -> dist.Store:
+def shared_store(comm: Communicator) -> dist.Store:
     """Keys and values that all ranks share, kept by rank 0, which tells the others through MPI where.
 
     Our groups do not need it, but groups of other backends and `new_group(use_local_synchronization=True)` do. So
