@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import Layout
 
 # Attributes that give a parameter's values; all others only look at its shape and the like.
-VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
+DATA, DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")) | {DATA}
 KEPT = 2  # buckets that stay after their use: a layer's weight and bias may lie in two
 
 
@@ -36,6 +37,8 @@ class Gatherer:
         self._parts: list[Tensor] = []
         self._absent: dict[int, Tensor] = {}  # by parameter
         self._whole: dict[int, Tensor] = {}  # by bucket, the one used last at the end
+        self._versions: dict[int, int] = {}
+        self._exposed: set[int] = set()
         self._addresses: dict[int, int] = {}
         self._ahead: tuple[int, Tensor, Pending] | None = None
         self._next: dict[tuple[int | None, int], int] = {}
@@ -98,9 +101,33 @@ class Gatherer:
         self._whole[number] = flat
         self._addresses[flat.untyped_storage().data_ptr()] = number
         self._point(number, flat)
+        self._versions[number] = self._version(number)
+
+    def expose(self, number: int) -> None:
+        """This bucket's values are given away where PyTorch does not count changes in place."""
+        self._exposed.add(number)
+
+    def refuse(self, number: int) -> None:
+        shapes = ", ".join(str(tuple(self.parameters[i].shape)) for i in self.layout.buckets[number].members)
+        raise Refusal(
+            f"a parameter was changed while the model ran (one of shape {shapes}), but with ZeRO 3 ranks keep "
+            "their parts of parameters alone, which such a change does not reach: train with ZeRO 2 or less"
+        )
+
+    def _version(self, number: int) -> int:
+        return sum(self.parameters[i]._version for i in self.layout.buckets[number].members)
+
+    def _is_changed(self, number: int, flat: Tensor) -> bool:
+        if self._version(number) != self._versions[number]:
+            return True
+        own, part = flat[self.layout.own(number)], self._parts[number]
+        return number in self._exposed and not torch.equal(own.view(torch.uint8), part.view(torch.uint8))
 
     def _free(self, number: int) -> None:
         flat = self._whole.pop(number)
+        if self._is_changed(number, flat):
+            self.refuse(number)
+        self._exposed.discard(number)
         self._addresses.pop(flat.untyped_storage().data_ptr(), None)  # buckets of no elements share an address
         for i in self.layout.buckets[number].members:
             self.parameters[i].data = self._absent[i]
@@ -136,8 +163,9 @@ class Gatherer:
         if isinstance(packed, Tensor):
             return packed
         number, size, stride, offset = packed
-        self.need([number])
-        return self._whole[number].as_strided(size, stride, offset)
+        with torch._C.DisableTorchFunction():  # what is done to parameters here is not the model's doing
+            self.need([number])
+            return self._whole[number].as_strided(size, stride, offset)
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
@@ -163,4 +191,8 @@ class _Watch(TorchFunctionMode):
             found = [known[id(a)] for a in _leaves((args, tuple((kwargs or {}).values()))) if id(a) in known]
             if found:
                 self._gatherer.need(found)
+                if function == DATA:
+                    self._gatherer.expose(found[0])
+                elif function == DATA_SET:
+                    self._gatherer.refuse(found[0])
         return function(*args, **(kwargs or {}))

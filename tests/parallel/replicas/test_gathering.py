@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.gathering import KEPT, Gatherer
 from mpi4dl.parallel.replicas.group import ReplicaGroup
 from mpi4dl.parallel.replicas.offload import Device
@@ -193,3 +193,56 @@ def normalized() -> nn.Module:
 @pytest.mark.parametrize("make", [recurrent, normalized], ids=lambda make: make.__name__)
 def test_modules_whose_weights_are_lists_or_computed(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     ranks(2).run(train, make, 40)
+
+
+class Changing(nn.Linear):
+    """Changes its weight in forward, in one of the ways in which models do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4, bias=False, dtype=F64)
+        self.way = way
+
+    @torch.no_grad()
+    def change(self) -> None:
+        if self.way == "method":
+            self.weight.clamp_(-0.01, 0.01)
+        elif self.way == "part":
+            self.weight[1:, 0].zero_()
+        elif self.way == "data":
+            self.weight.data.clamp_(-0.01, 0.01)
+        elif self.way == "assigned":
+            self.weight.data = self.weight.data / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change()
+        return super().forward(x)
+
+
+def change(comm: Communicator, way: str) -> str:
+    gatherer = gatherer_of(nn.Sequential(model := Changing(way)), comm)
+    try:
+        with gatherer.there_when_needed():
+            model(torch.ones(2, 4, dtype=F64))
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["method", "part", "data", "assigned"])
+def test_a_change_in_place_which_would_be_lost_is_refused(ranks: Ranks, way: str) -> None:
+    for message in ranks(2).run(change, way):
+        assert "a parameter was changed while the model ran (one of shape (4, 4))" in message
+        assert "ZeRO 2 or less" in message
+
+
+def look(comm: Communicator) -> float:
+    torch.manual_seed(0)
+    model = chain()
+    gatherer = gatherer_of(model, comm)
+    with gatherer.there_when_needed():
+        return max(float(p.data.abs().max()) for p in model.parameters())
+
+
+def test_looking_at_the_values_is_no_change(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    assert ranks(2).run(look) == [max(float(p.detach().abs().max()) for p in chain().parameters())] * 2
