@@ -4,7 +4,7 @@ values alive before the first atom -> stage -> values alive after the last atom
 the model's inputs                 -> first stage           last stage -> the model's output
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -95,41 +95,26 @@ class Stage(nn.Module):
         )
 
 
-def _adopt(stage: nn.Module, model: nn.Module, paths: Iterable[str]) -> None:
-    """Give `stage` the model's modules, parameters and buffers of these paths, in the model's own order."""
-    wanted = set(paths)
-    whole: list[str] = []
-    for path, module in model.named_modules():
-        if any(path.startswith(f"{above}.") for above in whole[-1:]):
-            continue
-        if path in wanted:
-            above, _, name = path.rpartition(".")
-            _folder(stage, model, above).add_module(name, module)
-            whole.append(path)
-            continue
-        prefix = f"{path}." if path else ""
-        own = [*module._parameters, *module._buffers, *(n for n, v in vars(module).items() if isinstance(v, Tensor))]
-        for name in own:
-            if prefix + name not in wanted:
-                continue
-            folder, value = _folder(stage, model, path), getattr(module, name)
-            if name in module._parameters:
-                folder.register_parameter(name, value)
-            elif name in module._buffers:
-                folder.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+def _adopt(folder: nn.Module, original: nn.Module, wanted: Collection[str], prefix: str = "") -> None:
+    """Give `folder` those of `original`'s modules, parameters and buffers whose paths, behind `prefix`, are wanted."""
+    for name, parameter in original._parameters.items():
+        if prefix + name in wanted:
+            folder.register_parameter(name, parameter)
+    for name, buffer in original._buffers.items():
+        if prefix + name in wanted:
+            folder.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
+    for name, value in vars(original).items():
+        if isinstance(value, Tensor) and prefix + name in wanted:
+            setattr(folder, name, value)
+    paths = {path[len(prefix) :].partition(".")[0] for path in wanted if path.startswith(prefix)}
+    for name, module in original._modules.items():
+        if module is not None and name in paths:
+            if prefix + name in wanted:
+                folder.add_module(name, module)
             else:
-                setattr(folder, name, value)
-
-
-def _folder(stage: nn.Module, model: nn.Module, path: str) -> nn.Module:
-    """The stage's module at that path, which only holds others, made where there is none yet."""
-    folder, original = stage, model
-    for name in path.split(".") if path else ():
-        original = original.get_submodule(name)
-        if name not in folder._modules:
-            folder.add_module(name, nn.Module().train(original.training))
-        folder = folder.get_submodule(name)
-    return folder
+                inner = nn.Module().train(module.training)
+                folder.add_module(name, inner)
+                _adopt(inner, module, wanted, f"{prefix}{name}.")
 
 
 class _Enter(torch.autograd.Function):
