@@ -259,8 +259,9 @@ class Run:
             epoch = self.epoch + 1
             last = self.finished or epoch == epochs
             validated = every is not None and (epoch % every == 0 or last)
-            if validated:
-                self.validate(epoch)
+            if validated and not self.validate(epoch):
+                self.pause()
+                return
             self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
             self.epoch, self.batch = epoch, 0
             if not last and self.asked_to_stop():
@@ -349,14 +350,31 @@ class Run:
         signal = self.signals.caught or "a signal"
         self.say(f"stopped by {signal} at step {self.engine.num_steps} of {self.num_steps}; go on with: {command}")
 
-    def validate(self, epoch: int) -> None:
+    def validate(self, epoch: int) -> bool:
+        """Measure the model on the validation images. If a signal comes, it is as if this had not begun: False."""
+        from mpi4dl.runtime.checkpoint.randomness import random_state, set_random_state
         from mpi4dl.runtime.report import ValidationReport
 
-        batches = ((b.tiles, b.labels, divided) for _, b, divided in self.batches(self.validation, 0, training=False))
-        self.evaluation = self.engine.evaluate(batches, self.size)
+        executor, stopped = self.engine.executor, False
+        before = random_state(), executor.num_runs
+
+        def until_stopped() -> Iterator[tuple[Any, ...]]:
+            nonlocal stopped
+            for _, batch, microbatches in self.batches(self.validation, 0, training=False):
+                stopped = self.asked_to_stop()
+                if stopped:
+                    return
+                yield batch.tiles, batch.labels, microbatches
+
+        found = self.engine.evaluate(until_stopped(), self.size)
+        if stopped:
+            set_random_state(before[0])
+            executor.num_runs = before[1]
+            return False
+        self.evaluation = found
         if self.reporter is not None:
-            found = self.evaluation
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, found.accuracy or 0.0))
+        return True
 
     def show_samples(self, tiles: Sequence["Tensor"], first: Any) -> None:
         """A few images of the first microbatch, small, for TensorBoard."""

@@ -1,7 +1,8 @@
-"""What all tests share: one thread of PyTorch per process, and the pool of MPI ranks."""
+"""What all tests share: one thread of PyTorch per process, the pool of MPI ranks, and a run to compare others with."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +16,14 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run of tests.interrupted that went from its beginning to its end."""
+    from mpi4dl.train import train
+    from tests.interrupted import flags_of
+
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    ranks(2).run(train, flags_of(folder))
+    return folder

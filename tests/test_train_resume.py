@@ -1,45 +1,38 @@
-"""mpi4dl.train: a run that was killed, stopped or refused goes on, and ends as if nothing had happened."""
+"""mpi4dl.train: a run that was killed, or could not write, goes on, and ends as if nothing had happened."""
 
-import os
 import random
 import re
-import shlex
 import shutil
 from pathlib import Path
-from signal import SIGTERM, SIGUSR1, Signals
-from typing import Any
 
 import pytest
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.engine import Engine, StepResult
 from mpi4dl.runtime.build import build_plan
 from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
 from tests.commands import read_metrics, refusal
+from tests.interrupted import WEIGHTS, assert_the_same_run, flags_of
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 
-RUN = (
-    "--model small_resnet --model-options num_filters=4 --image-size 20 --batch-size 4 --num-samples 20 --epochs 3 "
-    "--num-workers 1 --log-interval 2 --optimizer AdamW --jitter 0.2 --random-crop --no-tensorboard "
-    "--scheduler OneCycleLR --scheduler-options max_lr=0.01,total_steps=20"
-).split()
-PLAN = ("--tiles", "1x2")
-NUM_STEPS = 15  # 5 in each of 3 epochs
-WEIGHTS = "model.safetensors"
-SLOW = """
-import time
+BETWEEN_SAVES = """
+import os, signal, sys, time
+from pathlib import Path
 from mpi4dl import engine, train
 
-step = engine.Engine.step
+rank, step = int(sys.argv.pop()), engine.Engine.step
+saved = Path(sys.argv[sys.argv.index("--run-folder") + 1], "checkpoints", "step-00000008")
 
-def slow(self, *arguments):
-    time.sleep(0.1)
+def tenth_is_fatal(self, *arguments):
+    if self.num_steps == 9 and self.comm.rank == rank:
+        while not saved.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
     return step(self, *arguments)
 
-engine.Engine.step = slow
+engine.Engine.step = tenth_is_fatal
 train.main()
 """
 KILLED = """
@@ -69,45 +62,29 @@ else:
 train.main()
 """
 FULL = """
-import resource, signal, time
+import resource, signal, threading
 from mpi4dl import engine, train
 from mpi4dl.runtime.checkpoint import writer
 
-write, step = writer.Writing._write_part, engine.Engine.step
-
-def slow(self, *arguments):
-    time.sleep(0.1)
-    return step(self, *arguments)
+write, step, ended = writer.Writing._run, engine.Engine.step, threading.Event()
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY))
     write(self)
+    if self.job.step == 9:
+        ended.set()
+
+def tenth_waits(self, *arguments):
+    if self.num_steps == 9 and self.comm.rank == 1:
+        ended.wait(30)
+    return step(self, *arguments)
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-engine.Engine.step = slow
-writer.Writing._write_part = limited
+engine.Engine.step = tenth_waits
+writer.Writing._run = limited
 train.main()
 """
-
-
-def flags_of(folder: Path, *more: str, plan: tuple[str, ...] = PLAN) -> list[str]:
-    return [*RUN, *plan, "--run-folder", str(folder), *more]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    ranks(2).run(train, flags_of(folder))
-    return folder
-
-
-def assert_the_same_run(folder: Path, expected: Path) -> None:
-    """The weights to the last bit, and each report once."""
-    assert (folder / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
-    wanted = ("phase", "step", "epoch", "loss", "accuracy")
-    one, other = ([{name: m.get(name) for name in wanted} for m in read_metrics(run)] for run in (folder, expected))
-    assert one == other
 
 
 def test_a_run_saves_after_every_epoch_and_keeps_the_newest(uninterrupted: Path) -> None:
@@ -137,15 +114,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, rank: int
 ) -> None:
     """Between two saves, with steps that were reported but not saved."""
-    action = SLOW.replace(
-        "time.sleep(0.1)",
-        f"""if self.num_steps == 9 and self.comm.rank == {rank}:
-        import os, signal
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)""",
-    )
     flags = flags_of(tmp_path / "run", "--save-every", "4", "--log-interval", "2")
-    job = mpirun(2, "-c", action, *flags)
+    job = mpirun(2, "-c", BETWEEN_SAVES, *flags, str(rank))
     assert job.code != 0
     assert [m["step"] for m in read_metrics(tmp_path / "run")][-1] == 8
     assert checkpoints_in(tmp_path / "run" / "checkpoints")[0].name == "step-00000008"
@@ -194,47 +164,6 @@ def test_a_run_may_be_killed_at_any_moment_of_a_save(
     print(f"rank {rank} was killed at number {moment} of its {during}: {left}")
 
 
-def signalled(comm: Communicator, flags: list[str]) -> int:
-    """Train on ranks of which the last one gets a signal at its sixth step: after how many steps they stop."""
-    steps: list[StepResult] = []
-    step = Engine.step
-
-    def sixth_is_signalled(engine: Engine, *arguments: Any) -> StepResult:
-        if len(steps) == 5 and comm.rank == comm.size - 1:
-            os.kill(os.getpid(), SIGUSR1)
-        steps.append(step(engine, *arguments))
-        return steps[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "step", sixth_is_signalled)
-        train(comm, flags)
-    return len(steps)
-
-
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
-    flags = flags_of(tmp_path / "run", "--save-every", "none")
-    assert ranks(2).run(signalled, flags) == [6, 6]
-    assert [path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
-    ranks(2).run(train, [*flags, "--resume", "auto"])
-    assert_the_same_run(tmp_path / "run", uninterrupted)
-
-
-@pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGUSR1, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
-    ranks: Ranks, uninterrupted: Path, tmp_path: Path, number: Signals
-) -> None:
-    job = mpirun(2, "-c", SLOW, *flags_of(tmp_path / "run"), sends=("step 6 ", number))
-    assert (job.code, job.stderr) == (0, "")
-    last = job.stdout.splitlines()[-1]
-    said = re.fullmatch(rf"stopped by {number.name} at step (\d+) of 15; go on with: mpirun -n 2 python -m (.*)", last)
-    assert said is not None, last
-    assert 6 <= int(said[1]) < NUM_STEPS
-    assert checkpoints_in(tmp_path / "run" / "checkpoints")[0].name == f"step-{int(said[1]):08d}"
-    assert not (tmp_path / "run" / WEIGHTS).exists()
-    ranks(2).run(train, shlex.split(said[2])[1:])
-    assert_the_same_run(tmp_path / "run", uninterrupted)
-
-
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
     job = mpirun(2, "-c", FULL, *flags_of(tmp_path / "run", "--save-every", "3"))
     folder = tmp_path / "run" / "checkpoints"
@@ -243,7 +172,7 @@ def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(ranks: Ranks, uninte
         "newest one, from which --resume goes on once there is room"
     )
     assert [path.name for path in checkpoints_in(folder)] == ["step-00000006", "step-00000003"]
-    assert read_metrics(tmp_path / "run")[-1]["step"] < 12, "it went on up to the next save"
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 10, "it went on up to the next save"
     ranks(2).run(train, flags_of(tmp_path / "run", "--save-every", "3", "--resume", "auto"))
     assert_the_same_run(tmp_path / "run", uninterrupted)
 
