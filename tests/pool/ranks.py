@@ -205,7 +205,7 @@ class Ranks:
 
     def stop(self) -> None:
         for pool in self.pools.values():
-            pool.stop()
+            pool.stop(kill=True)
 
 
 class Team:

@@ -147,7 +147,7 @@ def choose_counts(
     image: tuple[int, int, int, int],
     device: torch.device | str = "cpu",
 ) -> tuple[int, ...]:
-    """How many atoms each stage gets, the same on all ranks. Collective if `balance` is "time"."""
+    """How many atoms each stage gets, the same on all ranks of `comm`. Collective."""
     if not isinstance(balance, str):
         return costs.by_hand(cuttable, balance, plan.num_stages)
     if balance not in BALANCES:
@@ -167,15 +167,25 @@ def atom_costs(
     image: tuple[int, int, int, int],
     device: torch.device | str = "cpu",
 ) -> list[float]:
-    """What each atom costs, by `balance`. Seconds are measured on rank 0, on images of at most 256 px a side."""
+    """What each atom costs, by `balance`: found by rank 0, and told to the others of `comm`. Collective.
+
+    Seconds are measured on images of at most 256 px a side.
+    """
+    if comm is None:
+        return _atom_costs(cuttable, balance, image, device)
+    with comm.together():
+        found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
+    costs_of_atoms: list[float] = comm.broadcast_object(found)
+    return costs_of_atoms
+
+
+def _atom_costs(
+    cuttable: Cuttable, balance: str, image: tuple[int, int, int, int], device: torch.device | str
+) -> list[float]:
     dtype = next((p.dtype for p in cuttable.model.parameters()), torch.float32)
-    if balance == "memory":
-        return costs.count_bytes(cuttable, torch.empty(image, dtype=dtype, device="meta"))
-    if balance != "time":
-        return costs.count_flops(cuttable, torch.empty(image, dtype=dtype, device="meta"))
-    seconds: Any = None
-    if comm is None or comm.rank == 0:
+    if balance == "time":
         n, channels, height, width = image
         small = torch.rand(n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX), dtype=dtype)
-        seconds = costs.measure_seconds(cuttable, small, device=device)
-    return seconds if comm is None else comm.broadcast_object(seconds)
+        return costs.measure_seconds(cuttable, small, device=device)
+    count = costs.count_bytes if balance == "memory" else costs.count_flops
+    return count(cuttable, torch.empty(image, dtype=dtype, device="meta"))
