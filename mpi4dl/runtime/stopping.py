@@ -8,7 +8,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context."""
+    """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context.
+
+    Once there was one, both are ignored from the end of the context on: who has stopped as asked is about to leave, and
+    must not be killed on the way by a sender who asks again.
+    """
 
     def __init__(self) -> None:
         self.caught: str | None = None
@@ -24,5 +28,5 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self.caught else signal.SIG_DFL if before is None else before)

@@ -6,7 +6,6 @@ optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,7 @@
 """Unmodified models on tiles: loss, every gradient and every buffer of a training step are plain PyTorch's."""
 
 import copy
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from tests.pool.ranks import Ranks
 
 NUM_CLASSES = 10
 SIZE = (97, 131)
-GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
+GRIDS = [(2, 2), (1, 4), (4, 1), (1, 2), (2, 1)]
+SLOW = ("resnet50", "densenet121", "convnext_tiny", "fcn_resnet50")
 SECONDS = 180.0
 
 # Dropout and stochastic depth off: elsewhere tests hold what they do.
@@ -135,8 +137,15 @@ def check(ranks: Ranks, name: str, size: tuple[int, int], grid: tuple[int, int],
     assert found[0] == []
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
-@pytest.mark.parametrize("name", OPTIONS)
+def everywhere() -> Iterator[Any]:
+    """Every model on every grid; the slow ones always on the larger grids."""
+    for name in OPTIONS:
+        for i, (rows, cols) in enumerate(GRIDS):
+            marks = [pytest.mark.exhaustive] if name in SLOW and i > 2 else []
+            yield pytest.param(name, (rows, cols), marks=marks, id=f"{name}-{rows}x{cols}")
+
+
+@pytest.mark.parametrize(("name", "grid"), [*everywhere()])
 def test_a_training_step_on_tiles_is_that_on_the_whole_image(ranks: Ranks, name: str, grid: tuple[int, int]) -> None:
     check(ranks, name, SIZE, grid)
 
