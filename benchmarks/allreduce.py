@@ -14,13 +14,13 @@ of it, burst by burst; a burst takes as long as on its slowest rank.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bursts import gloo
-from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.bursts import burst_seconds, gloo
+from benchmarks.report import publish, pyplot, table
 from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
 
 if TYPE_CHECKING:
@@ -109,15 +109,6 @@ def worker(options: argparse.Namespace) -> None:
     comm = world()
     comm.node.share_cores()
 
-    def burst(run: Sum, flat: "torch.Tensor", iterations: int) -> float:
-        run(flat)
-        comm.barrier()
-        began = time.perf_counter()
-        for _ in range(iterations):
-            run(flat)
-        each = torch.tensor((time.perf_counter() - began) / iterations, dtype=torch.float64)
-        return float(comm.all_reduce(each, "max")) * 1e6
-
     def turn() -> dict[str, Any]:
         answer: dict[str, Any] = {}
         for dtype in options.dtypes.split(","):
@@ -126,7 +117,10 @@ def worker(options: argparse.Namespace) -> None:
                 flat = torch.zeros(size << 10, dtype=torch.uint8).view(getattr(torch, dtype))
                 iterations = max(1, min(options.iterations, BURST_BYTES // flat.nbytes))
                 who = {name: run for name, run in sums.items() if name != RAW or dtype == "float32"}
-                times = {name: burst(run, flat, iterations) for name, run in who.items()}
+                times = {
+                    name: 1e6 * burst_seconds(comm, partial(run, flat), iterations, flat.device)
+                    for name, run in who.items()
+                }
                 answer[dtype][str(size)] = {**times, "algorithm": algorithm(flat)}
         return answer
 
@@ -144,9 +138,7 @@ def main() -> None:
     take_turns(contestants, options.rounds)
     results = summarise(contestants)
     print(as_tables(results))
-    save_json(Path(f"{options.out}.json"), {"settings": settings(options), "measurements": results})
-    plot(results, Path(f"{options.out}.png"))
-    print(f"saved {options.out}.json and {options.out}.png")
+    publish(options, {"measurements": results}, plot(results))
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
@@ -197,7 +189,7 @@ def as_tables(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]]) -> Any:
     """Microseconds over the size of the buffer: a panel per number of ranks and dtype."""
     plots = pyplot()
     by_group = groups(results)
@@ -218,7 +210,6 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(sizes, [f"{kb} KB" if kb < 1024 else f"{kb // 1024} MB" for kb in sizes], rotation=45)
         axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.grid(color="0.9")
-        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[:, 0]:
         axis.set_ylabel("microseconds")
     for axis in axes[-1]:
@@ -226,7 +217,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     shown = [lines[name] for name in NAMES if name in lines]
     figure.suptitle("all-reduce: medians of interleaved bursts\n", x=0.02, horizontalalignment="left", fontsize=11)
     figure.legend(handles=shown, ncols=len(shown), loc="upper center", bbox_to_anchor=(0.5, 0.965), frameon=False)
-    save_figure(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def must_agree(
     comm.agree(wrong)
 
 
-def burst_seconds(comm: "Communicator", step: Step, num_steps: int, device: "torch.device") -> float:
+def burst_seconds(comm: "Communicator", step: Callable[[], object], num_steps: int, device: "torch.device") -> float:
     """Seconds a step on the slowest rank, after one that is not counted. Collective."""
     import torch
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import Step, burst_seconds, first_losses, gloo, must_agree
-from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.report import between, error_bars, publish, pyplot, spread, table
 from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
 
 if TYPE_CHECKING:
@@ -206,10 +206,7 @@ def main() -> None:
     print(f"{title}\n{as_table(results)}")
     for name, reason in missing.items():
         print(f"{name}: not measured: {reason}")
-    what = {"settings": settings(options), "not_measured": missing, "contestants": results}
-    save_json(Path(f"{options.out}.json"), what)
-    plot(results, title, Path(f"{options.out}.png"))
-    print(f"saved {options.out}.json and {options.out}.png")
+    publish(options, {"not_measured": missing, "contestants": results}, plot(results, title))
 
 
 def summarise(contestants: list[Contestant], batch_size: int) -> list[dict[str, Any]]:
@@ -227,9 +224,7 @@ def summarise(contestants: list[Contestant], batch_size: int) -> list[dict[str, 
                     "images_per_second_of_a_rank": statistics.mean(speeds),
                     "spread": DEVIATIONS * statistics.pstdev(speeds),
                     "median_seconds": median([turn[name] for turn in turns]),
-                    "speed_over_ddp": median(over_ddp),
-                    "speed_over_ddp_min": min(over_ddp),
-                    "speed_over_ddp_max": max(over_ddp),
+                    **spread("speed_over_ddp", over_ddp),
                 }
             )
     return results
@@ -238,22 +233,22 @@ def summarise(contestants: list[Contestant], batch_size: int) -> list[dict[str, 
 def as_table(results: list[dict[str, Any]]) -> str:
     rows = [("", "ranks", "images/s of a rank", "images/s in all", "median step ms", "over DDP", "(min-max)")]
     for r in results:
-        speed, spread = r["images_per_second_of_a_rank"], r["spread"]
+        speed, deviation = r["images_per_second_of_a_rank"], r["spread"]
         rows.append(
             (
                 r["name"],
                 str(r["ranks"]),
-                f"{speed:.1f} +- {spread:.1f}",
-                f"{speed * r['ranks']:.1f} +- {spread * r['ranks']:.1f}",
+                f"{speed:.1f} +- {deviation:.1f}",
+                f"{speed * r['ranks']:.1f} +- {deviation * r['ranks']:.1f}",
                 f"{1e3 * r['median_seconds']:.0f}",
                 f"{r['speed_over_ddp']:.2f}",
-                f"({r['speed_over_ddp_min']:.2f}-{r['speed_over_ddp_max']:.2f})",
+                between(r, "speed_over_ddp"),
             )
         )
     return table(rows)
 
 
-def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], title: str) -> Any:
     """Images/s of all ranks, and over DDP's on as many ranks: a bar for each contestant, a group for each job."""
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True)
     ranks = [r["ranks"] for r in results]
@@ -268,8 +263,7 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     axes[0].barh(places, speeds, xerr=spreads, **style)
     axes[0].set_xlabel("images/s of all ranks (mean, 1.96 deviations)")
     over = [r["speed_over_ddp"] for r in results]
-    ends = [[abs(r[f"speed_over_ddp_{end}"] - r["speed_over_ddp"]) for r in results] for end in ("min", "max")]
-    axes[1].barh(places, over, xerr=ends, **style)
+    axes[1].barh(places, over, xerr=error_bars(results, "speed_over_ddp"), **style)
     axes[1].axvline(1.0, color="0.3", linewidth=0.8, linestyle="--")
     axes[1].set_xlabel("images/s over DDP's (median of turns, min-max)")
     ends_of_all = [[v + s for v, s in zip(speeds, spreads, strict=True)], [r["speed_over_ddp_max"] for r in results]]
@@ -277,11 +271,10 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_xlim(0, 1.2 * max(tips))
         for place, value, tip in zip(places, values, tips, strict=True):
             axis.text(tip, place, f"  {value:.{digits}f}", verticalalignment="center")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(places, names)
     axes[0].invert_yaxis()
     figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ burst by burst; a burst takes as long as on its slowest rank.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.bursts import burst_seconds
+from benchmarks.report import between, publish, pyplot, spread, table
 from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, take_turns
 
 if TYPE_CHECKING:
@@ -271,17 +271,7 @@ def worker(options: argparse.Namespace) -> None:
     comm.node.share_cores()
     grid = spatial.Grid(comm, *grid_shape(options.worker))
     by_size = {size: contests(options, size, grid) for size in sizes_of(options)}
-
-    def burst(work: Work, iterations: int) -> float:
-        work()
-        comm.barrier()
-        began = time.perf_counter()
-        for _ in range(iterations):
-            work()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        each = torch.tensor((time.perf_counter() - began) / iterations, dtype=torch.float64)
-        return float(comm.all_reduce(each, "max")) * 1e6
+    device = torch.device(options.device)
 
     def turn() -> dict[str, Any]:
         answer: dict[str, Any] = {}
@@ -290,7 +280,7 @@ def worker(options: argparse.Namespace) -> None:
             answer[str(size)] = {"sent_bytes": int(most)}
             for name, pair in pairs.items():
                 count = options.convolutions if name == CONVOLUTION else options.iterations
-                answer[str(size)][name] = [burst(work, count) for work in pair]
+                answer[str(size)][name] = [1e6 * burst_seconds(comm, work, count, device) for work in pair]
         return answer
 
     answer_turns(turn, comm)
@@ -309,9 +299,7 @@ def main() -> None:
     )
     print(title)
     print(as_tables(results))
-    save_json(Path(f"{options.out}.json"), {"settings": settings(options), "measurements": results})
-    plot(results, title, Path(f"{options.out}.png"))
-    print(f"saved {options.out}.json and {options.out}.png")
+    publish(options, {"measurements": results}, plot(results, title))
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
@@ -332,9 +320,7 @@ def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
                     "moved_bytes": moved_bytes,
                     "microseconds": ours,
                     "baseline_microseconds": other,
-                    "ratio": median(quotients),
-                    "ratio_min": min(quotients),
-                    "ratio_max": max(quotients),
+                    **spread("ratio", quotients),
                     "difference_microseconds": median([a - b for a, b in pairs]),
                 }
                 if name != CONVOLUTION:
@@ -355,7 +341,7 @@ def as_tables(results: list[dict[str, Any]]) -> str:
             if r["measure"] == name:
                 row = [f"{r['grid']} {r['size_px']} px", f"{r['moved_bytes'] / 1e3:.1f}"]
                 row += [f"{r['microseconds']:.0f}", f"{r['baseline_microseconds']:.0f}", f"{r['ratio']:.2f}"]
-                row.append(f"({r['ratio_min']:.2f}-{r['ratio_max']:.2f})")
+                row.append(between(r, "ratio"))
                 if timed:
                     row += [f"{r['megabytes_per_second']:.0f}", f"{r['baseline_megabytes_per_second']:.0f}"]
                 else:
@@ -365,7 +351,7 @@ def as_tables(results: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], title: str) -> Any:
     """Microseconds over the size of the image: a panel per measure, a colour per grid, solid for ours."""
     plots = pyplot()
     figure, axes = plots.subplots(2, 2, figsize=(9, 7.5), sharex=True)
@@ -385,7 +371,6 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.yaxis.set_minor_locator(plots.NullLocator())
         axis.grid(color="0.9")
-        axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[:, 0]:
         axis.set_ylabel("microseconds")
     for axis in axes[-1]:
@@ -393,7 +378,7 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     colors = [plots.Line2D([], [], color=f"C{number}", label=grid) for number, grid in enumerate(grids)]
     figure.legend(handles=colors, ncols=len(grids), loc="upper right", frameon=False)
     figure.suptitle(title, x=0.02, horizontalalignment="left", fontsize=11)
-    save_figure(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

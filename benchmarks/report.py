@@ -1,9 +1,10 @@
-"""Results of a benchmark as a table, as JSON with what they were measured on, and as a plot."""
+"""Results of a benchmark: medians with their spread, a table, JSON with what they were measured on, and a plot."""
 
 import argparse
 import json
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,21 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median of what was found in the turns as `name`, and the ends as `name`_min and `name`_max."""
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def between(row: dict[str, Any], name: str) -> str:
+    """The ends of a spread, for a table."""
+    return f"({row[f'{name}_min']:.2f}-{row[f'{name}_max']:.2f})"
+
+
+def error_bars(rows: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
+    """How far the ends of spreads are from their medians, as matplotlib wants it."""
+    return [[abs(row[f"{name}_{end}"] - row[name]) for row in rows] for end in ("min", "max")]
 
 
 def environment() -> dict[str, Any]:
@@ -44,12 +60,13 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing to files alone."""
+    """matplotlib.pyplot, drawing to files alone, without frames around the plots."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     return pyplot
 
 
@@ -57,3 +74,10 @@ def save_figure(figure: Any, path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def publish(options: argparse.Namespace, results: dict[str, Any], figure: Any) -> None:
+    """Write the results with the flags that led to them, and the figure, where `--out` says."""
+    save_json(Path(f"{options.out}.json"), {"settings": settings(options), **results})
+    save_figure(figure, Path(f"{options.out}.png"))
+    print(f"saved {options.out}.json and {options.out}.png")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.report import between, error_bars, publish, pyplot, spread, table
 from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, ratios, take_turns
 
 PLAIN = "plain"
@@ -120,9 +120,7 @@ def main() -> None:
     )
     print(title)
     print(as_table(results))
-    save_json(Path(f"{options.out}.json"), {"settings": settings(options), "contestants": results})
-    plot(results, title, Path(f"{options.out}.png"))
-    print(f"saved {options.out}.json and {options.out}.png")
+    publish(options, {"contestants": results}, plot(results, title))
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
@@ -137,9 +135,7 @@ def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
                 "ranks": contestant.ranks,
                 "images_per_second": median([answer["images_per_second"] for answer in contestant.answers]),
                 "peak_bytes": median([answer["peak_bytes"] for answer in contestant.answers]),
-                "speed_ratio": median(speed),
-                "speed_ratio_min": min(speed),
-                "speed_ratio_max": max(speed),
+                **spread("speed_ratio", speed),
                 "memory_ratio": median(memory),
             }
         )
@@ -149,15 +145,13 @@ def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
 def as_table(results: list[dict[str, Any]]) -> str:
     rows = [("", "ranks", "images/s", "ratio", "(min-max)", "peak MiB per rank", "ratio")]
     for r in results:
-        spread = f"({r['speed_ratio_min']:.2f}-{r['speed_ratio_max']:.2f})"
         speed, memory = f"{r['images_per_second']:.3f}", f"{r['peak_bytes'] / 2**20:.0f}"
-        rows.append(
-            (r["name"], str(r["ranks"]), speed, f"{r['speed_ratio']:.3f}", spread, memory, f"{r['memory_ratio']:.3f}")
-        )
+        over = (f"{r['speed_ratio']:.3f}", between(r, "speed_ratio"))
+        rows.append((r["name"], str(r["ranks"]), speed, *over, memory, f"{r['memory_ratio']:.3f}"))
     return table(rows)
 
 
-def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], title: str) -> Any:
     """Two bar charts side by side: speed, and memory of a rank, both over plain PyTorch's."""
     figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6))
     names = [f"{r['name']}\n{r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
@@ -167,12 +161,10 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.bar_label(bars, fmt="%.2f", label_type="center", color="white")
         axis.axhline(1.0, color="0.3", linewidth=0.8, linestyle="--")
         axis.set_ylabel(f"{label}\n(plain PyTorch = 1)")
-        axis.spines[["top", "right"]].set_visible(False)
-    low = [r["speed_ratio"] - r["speed_ratio_min"] for r in results]
-    high = [r["speed_ratio_max"] - r["speed_ratio"] for r in results]
-    axes[0].errorbar(names, [r["speed_ratio"] for r in results], [low, high], fmt="none", ecolor="0.2", capsize=3)
+    ends = error_bars(results, "speed_ratio")
+    axes[0].errorbar(names, [r["speed_ratio"] for r in results], ends, fmt="none", ecolor="0.2", capsize=3)
     figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    return figure
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.report import save_json, settings
+from benchmarks.report import save_figure, save_json, settings, spread
 from benchmarks.stages_charts import as_table, plot, plot_bubbles
 from benchmarks.stages_options import SLEEP, Case, cases, model_options, parse, plans, title
 from benchmarks.turns import Contestant, answer_turns, median, ratios, take_turns
@@ -290,9 +290,7 @@ def summarise(
             "name": contestant.name,
             "ranks": contestant.ranks,
             "plan": None if plan is None else plan.describe(),
-            "images_per_second": median(speeds),
-            "images_per_second_min": min(speeds),
-            "images_per_second_max": max(speeds),
+            **spread("images_per_second", speeds),
             "speed_ratio": median(speed),
             "peak_bytes": median([answer["peak_bytes"] for answer in answers]),
             "peak_bytes_of_ranks": answers[-1]["peak_bytes_of_ranks"],
@@ -324,7 +322,7 @@ def save(results: list[dict[str, Any]], problems: list[str], options: argparse.N
     for model in dict.fromkeys(r["model"] for r in results):
         paths.append(f"{out}.png" if options.sleep else f"{out}_{model}.png")
         draw, its = plot_bubbles if options.sleep else plot, [r for r in results if r["model"] == model]
-        draw(its, title(options, model, most_ranks(its)), Path(paths[-1]))
+        save_figure(draw(its, title(options, model, most_ranks(its))), Path(paths[-1]))
     print("saved " + ", ".join(paths))
 
 

@@ -1,9 +1,8 @@
 """What benchmarks.stages found: a table, bars for each size of image, and bubbles side by side."""
 
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import pyplot, save_figure, table
+from benchmarks.report import between, error_bars, pyplot, table
 
 BUBBLES = (("measured_bubble", "measured", "tab:orange"), ("simulated_bubble", "simulated", "tab:blue"))
 
@@ -12,16 +11,16 @@ def as_table(results: list[dict[str, Any]]) -> str:
     head = ("ranks", "images/s", "(min-max)", "ratio", "peak MiB per rank", "ratio", "activations MiB")
     rows = [(f"{results[0]['size_px']} px", *head, "bubble %", "simulated %")]
     for r in results:
-        spread = f"({r['images_per_second_min']:.2f}-{r['images_per_second_max']:.2f})"
-        speed, memory = f"{r['images_per_second']:.2f}", f"{r['peak_bytes'] / 2**20:.1f}"
+        speed = (f"{r['images_per_second']:.2f}", between(r, "images_per_second"))
+        memory = f"{r['peak_bytes'] / 2**20:.1f}"
         kept = "-" if r["activation_bytes"] is None else f"{r['activation_bytes'] / 2**20:.1f}"
         bubbles = ["-" if r[key] is None else f"{100 * r[key]:.1f}" for key, *_ in BUBBLES]
         cells = [f"{r['speed_ratio']:.2f}", memory, f"{r['memory_ratio']:.2f}", kept, *bubbles]
-        rows.append((r["name"], str(r["ranks"]), speed, spread, *cells))
+        rows.append((r["name"], str(r["ranks"]), *speed, *cells))
     return table(rows)
 
 
-def plot(results: list[dict[str, Any]], heading: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], heading: str) -> Any:
     """Images/s and peak memory of a rank: a group of bars for each size of image, a bar for each configuration."""
     plots = pyplot()
     names = list(dict.fromkeys(r["name"] for r in results))
@@ -35,13 +34,9 @@ def plot(results: list[dict[str, Any]], heading: str, path: Path) -> None:
         ranks = rows[0]["ranks"]
         style = {"width": 0.9 * width, "color": colors[number]}
         speeds, peaks = [r["images_per_second"] for r in rows], [r["peak_bytes"] / 2**20 for r in rows]
-        low, high = (
-            [abs(r[f"images_per_second_{end}"] - r["images_per_second"]) for r in rows] for end in ("min", "max")
-        )
+        error = {"yerr": error_bars(rows, "images_per_second"), "capsize": 2, "error_kw": {"ecolor": "0.3"}}
         label = f"{name} ({ranks} rank{'s' if ranks > 1 else ''})"
-        bars = axes[0].bar(
-            places, speeds, yerr=[low, high], capsize=2, error_kw={"ecolor": "0.3"}, label=label, **style
-        )
+        bars = axes[0].bar(places, speeds, label=label, **error, **style)
         axes[0].bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
         bars = axes[1].bar(places, peaks, **style)
         axes[1].bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
@@ -55,14 +50,13 @@ def plot(results: list[dict[str, Any]], heading: str, path: Path) -> None:
     for axis in axes:
         axis.set_xticks(range(len(sizes)), [f"{size} x {size} px" for size in sizes])
         axis.margins(y=0.12)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
     axes[1].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     figure.suptitle(heading.replace(", batch", "\nbatch"), fontsize=10)
-    save_figure(figure, path)
+    return figure
 
 
-def plot_bubbles(results: list[dict[str, Any]], heading: str, path: Path) -> None:
+def plot_bubbles(results: list[dict[str, Any]], heading: str) -> Any:
     """Measured beside simulated bubbles."""
     plots = pyplot()
     rows = [r for r in results if r["measured_bubble"] is not None]
@@ -74,7 +68,6 @@ def plot_bubbles(results: list[dict[str, Any]], heading: str, path: Path) -> Non
     axis.set_xticks(range(len(rows)), [f"{r['name'].replace(' ', chr(10))}\n{r['ranks']} ranks" for r in rows])
     axis.set_ylabel("bubble: idle share of all ranks' time (%)")
     axis.margins(y=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     figure.suptitle(heading.replace(", batch", "\nbatch"), fontsize=10)
-    save_figure(figure, path)
+    return figure

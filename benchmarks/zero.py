@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import burst_seconds, first_losses, gloo, must_agree
-from benchmarks.report import pyplot, save_figure, save_json, settings, table
+from benchmarks.report import between, error_bars, publish, pyplot, spread, table
 from benchmarks.turns import Contestant, answer_turns, median, take_turns
 
 if TYPE_CHECKING:
@@ -171,10 +171,7 @@ def main() -> None:
     batch = f"{options.batch_size} image{'s' if options.batch_size > 1 else ''} of {options.image_size} px a rank"
     title = f"encoder of {num_parameters / 1e6:.1f} M parameters, Adam, float32, {options.ranks} ranks, {batch}"
     print(f"{title}\n{as_table(results)}")
-    what = {"settings": settings(options), "num_parameters": num_parameters, "contestants": results}
-    save_json(Path(f"{options.out}.json"), what)
-    plot(results, title, Path(f"{options.out}.png"))
-    print(f"saved {options.out}.json and {options.out}.png")
+    publish(options, {"num_parameters": num_parameters, "contestants": results}, plot(results, title))
 
 
 def measure_once(contestant: Contestant) -> None:
@@ -195,21 +192,17 @@ def summarise(
     results = []
     for name in turns[0]:
         variant = VARIANTS[name]
-        over_plain = [turn[name] / turn[PLAIN] for turn in turns]
         row: dict[str, Any] = {
             "name": name,
             "median_seconds": median([turn[name] for turn in turns]),
-            "over_plain": median(over_plain),
-            "over_plain_min": min(over_plain),
-            "over_plain_max": max(over_plain),
+            **spread("over_plain", [turn[name] / turn[PLAIN] for turn in turns]),
             "peer": variant.peer if variant.peer in turns[0] else None,
             "bytes_per_parameter": memory[name]["live_bytes"] / num_parameters,
             "bytes_per_parameter_by_formula": variant.formula(num_ranks),
             "peak_bytes": memory[name]["peak_bytes"],
         }
         if row["peer"]:
-            over_peer = [turn[name] / turn[row["peer"]] for turn in turns]
-            row |= {"over_peer": median(over_peer), "over_peer_min": min(over_peer), "over_peer_max": max(over_peer)}
+            row |= spread("over_peer", [turn[name] / turn[row["peer"]] for turn in turns])
         results.append(row)
     return results
 
@@ -220,14 +213,14 @@ def as_table(results: list[dict[str, Any]]) -> str:
     for r in results:
         peer = ("-", "-")
         if r["peer"]:
-            peer = (f"{r['over_peer']:.2f}", f"({r['over_peer_min']:.2f}-{r['over_peer_max']:.2f})")
+            peer = (f"{r['over_peer']:.2f}", between(r, "over_peer"))
         found, formula = r["bytes_per_parameter"], r["bytes_per_parameter_by_formula"]
         times = (f"{1e3 * r['median_seconds']:.0f}", f"{r['over_plain']:.2f}", *peer)
         rows.append((r["name"], *times, f"{found:.2f}", f"{formula:.2f}", f"{r['peak_bytes'] / 2**20:.0f}"))
     return table(rows)
 
 
-def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], title: str) -> Any:
     """Bytes per parameter with the formula's value, peak memory, and time of a step over plain PyTorch's."""
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 0.42 * len(results) + 1.5), sharey=True)
     places = list(range(len(results)))
@@ -243,9 +236,8 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     bars = axes[1].barh(places, [r["peak_bytes"] / 2**20 for r in results], color=colors)
     axes[1].bar_label(bars, fmt="%.0f", label_type="center", color="white")
     axes[1].set_xlabel("peak memory of a rank (MiB)")
-    ends = [[abs(r[f"over_plain_{end}"] - r["over_plain"]) for r in results] for end in ("min", "max")]
     style = {"error_kw": {"ecolor": "0.3"}, "capsize": 3, "color": colors}
-    axes[2].barh(places, [r["over_plain"] for r in results], xerr=ends, **style)
+    axes[2].barh(places, [r["over_plain"] for r in results], xerr=error_bars(results, "over_plain"), **style)
     axes[2].set_xlim(0, 1.2 * max(r["over_plain_max"] for r in results))
     for place, r in zip(places, results, strict=True):
         value, end = f"  {r['over_plain']:.2f}", max(1.0, r["over_plain_max"])
@@ -254,10 +246,8 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
     axes[2].set_xlabel("time of a step, plain PyTorch = 1\n(median of turns, min-max)")
     axes[0].set_yticks(places, [r["name"] for r in results])
     axes[0].invert_yaxis()
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
-    save_figure(figure, path)
+    return figure
 
 
 if __name__ == "__main__":
