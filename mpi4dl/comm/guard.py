@@ -5,6 +5,7 @@ MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys
 
 import atexit
 import ctypes
+import errno
 import faulthandler
 import os
 import signal
@@ -24,6 +25,7 @@ FAILURE = 1
 MEETING_SECONDS = 2.0
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 SPEAKING = 1  # the tag of "I say what went wrong"
 
 
@@ -66,6 +68,8 @@ def fail(comm: "Communicator", error: BaseException) -> NoReturn:
         os._exit(130)
     if isinstance(error, Refusal):
         refuse(comm, error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        refuse(comm, f"rank {comm.rank} cannot write: {error.strerror}: {error.filename or 'a file of this job'}")
     _wait_for_turn(comm)
     text = "".join(traceback.format_exception(error))
     who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
@@ -73,7 +77,7 @@ def fail(comm: "Communicator", error: BaseException) -> NoReturn:
     _end_job(comm, FAILURE)
 
 
-def refuse(comm: "Communicator", error: BaseException) -> NoReturn:
+def refuse(comm: "Communicator", error: BaseException | str) -> NoReturn:
     """End all ranks with the message alone and exit code 2: all came here together, or those of one stage did."""
     together = _meet(comm)
     if not together:

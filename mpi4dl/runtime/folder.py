@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +38,15 @@ RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 def default_path(model: str, now: datetime) -> Path:
     """Where a run is recorded for which no folder was asked, such as runs/resnet18-20260131-120000."""
     return Path("runs") / f"{model.replace('/', '-')}-{now:%Y%m%d-%H%M%S}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give errors of writing to an open file, such as that the disk is full, the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class RunFolder:
@@ -69,12 +78,16 @@ class RunFolder:
 
     def write_config(self, toml: str, step: int = 0) -> None:
         """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""
-        (self.path / f"config{_since(step)}.toml").write_text(toml, encoding="utf-8")
+        self._write(f"config{_since(step)}.toml", toml)
 
     def write_versions(self, mpi_library: str, command: Sequence[str], step: int = 0) -> None:
         """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`."""
         text = json.dumps(versions(mpi_library, command), indent=2, ensure_ascii=False)
-        (self.path / f"versions{_since(step)}.json").write_text(text + "\n", encoding="utf-8")
+        self._write(f"versions{_since(step)}.json", text + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with naming(self.path / name):
+            (self.path / name).write_text(text, encoding="utf-8")
 
     @property
     def metrics_bytes(self) -> int:
@@ -94,7 +107,7 @@ class RunFolder:
     def rank_log(self, rank: int) -> Iterator[logging.Logger]:
         """Write what this rank logs under "mpi4dl" to its file, and the traceback if the block ends by an exception."""
         self.path.mkdir(parents=True, exist_ok=True)  # A node may not share rank 0's file system.
-        handler = logging.FileHandler(self.log_path(rank), encoding="utf-8")
+        handler = _Log(self.log_path(rank), encoding="utf-8")
         handler.setFormatter(logging.Formatter(LOG_FORMAT))
         logger = logging.getLogger(LOGGER_NAME)
         level = logger.level
@@ -112,7 +125,16 @@ class RunFolder:
         finally:
             logger.setLevel(level)
             logger.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):
+                handler.close()
+
+
+class _Log(logging.FileHandler):
+    """What cannot be written is lost in silence: a full disk ends the run elsewhere, with one message."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _since(step: int) -> str:
@@ -144,11 +166,14 @@ class MetricsFile:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = (folder.path / METRICS).open("a", encoding="utf-8")
+        self._path = folder.path / METRICS
+        self._file = self._path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        with naming(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()

@@ -23,6 +23,7 @@ from mpi4dl.runtime.checkpoint import storage
 from mpi4dl.runtime.checkpoint.manifest import MODEL, Saved, checkpoints_in, name_of, newest_whole
 from mpi4dl.runtime.checkpoint.state import capture, model_values, restore
 from mpi4dl.runtime.checkpoint.writer import TEMPORARY, Writing, clean
+from mpi4dl.runtime.folder import naming
 
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
@@ -180,10 +181,15 @@ def save_model(engine: Any, path: Path) -> None:
     Raises Refusal on all ranks if it cannot be written; then nothing is there, or the old file is.
     """
     layout, pieces = model_values(engine)
-    temporary = path.with_name(f"{TEMPORARY}{MODEL}")
-    with engine.comm.together((OSError,)):
-        storage.write(temporary, layout, pieces, header=engine.comm.rank == 0)
-    with engine.comm.together((OSError,)):
-        if engine.comm.rank == 0:
+    temporary, comm = path.with_name(f"{TEMPORARY}{MODEL}"), engine.comm
+    try:
+        with comm.together((OSError,)), naming(path):
+            storage.write(temporary, layout, pieces, header=comm.rank == 0)
+    except Refusal:
+        if comm.rank == 0:
+            temporary.unlink(missing_ok=True)
+        raise
+    with comm.together((OSError,)):
+        if comm.rank == 0:
             temporary.rename(path)
             storage.flush_folder(path.parent)
