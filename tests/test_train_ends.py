@@ -1,6 +1,7 @@
 """mpi4dl.train: however a run ends before its time, no rank is left waiting."""
 
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,17 @@ SOON_SECONDS = 30.0
 
 def failing(action: str, folder: Path, *flags: str) -> Finished:
     """A run of 2 ranks, of which one meets its fate at the third step."""
-    plan = ("--tiles", "1x2", "--run-folder", str(folder), "--log-interval", "1", "--max-steps", "100")
+    plan = (
+        "--tiles",
+        "1x2",
+        "--no-tensorboard",
+        "--run-folder",
+        str(folder),
+        "--log-interval",
+        "1",
+        "--max-steps",
+        "100",
+    )
     return mpirun(2, "-c", FAILING_STEP.format(action=action), *TINY, *plan, *flags)
 
 
@@ -50,7 +61,7 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
 
 def test_a_rank_that_raises_ends_the_job_and_says_why_once(tmp_path: Path) -> None:
     job = failing("raise RuntimeError('no such luck')", tmp_path)
-    assert job.code == 1
+    assert job.code in (1, signal.SIGKILL)  # the launcher reports whom it saw go first
     assert steps_said(job) == ["1", "2"]
     assert job.stderr.count("[rank 1 of 2] Traceback (most recent call last)") == 1
     assert job.stderr.count("RuntimeError: no such luck") == 1
@@ -96,5 +107,6 @@ def slowly(comm: Communicator, *flags: str) -> int:
 
 
 def test_a_run_may_take_longer_than_a_step_may(ranks: Ranks, tmp_path: Path) -> None:
-    flags = ("--tiles", "1x2", "--hang-timeout", "2.5", "--max-steps", "7", "--eval-every", "none")
-    assert ranks(2).run(slowly, *flags, "--run-folder", str(tmp_path / "run")) == [7, 7]
+    flags = ("--tiles", "1x2", "--hang-timeout", "3", "--max-steps", "8", "--eval-every", "none")
+    flags += ("--no-tensorboard",)
+    assert ranks(2).run(slowly, *flags, "--run-folder", str(tmp_path / "run")) == [8, 8]

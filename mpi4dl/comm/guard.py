@@ -25,6 +25,7 @@ FAILURE = 1
 MEETING_SECONDS = 2.0
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
+LEAVING_SECONDS = 15.0  # at the most: on a busy machine, libraries take seconds to unload
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 SPEAKING = 1  # the tag of "I say what went wrong"
 
@@ -141,7 +142,7 @@ def _leave(code: int) -> NoReturn:
     sys.stderr.flush()
     MPI.Finalize()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, MEETING_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, LEAVING_SECONDS)
     ctypes.PyDLL(None).exit(code)
     os._exit(code)
 
@@ -153,10 +154,12 @@ def _wait_for_turn(comm: "Communicator") -> None:
     from mpi4py import MPI
 
     deadline = time.monotonic() + min(TURN_SECONDS * min(comm.rank, 1) + 0.05 * comm.rank, LAST_TURN_SECONDS)
-    while time.monotonic() < deadline:
+    while True:
         if comm.meeting.Iprobe(tag=SPEAKING):
             time.sleep(MEETING_SECONDS)
             os._exit(FAILURE)
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.005)
     for other in range(comm.size):
         if other != comm.rank:

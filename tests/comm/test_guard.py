@@ -65,7 +65,7 @@ def test_the_same_exception_on_all_ranks_is_shown_once(num_ranks: int, start: st
     assert job.code != 0
     assert job.seconds < SECONDS
     assert job.stderr.count("KeyError: 'the failing line'") == 1
-    assert f"[rank 0 of {num_ranks}]" in job.stderr
+    assert job.stderr.count(f" of {num_ranks}] Traceback (most recent call last)") == 1
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_refusal_that_some_ranks_raise_alone_still_ends_all_with_one_message(r
 def test_a_full_disk_on_one_rank_ends_all_with_one_message(num_ranks: int, start: str) -> None:
     main = "if comm.rank == 1:\n    open('/dev/full', 'wb', buffering=0).write(b'x')"
     job = run(num_ranks, main, start)
-    assert job.code == 2
+    assert job.code in (2, signal.SIGKILL)
     assert job.seconds < SECONDS
     assert job.stderr.count("mpi4dl: rank 1 cannot write: No space left on device: a file of this job\n") == 1
     assert "Traceback" not in job.stderr
@@ -170,12 +170,13 @@ def test_a_watchdog_that_is_fed_or_stopped_or_off_lets_the_job_go_on() -> None:
     program = """
 import time
 from mpi4dl.comm.guard import Watchdog
-watchdog = Watchdog(0.5)
-for _ in range(4):
+watchdog = Watchdog(1.5)
+for _ in range(9):
     time.sleep(0.2)
     watchdog.feed()
 watchdog.stop()
-time.sleep(0.6)
+Watchdog(0.3).stop()
+time.sleep(0.5)
 Watchdog(0)
 time.sleep(0.1)
 print("done")

@@ -170,14 +170,15 @@ class Slow(Synthetic):
 
 
 def test_waiting_is_measured_and_reading_ahead_shortens_it():
-    waits = []
-    for num_workers in (0, 1):
+    def waits(num_workers):
         loader = Loader(Slow(5, SIZE), View(SIZE), 1, WHOLE, num_workers=num_workers)
         for _ in loader.epoch(0):
             time.sleep(0.06)
-        waits.append(loader.wait_seconds)
-    assert waits[0] >= 0.1
-    assert waits[1] < waits[0] * 0.7
+        return loader.wait_seconds
+
+    assert waits(0) >= 0.1
+    # A busy machine only makes waits longer.
+    assert any(waits(1) < 0.1 * 0.7 for _ in range(10))
 
 
 def test_images_of_one_channel():

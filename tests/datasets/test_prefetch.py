@@ -39,17 +39,24 @@ def test_nothing_to_do():
 def test_no_more_than_depth_items_are_computed_ahead():
     started = []
     prefetcher = Prefetcher(lambda i: started.append(i), 100, 4, 3)
-    time.sleep(0.05)
+
+    def wait_for(count):
+        deadline = time.monotonic() + 20
+        while len(started) < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.03)  # in which there could be more
+
+    wait_for(3)
     assert sorted(started) == [0, 1, 2]
     next(prefetcher)
-    time.sleep(0.05)
+    wait_for(4)
     assert sorted(started) == [0, 1, 2, 3]
     prefetcher.close()
 
 
 def test_items_are_computed_while_the_consumer_is_busy_and_by_several_threads():
     together = threading.Barrier(3)
-    prefetcher = Prefetcher(lambda i: together.wait(timeout=5), 3, 3, 3)
+    prefetcher = Prefetcher(lambda i: together.wait(timeout=20), 3, 3, 3)
     assert sorted(prefetcher) == [0, 1, 2]
 
 

@@ -20,7 +20,7 @@ class Finished(NamedTuple):
 
 
 def mpirun(
-    num_ranks: int, *arguments: str, timeout: float = 60.0, sends: tuple[str, signal.Signals] | None = None
+    num_ranks: int, *arguments: str, timeout: float = 120.0, sends: tuple[str, signal.Signals] | None = None
 ) -> Finished:
     """Run `python *arguments` on ranks: `mpirun(2, "-c", program)`, `mpirun(4, "-m", "mpi4dl.train", "--help")`.
 

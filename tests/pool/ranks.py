@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (4, 8)
 START_SECONDS = 120.0
-BODY_SECONDS = 60.0
+BODY_SECONDS = 120.0
 GRACE_SECONDS = 2.0  # for the others, once a rank has failed
-DUMP_SECONDS = 0.5
+DUMP_SECONDS = 5.0  # at the most, for all stacks to be written
 STOP_SECONDS = 10.0
 
 
@@ -150,10 +150,16 @@ class Pool:
 
     def _stacks(self) -> str:
         """Where every rank stands: their handlers of SIGUSR1 write it, also while they are blocked inside MPI."""
-        for pid in self._pids():
+        pids, deadline = self._pids(), time.monotonic() + DUMP_SECONDS
+        for pid in pids:
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(DUMP_SECONDS)
-        paths = sorted(self._folder.glob("stack*.txt"))
+        paths, before = sorted(self._folder.glob("stack*.txt")), [0]
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            sizes = [path.stat().st_size for path in paths]
+            if sizes == before and sum(size > 0 for size in sizes) >= len(pids):
+                break
+            before = sizes
         return "\n".join(f"{path.stem.replace('stack', 'rank ')}:\n{path.read_text()}" for path in paths)
 
     def _pids(self) -> list[int]:

@@ -75,7 +75,7 @@ def test_a_failure_of_one_rank_does_not_wait_for_the_others_to_time_out(pool: Po
     starts, begin = pool.starts, time.monotonic()
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2:.*the failing line.*rank 0 of 2 did not return.*in recv"):
         team.run(fail_on, (1,), True)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25
     assert [size for _, size, *_ in team.run(place, 1)] == [2, 2]
     assert pool.starts == starts + 1
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_the_run_ends_with_one_message(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(FULL)
     flags = ("--tiles", "1x2", "--log-interval", "1", "--run-folder", str(tmp_path), "--resume", "auto")
     job = mpirun(2, *TRAIN, *TINY, *flags, "--no-tensorboard")
-    assert job.code == 2
+    assert job.code in (2, SIGKILL)  # the launcher reports whom it saw go first
     assert job.stderr.startswith(f"mpi4dl: rank 0 cannot write: No space left on device: {tmp_path / METRICS}\n")
     assert job.stderr.count("cannot write") == 1
     assert "Traceback" not in job.stderr

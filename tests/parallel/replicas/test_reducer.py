@@ -199,7 +199,7 @@ def reduce_beside_other_collectives(comm: Communicator) -> None:
 
 
 def test_reductions_do_not_get_between_the_collectives_of_backward(ranks: Ranks) -> None:
-    ranks(3, timeout=15.0).run(reduce_beside_other_collectives)
+    ranks(3).run(reduce_beside_other_collectives)
 
 
 def reduce_existing(comm: Communicator) -> list[list[float]]:

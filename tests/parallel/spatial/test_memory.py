@@ -75,7 +75,7 @@ def save(comm: Communicator, name: str) -> list[tuple[tuple[int, ...], bool]]:
     ],
 )
 def test_a_layer_saves_its_input_and_strips(ranks: Ranks, name: str, expected: list[Any]) -> None:
-    assert ranks(2, timeout=20).run(save, name) == [expected] * 2
+    assert ranks(2).run(save, name) == [expected] * 2
 
 
 def network() -> nn.Sequential:
