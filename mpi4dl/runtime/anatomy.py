@@ -68,19 +68,20 @@ def count_state(
 
 def share(plan: Plan, rank: int, stages: Sequence[StateBytes], activations: int) -> Share:
     """What a rank of one replica has, which keeps so many bytes of activations at most."""
-    parameters = gradients = optimizer = gathered = summed = 0
+    parameters = gradients = passing = optimizer = gathered = summed = 0
     for stage in sorted({stage for _, stage in plan.held_by(rank)}):
         state, num_ranks = stages[stage], len(plan.holders(stage))
         zero, copies = plan.zero_at(stage)
         parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)
-        gradients += state.parameters // num_ranks if zero > 1 else state.parameters
+        own = state.parameters // num_ranks if zero > 1 else state.parameters
+        gradients += own
+        passing += own * (zero > 1)
         optimizer += state.update // num_ranks if zero else state.update
         if num_ranks > 1:
             gathered += state.bucket * (KEPT + AHEAD) * (zero == 3)
             summed += state.bucket * UNDER_WAY * (zero > 1)
-    # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go.
-    both = max(activations, gradients + summed) if plan.zero > 1 else activations + gradients
-    together = parameters + optimizer + gathered + both
+    # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go; others stay.
+    together = parameters + optimizer + gathered + gradients - passing + max(activations, passing + summed)
     return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
 
 

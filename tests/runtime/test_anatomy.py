@@ -65,3 +65,11 @@ def test_memory_is_that_which_is_counted(ranks: Ranks, tmp_path: Path, name: str
     (share,) = (share for stage, _, share in seen.anatomy() if stage == zero)
     measured = max(ranks(plan.num_ranks).run(peak_bytes, plan, batch, str(tmp_path / "trace")))
     assert share.together == pytest.approx(measured, rel=0.1)
+
+
+def test_ranks_with_nobody_to_share_with_need_the_same_under_every_zero() -> None:
+    plan = Plan(((1, 1), (1, 1)), microbatches=2)
+    seen = overview("resnet_v2", build, plan, (4, 3, *SIZE), optimizer=partial(torch.optim.Adam, lr=1e-3))
+    alone, *others = ((rank, share) for _, rank, share in seen.anatomy())
+    assert others == [alone] * 3
+    assert alone[1].buffers == 0 < alone[1].gradients
