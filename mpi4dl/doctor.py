@@ -31,6 +31,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     import torch
 
     from mpi4dl import __version__
+    from mpi4dl.runtime.wording import counted
 
     comm.node.share_cores()
     node = comm.node
@@ -42,9 +43,10 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     if comm.rank:
         return
     print(f"mpi4dl {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
-    print(f"MPI: {comm.mpi_library.splitlines()[0]}")
+    print(f"MPI: {' '.join(comm.mpi_library.splitlines()[0].split())}")
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
-        print(f"rank {rank}: {host}, local rank {local}, {cores} cores on the node, {threads} threads, {where} ({gpu})")
+        has = f"{counted(cores, 'core')} on the node, {counted(threads, 'thread')}"
+        print(f"rank {rank}: {host}, local rank {local}, {has}, {where} ({gpu})")
     waiting = (
         "sleep, since there are more ranks than cores" if node.oversubscribed else "spin, since every rank has a core"
     )

@@ -45,7 +45,7 @@ def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
 
 
 def test_more_tiles_than_rows_are_refused() -> None:
-    message = "--tiles 4x1 cuts images into 4 rows of tiles, but they have only 3 rows of pixels"
+    message = "--tiles 4x1 cuts images into 4 rows of tiles, but they are only 3 px high"
     assert refusal(train_command(4, "--tiles", "4x1", "--image-size", "3x64")) == message
 
 

@@ -201,10 +201,12 @@ class Plan:
         """What is wrong with this plan for so many ranks and such images, in one sentence; None if it fits."""
         if self.num_ranks != num_ranks:
             return self.wrong_world(num_ranks)
-        for name, tiles, pixels in zip(("rows", "columns"), self.tiles[0], image_size, strict=True):
+        for name, side, tiles, pixels in zip(
+            ("rows", "columns"), ("high", "wide"), self.tiles[0], image_size, strict=True
+        ):
             if tiles > pixels:
                 asked = f"--tiles {self.tiles[0][0]}x{self.tiles[0][1]}"
-                return f"{asked} cuts images into {tiles} {name} of tiles, but they have only {pixels} {name} of pixels"
+                return f"{asked} cuts images into {tiles} {name} of tiles, but they are only {pixels} px {side}"
         if self.num_microbatches > batch_size:
             times = f" x {2 * self.bidirectional} (both directions)" if self.bidirectional else ""
             return (

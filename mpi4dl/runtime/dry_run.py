@@ -10,13 +10,14 @@ from mpi4dl.runtime.build import build_model, build_optimizer, engine_options
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.overview import Overview, overview
 from mpi4dl.runtime.precision import AUTOCAST
+from mpi4dl.runtime.wording import counted
 
 
 def title(config: Config, engine: Any) -> str:
     """What is trained, and how, in one line."""
     height, width = config.data.image_size
     return (
-        f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {engine.comm.size} ranks: "
+        f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
         f"{engine.plan.describe()}, images of {height} x {width} px, batches of {config.data.batch_size}, "
         f"{engine.device.type}"
     )

@@ -22,6 +22,7 @@ from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.anatomy import BuildOptimizer, Share, StateBytes, anatomy, count_state
 from mpi4dl.runtime.tensor_meter import TensorMeter
+from mpi4dl.runtime.wording import aligned, counted, mebibytes, runs
 
 TEXT_COLUMNS = 120
 MOST_READERS = 10
@@ -70,7 +71,7 @@ class Overview:
     def title(self) -> list[str]:
         """The model, the plan, the images, and how to start."""
         plan, (batch_size, _, height, width) = self.plan, self.image
-        ranks = counted(plan.num_ranks, "rank", "ranks")
+        ranks = counted(plan.num_ranks, "rank")
         line = (
             f"{self.name}, {self.num_parameters:,} parameters, on {ranks}: {plan.describe()}, "
             f"images of {height} x {width} px, batches of {batch_size}"
@@ -112,7 +113,7 @@ class Overview:
         lines = ["images read of each batch, from the first number up to, not including, the second:"]
         lines += [f"  rank {rank}: {what}" for rank, what in readers[:MOST_READERS]]
         if len(readers) > MOST_READERS:
-            lines.append(f"  ... and {counted(len(readers) - MOST_READERS, 'rank', 'ranks')} more")
+            lines.append(f"  ... and {counted(len(readers) - MOST_READERS, 'rank')} more")
         others = self.plan.num_ranks - len(readers)
         return [*lines, f"  {counted(others, 'rank reads', 'ranks read')} none"] if others else lines
 
@@ -315,38 +316,6 @@ def _names(model: nn.Module) -> tuple[str, ...]:
 
 def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(counts, initial=0)))
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """Numbers in short: `0-3,8` for 0, 1, 2, 3, 8, and `3-0` for those of a mirrored copy."""
-    found: list[list[int]] = []
-    for number in numbers:
-        run = found[-1] if found else []
-        steps = (run[1] - run[0],) if len(run) > 1 else (1, -1)
-        if run and number - run[-1] in steps:
-            run.append(number)
-        else:
-            found.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
-def counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
-    """A table whose first row is its head; numbers to the right, columns named in `left` to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if head in left else cell.rjust(width)
-            for cell, width, head in zip(row, widths, rows[0], strict=True)
-        )
-        yield "  ".join(cells).rstrip()
 
 
 def _box(rows: Interval, cols: Interval, samples: Sequence[Interval]) -> str:

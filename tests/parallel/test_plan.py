@@ -170,12 +170,12 @@ WRONG_RUNS = [
     (
         Plan(((1, 3),)),
         (3, (64, 2), 8),
-        "--tiles 1x3 cuts images into 3 columns of tiles, but they have only 2 columns of pixels",
+        "--tiles 1x3 cuts images into 3 columns of tiles, but they are only 2 px wide",
     ),
     (
         Plan(((3, 1),)),
         (3, (2, 64), 8),
-        "--tiles 3x1 cuts images into 3 rows of tiles, but they have only 2 rows of pixels",
+        "--tiles 3x1 cuts images into 3 rows of tiles, but they are only 2 px high",
     ),
     (
         Plan(microbatches=4),

@@ -13,7 +13,7 @@ from mpi4dl.parallel.pipeline import balance as costing
 from mpi4dl.parallel.pipeline.held import choose_counts
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.overview import Overview, overview, runs
+from mpi4dl.runtime.overview import Overview, overview
 
 IMAGE = (8, 3, 64, 64)
 
@@ -264,11 +264,3 @@ def test_nothing_is_allocated() -> None:
         found = planned(Plan.of(stages=2, microbatches=2), (2, 3, 32768, 32768))
     assert set(seen) == {"meta"}
     assert found.work[0].activation_bytes > 2**34
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [((4,), "4"), ((0, 1, 2, 3), "0-3"), ((4, 3, 2), "4-2"), ((0, 1, 5, 7, 6), "0-1,5,7-6"), ((), "")],
-)
-def test_numbers_in_short(numbers: tuple[int, ...], text: str) -> None:
-    assert runs(numbers) == text

@@ -1,0 +1,36 @@
+"""How numbers are written for people: counts with their nouns, runs of ranks, bytes, tables."""
+
+from collections.abc import Iterator, Sequence
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers in short: `0-3,8` for 0, 1, 2, 3, 8, and `3-0` for those of a mirrored copy."""
+    found: list[list[int]] = []
+    for number in numbers:
+        run = found[-1] if found else []
+        steps = (run[1] - run[0],) if len(run) > 1 else (1, -1)
+        if run and number - run[-1] in steps:
+            run.append(number)
+        else:
+            found.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 rank`, `4 ranks`; `many` is the plural where that is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
+    """A table whose first row is its head; numbers to the right, columns named in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if head in left else cell.rjust(width)
+            for cell, width, head in zip(row, widths, rows[0], strict=True)
+        )
+        yield "  ".join(cells).rstrip()
