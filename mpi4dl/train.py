@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mpi4dl.engine import Evaluation
     from mpi4dl.geometry import Box
 
-SAMPLE_IMAGES = 4
-SAMPLE_IMAGE_PX = 256
 SIGNALLED, CANNOT_SAVE = 1, 2  # what ranks tell each other after a step; the largest counts
 
 
@@ -167,7 +165,9 @@ class Run:
         self.closing, self.argv = closing, argv
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
+        closing.callback(self.folder.unlock)
         if origin.in_place:
+            resuming.lock(comm, origin)
             self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
@@ -377,20 +377,13 @@ class Run:
         return True
 
     def show_samples(self, tiles: Sequence["Tensor"], first: Any) -> None:
-        """A few images of the first microbatch, small, for TensorBoard."""
-        from torch.nn import functional as F
+        """A few images of the first microbatch, for TensorBoard."""
+        from mpi4dl.runtime.samples import samples
 
-        from mpi4dl.parallel import spatial
-
-        part = self.engine.held.parts.get((0, 0))
-        if part is None:
-            return
-        height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in self.size)
-        small = F.adaptive_avg_pool2d(self.engine.images(part, tiles[0], first, self.size), (height, width))
-        small = spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small
-        if self.reporter is not None and small.shape[1] in (1, 3):
+        found = samples(self.engine, tiles, first, self.size)
+        if found is not None and self.reporter is not None and self.channels in (1, 3):
             data = self.config.data
-            self.reporter.images("samples", small[:SAMPLE_IMAGES] * data.std + data.mean, self.engine.num_steps)
+            self.reporter.images("samples", found * data.std + data.mean, self.engine.num_steps)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     job, flags, folder = recorded
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
-    assert names == sorted(["checkpoints", "config.toml", "metrics.jsonl", "model.safetensors", "versions.json", *logs])
+    assert names == sorted(
+        [".lock", "checkpoints", "config.toml", "metrics.jsonl", "model.safetensors", "versions.json", *logs]
+    )
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     assert versions["mpi"]

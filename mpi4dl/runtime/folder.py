@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl import __version__
+from mpi4dl.runtime.lock import LOCK, lock
 from mpi4dl.runtime.options import ConfigError
 
 LOGGER_NAME = "mpi4dl"
@@ -50,31 +51,49 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class RunFolder:
-    """The folder of one run; the constructor takes an existing one as it is, `create` makes it."""
+    """The folder of one run; the constructor takes an existing one as it is, `create` makes and locks it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: int | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
-        """Make the folder and its parents, or take an empty one. On rank 0 only.
-
-        Raises ConfigError if there is something in it already, or if it cannot be made.
-        """
+        """The folder of a new run, made and locked. On rank 0 only; raises what `claim` raises."""
         folder = cls(path)
+        folder.claim()
+        return folder
+
+    def claim(self) -> None:
+        """Make the folder and its parents, or take an empty one, and lock it.
+
+        Raises ConfigError if there is something in it already, or if it cannot be made, and ValueError as `lock` does.
+        """
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            occupied = any(folder.path.iterdir())
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._must_be_empty()
+            self.lock()
+            self._must_be_empty()  # of two runs that begin at once, the other may have been faster
         except OSError as error:
             raise ConfigError(
-                f"the run folder {path} cannot be created: {error.strerror}; name another with --run-folder"
+                f"the run folder {self.path} cannot be created: {error.strerror}; name another with --run-folder"
             ) from None
-        if occupied:
+
+    def _must_be_empty(self) -> None:
+        if any(path.name != LOCK for path in self.path.iterdir()):
             raise ConfigError(
-                f"the run folder {path} holds files already, and a run never overwrites another's; "
+                f"the run folder {self.path} holds files already, and a run never overwrites another's; "
                 "name another with --run-folder, remove it, or go on with --resume auto"
             )
-        return folder
+
+    def lock(self) -> None:
+        """Keep other jobs from writing into the folder, up to `unlock` or the end of this process."""
+        self._lock = lock(self.path)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, toml: str, step: int = 0) -> None:
         """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""

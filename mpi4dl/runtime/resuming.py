@@ -53,6 +53,13 @@ def _find(config: Config, now: datetime) -> Origin:
     return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
 
 
+def lock(comm: Communicator, origin: Origin) -> None:
+    """Keep other jobs from writing into the run's folder. Collective. Raises Refusal if one does already."""
+    with comm.together():
+        if comm.rank == 0:
+            origin.folder.lock()
+
+
 def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from, if there is any, and what to say of newer ones that are not it. Collective.
 
@@ -70,11 +77,13 @@ def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) 
 def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: Sequence[str]) -> None:
     """Write into the run's folder how the run was started, or went on from `step`. Collective.
 
-    Raises Refusal on all ranks if it cannot be made, or holds other files.
+    Raises Refusal on all ranks if the folder cannot be made, holds other files, or another job writes into it.
     """
-    with comm.together((ConfigError, OSError)):
+    with comm.together():
         if comm.rank == 0:
-            folder = origin.folder if origin.in_place else RunFolder.create(origin.folder.path)
+            folder = origin.folder
+            if not origin.in_place:
+                folder.claim()
             since = step if origin.in_place else 0
             folder.write_config(to_toml(config), since)
             folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since)

@@ -29,6 +29,7 @@ def test_a_run_without_a_folder_is_named_after_its_model_and_the_time() -> None:
 def test_create_makes_the_folder_and_its_parents(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "runs" / "first")
     assert folder.path.is_dir()
+    folder.unlock()
     assert RunFolder.create(folder.path).path == folder.path, "an empty folder is as good as none"
 
 

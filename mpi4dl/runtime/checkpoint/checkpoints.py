@@ -10,7 +10,6 @@
 A checkpoint is what one process would have written, whatever plan its ranks had.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Mapping
@@ -24,11 +23,9 @@ from mpi4dl.runtime.checkpoint.manifest import MODEL, Saved, checkpoints_in, nam
 from mpi4dl.runtime.checkpoint.state import capture, model_values, restore
 from mpi4dl.runtime.checkpoint.writer import TEMPORARY, Writing, clean
 from mpi4dl.runtime.folder import naming
+from mpi4dl.runtime.lock import LOCK, POLL_SECONDS, lock
 
-LOCK = ".lock"
-LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
 SIGHT_SECONDS = 10.0  # for what rank 0 made to be seen through a shared file system
-POLL_SECONDS = 0.05
 
 
 class Checkpoints:
@@ -54,20 +51,7 @@ class Checkpoints:
 
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"another job is writing to {self.folder}: wait for its end, or name another --run-folder"
-                    ) from None
-                time.sleep(POLL_SECONDS)
-            except OSError:  # a file system without locks
-                break
+        self._lock = lock(self.folder)
         clean(self.folder)
 
     def _see(self) -> None:

@@ -22,6 +22,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime import lock as locking
 from mpi4dl.runtime.checkpoint import Checkpoints, load, save_model, storage
 from mpi4dl.runtime.checkpoint import checkpoints as checkpoint_face
 from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, STATE
@@ -466,7 +467,7 @@ def test_what_is_damaged_is_put_aside_and_what_is_half_written_deleted(ranks: Ra
 
 def locked(comm: Communicator, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, Checkpoints(folder, comm):
-        patch.setattr(checkpoint_face, "LOCK_SECONDS", 0.1)
+        patch.setattr(locking, "LOCK_SECONDS", 0.1)
         with pytest.raises(Refusal) as caught:
             Checkpoints(folder, comm)
     with Checkpoints(folder, comm):

@@ -1,0 +1,25 @@
+"""A few images of a batch, small, so that a reader sees what the model is shown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.parallel import spatial
+
+SAMPLE_IMAGES = 4
+SAMPLE_IMAGE_PX = 256
+
+
+def samples(engine: Any, tiles: Sequence[Tensor], microbatch: Any, size: tuple[int, int]) -> Tensor | None:
+    """The first images of a microbatch, (N, channels, H, W), of at most 256 px; None where the first stage is not.
+
+    Collective over the ranks of the first stage.
+    """
+    part = engine.held.parts.get((0, 0))
+    if part is None:
+        return None
+    height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in size)
+    small = F.adaptive_avg_pool2d(engine.images(part, tiles[0], microbatch, size), (height, width))
+    return (spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small)[:SAMPLE_IMAGES]

@@ -1,0 +1,92 @@
+"""The lock of a folder: one process has it at a time, whatever becomes of that process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.runtime import lock as locking
+from mpi4dl.runtime.folder import ConfigError, RunFolder
+from mpi4dl.runtime.lock import lock
+from mpi4dl.train import train
+from tests.interrupted import flags_of
+from tests.pool.ranks import ROOT, Ranks
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mpi4dl.runtime.lock import lock
+
+lock(Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+def in_use(folder: Path) -> str:
+    return f"another job is writing to {folder}: wait for its end, or name another --run-folder"
+
+
+def test_a_folder_is_locked_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "LOCK_SECONDS", 0.1)
+    held = lock(tmp_path)
+    with pytest.raises(ValueError, match="another job is writing to") as caught:
+        lock(tmp_path)
+    assert str(caught.value) == in_use(tmp_path)
+    os.close(held)
+    os.close(lock(tmp_path))
+
+
+def test_a_process_that_is_killed_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "\n"
+    monkeypatch.setattr(locking, "LOCK_SECONDS", 0.0)
+    with pytest.raises(ValueError, match="another job"):
+        lock(tmp_path)
+    holder.kill()
+    holder.communicate()
+    os.close(lock(tmp_path))
+
+
+def test_of_two_runs_that_begin_at_once_in_a_folder_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    take = second.lock
+
+    def first_is_faster() -> None:
+        first.claim()
+        first.write_config("x = 1\n")
+        first.unlock()
+        take()
+
+    monkeypatch.setattr(second, "lock", first_is_faster)
+    with pytest.raises(ConfigError, match="holds files already"):
+        second.claim()
+    second.unlock()
+
+
+def start(comm: Communicator, folder: Path, *flags: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locking, "LOCK_SECONDS", 0.1)
+        with pytest.raises(Refusal) as caught:
+            train(comm, flags_of(folder, *flags))
+    return str(caught.value)
+
+
+def test_a_run_that_goes_on_is_left_alone_also_without_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    flags = ("--resume", "auto", "--save-every", "none")
+    other = RunFolder.create(tmp_path / "run")
+    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path)] * 2
+    other.write_config("")
+    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path)] * 2
+    other.unlock()
+    assert sorted(path.name for path in other.path.iterdir()) == [".lock", "config.toml"]
+    ranks(2).run(train, flags_of(other.path, *flags, "--max-steps", "1", "--eval-every", "none"))
+    other.lock()
+    other.unlock()
