@@ -28,7 +28,8 @@ from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
-from mpi4dl.parallel.replicas.update import problem_with
+from mpi4dl.parallel.replicas.problems import problem_with
+from mpi4dl.parallel.replicas.update import is_separate, options_of
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.runtime.precision import AUTOCAST, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
@@ -146,9 +147,13 @@ class Engine:
         held = self.held
         description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
         digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        settings = [options_of(group) for group in self.optimizer.param_groups]
         optimizer = f"{type(self.optimizer).__name__} {settings}"
-        problem = problem_with(self.optimizer, held.parameters())
+        named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
+        problem = problem_with(self.optimizer, named, max(group.size for group in held.groups.values()))
+        if problem is None and self.plan.num_stages > 1 and not is_separate(self.optimizer):
+            kind = type(self.optimizer).__name__
+            problem = f"{kind} steps by all parameters together, but ranks have stages of their own: use one stage"
         self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
@@ -177,7 +182,7 @@ class Engine:
         self.held.train()
         batch = _Batch(self, tiles, targets, size, microbatches, training=True)
         for group in self.groups.values():
-            group.reducer.prepare(accumulate=True)
+            group.prepare()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
             group.reducer.finish()
@@ -270,13 +275,15 @@ class Engine:
         self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
 
     def untrained(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters, of the stages whose first holder is this rank."""
+        """Buffers, and parameters that were frozen from the start, of stages whose first holder is this rank."""
+        held = self.held
+        trained = {held.ties.get(name, name) for name in held.trained}
         return {
             name: value
-            for stage, module in self.held.modules_of.items()
+            for stage, module in held.modules_of.items()
             if self.plan.ranks(0, stage)[0] == self.comm.rank
-            for name, value in module.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor) and not value.requires_grad
+            for name, value in module.state_dict().items()
+            if name not in trained and name not in held.ties
         }
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -348,6 +355,9 @@ class _Batch:
         targets = self._targets(microbatch.samples)
         with engine._autocast():
             loss = engine.loss(outputs, targets)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss must be one number, but has shape {tuple(loss.shape)}: take its mean")
+        loss = loss.reshape(())
         weight = microbatch.samples.length / self.num_samples if len(self.microbatches) > 1 else 1.0
         if part.grid.rank == 0:
             self.total += loss.detach().double() * weight

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.comm import Refusal
 from mpi4dl.parallel.spatial import SpatialTensor
 
 
@@ -68,13 +69,31 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 
     # What is kept are plain tensors, which others may hook.
     plain = [value if was is None else was.local for value, was in zip(values, spread, strict=True)]
-    return checkpoint(run, *plain, use_reentrant=False, context_fn=contexts)
+    before = _versions(block)
+    outputs = checkpoint(run, *plain, use_reentrant=False, context_fn=contexts)
+    changed = next((name for name, version in _versions(block).items() if version != before.get(name)), None)
+    if changed is not None:
+        raise Refusal(
+            f"the model changes its buffer {changed} as it runs, which is no batch norm's: when a block is computed "
+            "again it would find other values; leave out --recompute"
+        )
+    return outputs
+
+
+def _norms(block: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+
+
+def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which buffers a block has, batch norms' aside, and how often they were written to."""
+    known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
+    return {name: (id(b), b._version) for name, b in block.named_buffers() if id(b) not in known}
 
 
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     """The second run of a block must not update its running statistics once more."""
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+    norms = _norms(block)
     before = [(m.momentum, m.num_batches_tracked) for m in norms]
     for m in norms:
         m.momentum = 0.0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl.comm import Refusal
 from mpi4dl.runtime.recompute import blocks, recompute_blocks
 
 Make = Callable[[], nn.Module]
@@ -158,3 +159,12 @@ def test_what_is_saved_under_the_models_names_does_not_change() -> None:
     names: list[Any] = list(model.state_dict())
     recompute_blocks(model)
     assert list(model.state_dict()) == names
+
+
+def test_a_block_that_changes_its_buffers_is_refused() -> None:
+    conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 1))
+    model = nn.Sequential(nn.Sequential(conv, nn.BatchNorm2d(3)), nn.Flatten())
+    recompute_blocks(model)
+    model.eval()(torch.randn(2, 3, 4, 4))
+    with pytest.raises(Refusal, match=r"changes its buffer parametrizations.weight.0._u as it runs"):
+        model.train()(torch.randn(2, 3, 4, 4))

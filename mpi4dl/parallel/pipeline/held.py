@@ -62,7 +62,15 @@ class Held(nn.Module):
         self.stages = nn.ModuleList(modules.values())
         if next(self.parameters(), None) is None:
             self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
-        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in outline.state_dict().items()}
+        state = outline.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise Refusal(
+                    f"{name} of the model is no tensor ({type(value).__name__}): extra state is not supported"
+                )
+            if nn.parameter.is_lazy(value):
+                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
+        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
         self.ties = _ties(outline)
         self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
         self.num_parameters = sum(p.numel() for p in outline.parameters())

@@ -22,7 +22,8 @@ from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, keeps_options, make_piece
+from mpi4dl.parallel.replicas.strides import laid_out
+from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, is_separate, keeps_options, make_piece
 
 State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
@@ -64,6 +65,7 @@ class ReplicaGroup:
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
         self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and not is_elementwise(optimizer))
@@ -81,10 +83,11 @@ class ReplicaGroup:
         with self._placing():
             pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
         self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
-        if not self.in_place and not keeps_options(optimizer):
+        if not self.in_place and not (keeps_options(optimizer) and is_separate(optimizer)):
+            does = "steps by" if keeps_options(optimizer) else "counts its steps for"
             raise Refusal(
-                f"{type(optimizer).__name__} counts its steps for all parameters together, but ZeRO, "
-                "low_precision_weights and offload step on one bucket after the other: train without these"
+                f"{type(optimizer).__name__} {does} all parameters together, but ZeRO, low_precision_weights and "
+                "offload step on one bucket after the other: train without these"
             )
         self.update = Update(optimizer, self.parameters, pieces, home)
 
@@ -117,7 +120,8 @@ class ReplicaGroup:
         return 0 if self.gatherer is None else self.gatherer.layout.own(number).start
 
     def _pieces(self, number: int, home: Home) -> Iterator[Piece]:
-        for span in self.layout.spans(number, self.layout.own(number) if self.zero else None):
+        everything = slice(0, self.layout.buckets[number].length)
+        for span in self.layout.spans(number, self.layout.own(number) if self.zero else everything):
             p = self.parameters[span.member]
             if self.zero:
                 begin = span.offset - self._first(number)
@@ -129,6 +133,16 @@ class ReplicaGroup:
     def there_when_needed(self) -> AbstractContextManager[None]:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
+
+    def prepare(self) -> None:
+        """Forget the gradients of the step before. Raises Refusal for parameters that nobody sums gradients of."""
+        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
+        if thawed is not None:
+            raise Refusal(
+                f"{thawed} is trained now, but was frozen when the engine was made: build model, optimizer and engine "
+                "again, or freeze only after the engine is made what will be trained later"
+            )
+        self.reducer.prepare(accumulate=True)
 
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
@@ -174,10 +188,18 @@ class ReplicaGroup:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""
         for number in range(len(self.layout.buckets)):
             own = self.layout.own(number)
-            gradient = self.reducer.owned(number) if self.zero else self.reducer.owned(number)[own]
             for span in self.layout.spans(number, own):
-                found = gradient[span.offset - own.start : span.offset - own.start + span.stop - span.start]
-                yield self.names[span.member], span, found if self.reducer.used[span.member] else None
+                found = None
+                if self.reducer.used[span.member] and self.zero:
+                    begin = span.offset - own.start
+                    found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
+                elif self.reducer.used[span.member]:
+                    gradient = self.parameters[span.member].grad
+                    found = None if gradient is None else gradient.reshape(-1)[span.start : span.stop]
+                yield self.names[span.member], span, found
+        for member, p in enumerate(self.parameters):
+            if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
+                yield self.names[member], Span(member, 0, 0, 0), p.detach() if self.reducer.used[member] else None
 
     @torch.no_grad()
     def load(self, read: ReadShard) -> None:
@@ -192,9 +214,7 @@ class ReplicaGroup:
                 value, state = read(self.names[span.member], span.start, span.stop)
                 piece.value.copy_(value.view(piece.value.shape))
                 self.optimizer.state[piece.value] = {
-                    key: self.update.home.place(found.to(piece.value.device).view(piece.value.shape))
-                    if _is_like(found, piece)
-                    else found
+                    key: self.update.home.place(laid_out(found, piece.value)) if _is_like(found, piece) else found
                     for key, found in state.items()
                 }
             self.update.publish(number)

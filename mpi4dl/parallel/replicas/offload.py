@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mpi4dl.parallel.replicas.strides import seen_as
+
 OFFLOADS = ("none", "cpu", "disk")
 BLOCK_BYTES = 64 << 20  # of one file: each is open while it is in use
 ALIGNMENT_BYTES = 64
@@ -18,7 +20,7 @@ class Home(Protocol):
     """Gives values a place to stay."""
 
     def place(self, value: Tensor) -> Tensor:
-        """A tensor with the same values, shape and dtype that stays there; the same one if it is there already."""
+        """A tensor with the same values, shape, dtype and strides that stays there; the same one if it is there."""
 
 
 class Device:
@@ -34,7 +36,7 @@ class Host:
     def place(self, value: Tensor) -> Tensor:
         if value.device.type == "cpu":
             return value
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
 
 
 class Disk:
@@ -60,7 +62,7 @@ class Disk:
             self._filled_bytes = 0
         room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
         self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return room.view(value.dtype).view(value.shape).copy_(value)
+        return seen_as(room.view(value.dtype), value).copy_(value)
 
     def _map(self, num_bytes: int) -> Tensor:
         with tempfile.TemporaryFile(dir=self.folder) as file:

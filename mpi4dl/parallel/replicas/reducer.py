@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Layout, plan_buckets, plan_cuts
+from mpi4dl.parallel.replicas.strides import seen_as
 
 AllReduce = Callable[[Tensor], Pending]
 
@@ -83,6 +84,11 @@ class Reducer:
             p.register_post_accumulate_grad_hook(partial(self._arrived, i))
         return self
 
+    @staticmethod
+    def is_hook(hook: object) -> bool:
+        """Whether this is how some reducer watches a parameter."""
+        return getattr(getattr(hook, "func", None), "__func__", None) is Reducer._arrived
+
     def prepare(self, accumulate: bool = False) -> None:
         """Forget the gradients of the step before."""
         for p in self.parameters:
@@ -133,12 +139,17 @@ class Reducer:
         if number not in self._flat:
             self._flat[number], self._filled[number] = self._empty(number), set()
         offset, i = bucket.offsets[slot], bucket.members[slot]
-        view = self._flat[number][offset : offset + self.layout.lengths[i]].view(gradient.shape)
+        view = self._view(i, self._flat[number][offset : offset + self.layout.lengths[i]])
         if slot in self._filled[number]:
             view.add_(gradient)
         else:
             view.copy_(gradient)
             self._filled[number].add(slot)
+
+    def _view(self, i: int, flat: Tensor) -> Tensor:
+        """A parameter's part of a bucket; under ZeRO, parameters lie in buckets as plainly as this."""
+        p = self.parameters[i]
+        return flat.view(p.shape) if self.zero else seen_as(flat, p)
 
     def _empty(self, number: int) -> Tensor:
         if number in self._spare:
@@ -191,7 +202,7 @@ class Reducer:
         for number, flat in self._flat.items():
             for span in self.layout.spans(number):
                 p = self.parameters[span.member]
-                p.grad = flat[span.place].view(p.shape) if self.used[span.member] else None
+                p.grad = self._view(span.member, flat[span.place]) if self.used[span.member] else None
 
     def owned(self, number: int) -> Tensor:
         """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""

@@ -6,8 +6,7 @@ master weights of this rank           m m m            in the model's precision:
 parameters of the bucket        [ . . . p p p . . . ]  and then to the other ranks
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,9 @@ from torch import Tensor, nn
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Home
+from mpi4dl.parallel.replicas.strides import laid_out, seen_as
+
+NAMES = "param_names"  # of an optimizer that was made of named parameters
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class Update:
             if begun[id(p)]:
                 optimizer.state[piece.value] = {k: self._part(v, p, piece) for k, v in begun[id(p)].items()}
         for group in optimizer.param_groups:
-            group["params"] = [value for p in group["params"] for value in of.get(id(p), [p])]
+            replaced = [of.get(id(p), [p]) for p in group["params"]]
+            if NAMES in group:
+                group[NAMES] = [name for name, some in zip(group[NAMES], replaced, strict=True) for _ in some]
+            group["params"] = [value for some in replaced for value in some]
         number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._groups: list[list[list[nn.Parameter]]] = []  # of each bucket: the pieces in each of the groups
         for bucket in pieces:
@@ -90,8 +95,8 @@ class Update:
             return value
         if value.shape != parameter.shape or not value.dim():
             return value.clone()
-        flat = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value, copy=True)
-        return self.home.place(flat.view(piece.value.shape))
+        part = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value.dtype)
+        return self.home.place(laid_out(part, piece.value))
 
     def step(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
         """Step on the pieces of a bucket. `gradient` is that of its elements from `offset` on, before `factor`."""
@@ -101,7 +106,7 @@ class Update:
         pieces = [piece for piece in self.pieces[number] if used[piece.span.member]]
         for piece in pieces:
             begin = piece.span.offset - offset
-            mine = gradient[begin : begin + piece.value.numel()].view(piece.value.shape)
+            mine = seen_as(gradient[begin : begin + piece.value.numel()], piece.value)
             piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
             if factor != 1.0:
                 piece.value.grad.mul_(factor)
@@ -134,11 +139,26 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """
     for group in optimizer.param_groups:
         try:
-            tried = [_try(optimizer, group, cut).param_groups[0]["params"] for cut in (_whole, _in_parts)]
+            whole, parts = (_values(_try(optimizer, group, cut)) for cut in (_whole, _in_parts))
         except Exception:  # optimizers for matrices alone refuse anything else, each in its own way
             return False
-        whole, parts = (torch.cat([value.detach().flatten() for value in values]) for values in tried)
         if not torch.allclose(whole, parts, rtol=1e-9, atol=0):
+            return False
+    return True
+
+
+def is_separate(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step of a parameter is the same without the others, unlike where, say, all gradients have one norm.
+
+    It is found by trying, for each group of parameters: two steps on two matrices, together and alone.
+    """
+    for group in optimizer.param_groups:
+        try:
+            together = _values(_try(optimizer, group, _halves))
+            alone = torch.cat([_values(_try(optimizer, group, half)) for half in (_upper, _lower)])
+        except Exception:  # it cannot be built from its groups alone: let it be
+            continue
+        if not torch.allclose(together, alone, rtol=1e-9, atol=0):
             return False
     return True
 
@@ -163,8 +183,29 @@ def _in_parts(value: Tensor) -> Sequence[Tensor]:
     return value.flatten().split(7)
 
 
+def _upper(value: Tensor) -> Sequence[Tensor]:
+    return [value[:2]]
+
+
+def _lower(value: Tensor) -> Sequence[Tensor]:
+    return [value[2:]]
+
+
+def _halves(value: Tensor) -> Sequence[Tensor]:
+    return [value[:2], value[2:]]
+
+
+def _values(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([value.detach().flatten() for value in optimizer.param_groups[0]["params"]])
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer says beside which parameters it has."""
+    return {name: value for name, value in group.items() if name not in ("params", NAMES)}
+
+
 def _options(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+    return [repr(options_of(group)) for group in optimizer.param_groups]
 
 
 def _try(
@@ -178,28 +219,10 @@ def _try(
     values = torch.randn(1 + num_steps, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     value, *gradients = values.to(device)
     some = [part.clone().requires_grad_() for part in cut(value)]
-    options = {k: v for k, v in group.items() if k != "params"}
-    options |= {"params": some, "lr": 0.1}  # it may be 0 at the start of a schedule
+    options = options_of(group) | {"params": some, "lr": 0.1}  # it may be 0 at the start of a schedule
     trial: torch.optim.Optimizer = type(optimizer)([options])  # type: ignore[call-arg]
     for gradient in gradients:
         for part, g in zip(some, cut(gradient), strict=True):
             part.grad = g.clone()
         trial.step()
     return trial
-
-
-def problem_with(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> str | None:
-    """Why this optimizer cannot train a model with these parameters; None if it can."""
-    own = {id(p): p for p in parameters}
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        return f"{type(optimizer).__name__} computes the loss many times in a step: choose an optimizer that does not"
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        return (
-            "the optimizer has parameters that the model does not have, as after it was passed to another engine: make "
-            "a new one, of model.parameters()"
-        )
-    if any(p.untyped_storage().nbytes() < p.nbytes for p in own.values()):
-        return "the model's parameters are not there: another engine has shared them out by ZeRO 3; build it again"
-    if any(float(state.get("step", 1)) for p in own.values() if (state := optimizer.state.get(p))):
-        return "the optimizer has made steps already: build the engine before the first step"
-    return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Refusal
+from mpi4dl.parallel.replicas.update import options_of
 from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, Saved
 from mpi4dl.runtime.checkpoint.plain import decode, encode
 from mpi4dl.runtime.checkpoint.randomness import random_state, set_random_state
@@ -42,7 +43,7 @@ def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
         "scaler": {"scale": scaler.scale, "finite_steps": scaler.finite_steps} if scaler.enabled else None,
         "optimizer": {
             "class": type(engine.optimizer).__name__,
-            "groups": [{k: encode(v) for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
+            "groups": [{k: encode(v) for k, v in options_of(g).items()} for g in engine.optimizer.param_groups],
         },
         "extra": encode(extra),
     }
@@ -56,7 +57,7 @@ def model_values(engine: Any) -> Values:
 
 def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
     """The files of the model and of the optimizer."""
-    held, rest = engine.held, _rest(engine)
+    held, rest = engine.held, engine.untrained()
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
         known |= found
@@ -72,18 +73,6 @@ def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
     specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
     return (Layout.of(specs, held.ties), model), (Layout.of(slots), optimizer)
-
-
-def _rest(engine: Any) -> dict[str, Tensor]:
-    """What is not trained of the stages that this rank is the first to hold: buffers, frozen parameters."""
-    held, trained = engine.held, _trained(engine)
-    return {
-        name: value
-        for stage, module in held.modules_of.items()
-        if held.plan.ranks(0, stage)[0] == engine.comm.rank
-        for name, value in module.state_dict().items()
-        if name not in trained and name not in held.ties
-    }
 
 
 def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
-from mpi4dl.parallel.replicas.update import Update, is_elementwise, keeps_options, make_piece, problem_with
+from mpi4dl.parallel.replicas.update import Update, is_elementwise, is_separate, keeps_options, make_piece
 
 F64 = torch.float64
 Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -55,6 +55,7 @@ def test_which_steps_can_be_cut_up(name: str) -> None:
     kind = getattr(optim, name)
     assert is_elementwise(kind([parameter(2, 3)])) == (name in CUTTABLE)
     assert keeps_options(kind([parameter(2, 3)]))
+    assert is_separate(kind([parameter(2, 3)]))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,35 @@ def test_an_optimizer_that_counts_in_its_options_is_found() -> None:
     assert "steps" not in counting.param_groups[0]
 
 
+class Clipping(optim.SGD):
+    """Limits the norm of all gradients of a group, in groups that ask for it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group.get("clipping"):
+                nn.utils.clip_grad_norm_(group["params"], 0.1)
+        super().step()
+
+
+def test_an_optimizer_that_looks_at_all_gradients_is_found() -> None:
+    plain, clipping = {"params": [parameter(2)]}, {"params": [parameter(3)], "clipping": True}
+    assert is_separate(Clipping([plain], lr=0.1))
+    assert not is_separate(Clipping([plain, clipping], lr=0.1))
+    assert is_separate(Trusting([{"params": [parameter(3)], "trusting": True}]))
+
+
+def test_pieces_have_the_names_of_their_parameters() -> None:
+    named = [("p", parameter(2, 3)), ("q", parameter(2)), ("r", parameter(2))]
+    optimizer = optim.Adam(named)
+    p, q = named[0][1], named[1][1]
+    halves = [make_piece(Span(0, i, i + 3, 0), p, p.detach().view(-1)[i : i + 3], Device()) for i in (0, 3)]
+    assert is_elementwise(optimizer)
+    Update(optimizer, [p, q], [halves], Device())
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["p", "p", "r"]
+    assert [value.numel() for value in group["params"]] == [3, 3, 2]
+
+
 def test_what_an_optimizer_begins_with_is_cut_up() -> None:
     p = parameter(2, 3)
     optimizer = optim.Adagrad([p], initial_accumulator_value=0.5)
@@ -92,27 +122,3 @@ def test_what_an_optimizer_begins_with_is_cut_up() -> None:
     (state,) = optimizer.state.values()
     assert (state["sum"].tolist(), float(state["step"])) == ([2.0, 3.0, 4.0], 0.0)
     assert state["sum"].untyped_storage().nbytes() == 3 * 8
-
-
-def step(p: nn.Parameter, optimizer: optim.Optimizer) -> optim.Optimizer:
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer
-
-
-@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])
-def test_a_new_optimizer_of_the_models_parameters_is_fine(kind: Any) -> None:
-    p = parameter(2)
-    assert problem_with(kind([p]), [p]) is None
-
-
-def test_what_is_wrong_with_an_optimizer() -> None:
-    p, q, absent = parameter(2), parameter(2), nn.Parameter(torch.zeros(()).expand(2))
-    assert problem_with(optim.LBFGS([p]), [p]) == (
-        "LBFGS computes the loss many times in a step: choose an optimizer that does not"
-    )
-    assert "make a new one, of model.parameters()" in str(problem_with(optim.SGD([p, q]), [p]))
-    assert "another engine has shared them out by ZeRO 3" in str(problem_with(optim.SGD([absent]), [absent]))
-    for kind in (optim.Adam, optim.Adagrad):
-        assert "has made steps already" in str(problem_with(step(p, kind([p])), [p]))
-    assert "has made steps already" in str(problem_with(step(p, optim.SGD([p], momentum=0.9)), [p]))

@@ -1,0 +1,73 @@
+"""What would train otherwise than in plain PyTorch is told before it begins."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.replicas.problems import problem_with
+from mpi4dl.parallel.replicas.reducer import Reducer
+from tests.pool.ranks import Ranks
+
+
+def parameter(num_elements: int) -> nn.Parameter:
+    return nn.Parameter(torch.arange(1.0, 1 + num_elements))
+
+
+def step(p: nn.Parameter, optimizer: optim.Optimizer) -> optim.Optimizer:
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.Adagrad])
+def test_a_new_optimizer_of_the_models_parameters_is_fine(kind: Any) -> None:
+    p = parameter(2)
+    assert problem_with(kind([p]), {"p": p}, num_holders=2) is None
+
+
+def test_what_is_wrong_with_an_optimizer() -> None:
+    p, q, absent = parameter(2), parameter(2), nn.Parameter(torch.zeros(()).expand(2))
+    assert problem_with(optim.LBFGS([p]), {"p": p}) == (
+        "LBFGS computes the loss many times in a step: choose an optimizer that does not"
+    )
+    assert "SparseAdam takes sparse gradients alone" in str(problem_with(optim.SparseAdam([p]), {"p": p}))
+    assert "make a new one, of model.parameters()" in str(problem_with(optim.SGD([p, q]), {"p": p}))
+    assert "another engine has shared them out by ZeRO 3" in str(problem_with(optim.SGD([absent]), {"p": absent}))
+    for kind in (optim.Adam, optim.Adagrad):
+        assert "has made steps already" in str(problem_with(step(p, kind([p])), {"p": p}))
+    assert "has made steps already" in str(problem_with(step(p, optim.SGD([p], momentum=0.9)), {"p": p}))
+
+
+def test_parameters_in_the_same_memory() -> None:
+    whole, other = parameter(6), parameter(6)
+    memory = torch.zeros(6)
+    first, second = nn.Parameter(memory[:3]), nn.Parameter(memory[3:])
+    apart = {"whole": whole, "first": first, "other": other, "second": second}
+    assert problem_with(optim.SGD([*apart.values()]), apart) is None
+    within = nn.Parameter(whole.data.view(2, 3)[:, 1])
+    found = problem_with(optim.SGD([within]), apart | {"within": within})
+    assert found == "whole and within are different parameters in the same memory: use one parameter for both"
+
+
+def test_hooks_on_gradients() -> None:
+    p, q = parameter(2), parameter(2)
+    p.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    q.register_post_accumulate_grad_hook(lambda parameter: None)
+    for name, hooked in (("p", p), ("q", q)):
+        assert problem_with(optim.SGD([hooked]), {name: hooked}, num_holders=1) is None
+        assert str(problem_with(optim.SGD([hooked]), {name: hooked}, num_holders=2)).startswith(
+            f"{name} has a hook on its gradient, which would see the part of one rank"
+        )
+
+
+def watch(comm: Communicator) -> str | None:
+    p = parameter(2)
+    Reducer([p], comm).attach()
+    return problem_with(optim.SGD([p]), {"p": p}, num_holders=2)
+
+
+def test_how_another_engine_watches_is_no_hook(ranks: Ranks) -> None:
+    assert ranks(1).run(watch) == [None]
