@@ -283,15 +283,21 @@ class Run:
     ) -> Iterator[tuple[int, "Batch", Any]]:
         """The batches that all ranks can read, and how they are divided; the watchdog is fed between them.
 
-        With each comes how many of the epoch's batches are used once it is.
+        With each comes how many of the epoch's batches are used once it is. Raises Refusal if an epoch has none left.
         """
-        for used, batch in enumerate(loader.epoch(epoch, start), start + 1):
+        from mpi4dl.comm import Refusal
+
+        used = start
+        for number, batch in enumerate(loader.epoch(epoch, start), start + 1):
             self.watchdog.feed()
             microbatches = self.engine.plan.divide(len(batch.indices), training)
             held = [box.batch for box in self.boxes(len(batch.indices), training)]
             readable = self.bad_images.agree(batch, microbatches, held)
             if readable is not None:
+                used = number
                 yield used, *readable
+        if used == 0:
+            raise Refusal(f"no batch is left of an epoch's {len(loader)}: {min(self.bad_images.known)}")
 
     def one_epoch(self) -> bool:
         """Train for the rest of the epoch, or up to the last step. Whether it was stopped by a signal before."""

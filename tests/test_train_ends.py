@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine, StepResult
 from mpi4dl.train import train
-from tests.commands import TINY
+from tests.commands import TINY, write_images
 from tests.pool.job import Finished, mpirun
 from tests.pool.ranks import Ranks
 
 FAILING_STEP = """
 import os, signal, time
+import torch
 from mpi4dl import engine, train
 
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports for seconds, for which watchdogs have no patience
 step = engine.Engine.step
 
 def third_is_fatal(self, *arguments):
@@ -109,4 +111,38 @@ def slowly(comm: Communicator, *flags: str) -> int:
 def test_a_run_may_take_longer_than_a_step_may(ranks: Ranks, tmp_path: Path) -> None:
     flags = ("--tiles", "1x2", "--hang-timeout", "3", "--max-steps", "8", "--eval-every", "none")
     flags += ("--no-tensorboard",)
+    ranks(2).run(train, [*TINY, "--tiles", "1x2", "--max-steps", "1", "--run-folder", str(tmp_path / "warm")])
     assert ranks(2).run(slowly, *flags, "--run-folder", str(tmp_path / "run")) == [8, 8]
+
+
+def refused(comm: Communicator, flags: list[str], gone: Path) -> str:
+    """What a run says whose images disappear after its second step."""
+    step = Engine.step
+
+    def second_is_the_last(engine: Engine, *arguments: Any) -> StepResult:
+        result = step(engine, *arguments)
+        if engine.num_steps == 2 and comm.rank == 0:
+            gone.rename(gone.with_name("elsewhere"))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", second_is_the_last)
+        with pytest.raises(Refusal) as caught:
+            train(comm, flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("error", r"{}/\w+/\d\.png: cannot be read: No such file or directory; --on-bad-image skip leaves .*"),
+        ("skip", r"no batch is left of an epoch's \d: {}/\w+/\d\.png: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_run_whose_images_disappear_ends_and_names_one(
+    ranks: Ranks, tmp_path: Path, policy: str, message: str
+) -> None:
+    images = write_images(tmp_path / "images")
+    flags = [*TINY, "--tiles", "1x2", "--images", str(images), "--on-bad-image", policy, "--epochs", "5"]
+    (said,) = set(ranks(2).run(refused, [*flags, "--run-folder", str(tmp_path / "run"), "--no-tensorboard"], images))
+    assert re.fullmatch(message.format(re.escape(str(images))), said), said
