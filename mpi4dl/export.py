@@ -42,6 +42,10 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at, newest_whole
     from mpi4dl.runtime.checkpoint.storage import Reader
 
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     chosen, skipped = newest_whole(candidates_at(source))
     if chosen is None and skipped:
         raise ValueError(f"no checkpoint is whole: {'; '.join(skipped)}")

@@ -94,10 +94,6 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         run.open(closing, argv)
         try:
             run.all_epochs()
-        except Refusal:
-            raise
-        except (NoRule, ValueError) as problem:  # of an operator, on all ranks alike: shapes are those of the whole
-            raise Refusal(f"--model {config.model.model}: {problem}") from problem
     watchdog.stop()
 
 

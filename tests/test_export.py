@@ -93,17 +93,19 @@ def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("out", "message"),
+    ("source", "out", "message"),
     [
-        ("weights.bin", "weights.bin must end in .pt or .safetensors"),
-        ("weights.pt", "is neither a run of mpi4dl.train with weights nor a checkpoint"),
+        (".", "weights.bin", "weights.bin must end in .pt or .safetensors"),
+        (".", "weights.pt", "is neither a run of mpi4dl.train with weights nor a checkpoint"),
+        ("no", "weights.pt", "no: no such folder; name a run, or one of its checkpoints"),
+        (".", "no/weights.pt", "no; make it first"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, out: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main([str(tmp_path), str(tmp_path / out)])
+        main([str(tmp_path / source), str(tmp_path / out)])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -143,7 +143,7 @@ def refused(comm: Communicator, *flags: str) -> str:
             "--scheduler is for 3 steps, but there will be 4",
         ),
         ("--batch-size 1", "--data 2 replicas cannot share a batch of 1: raise --batch-size"),
-        ("--batch-size 9", "8 images do not fill one batch of 9, .*: choose a smaller batch_size"),
+        ("--batch-size 9", "8 images to train on do not fill one batch of 9: choose a smaller batch size"),
         ("--device cuda", "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"),
         ("--model unet", r"the model's output has shape \(4, 10, 32, 32\), but .* need \(batch, classes\)"),
         ("--lr 1e30", "step [12]: the loss is not finite .*try a smaller --lr"),
@@ -175,12 +175,32 @@ class Fourier(nn.Module):
         return torch.fft.fft2(self.layer(x)).real.mean((2, 3))
 
 
-def refused_model(comm: Communicator, *flags: str) -> str:
+class Particular(nn.Module):
+    """What takes images of one size only, and says so as torchvision's vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(3, 10, 1), nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.shape[2] == 224, f"expected 224 rows but got {x.shape[2]}\nin vain")
+        return self.head(self.layer(x)).flatten(1)
+
+
+def refused_model(comm: Communicator, model: type[nn.Module], *flags: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpi4dl.models.build", lambda *_, **__: Fourier())
+        patch.setattr("mpi4dl.models.build", lambda *_, **__: model())
         return refused(comm, *flags)
 
 
 def test_a_model_without_rules_is_refused_with_the_ways_out(ranks: Ranks, tmp_path: Path) -> None:
-    (message,) = set(ranks(2).run(refused_model, "--run-folder", str(tmp_path / "run")))
+    (message,) = set(ranks(2).run(refused_model, Fourier, "--run-folder", str(tmp_path / "run")))
     assert re.match(r".*fft_fft2 in module Fourier has no exact rule for .*Either gather first", message)
+
+
+@pytest.mark.parametrize("flags", ["", "--dry-run", "--data 1 --stages 2", "--data 1 --tiles 1x2"])
+def test_images_that_a_model_cannot_take_are_refused_in_its_own_words(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    more = (*flags.split(), "--run-folder", str(tmp_path / "run"))
+    (message,) = set(ranks(2).run(refused_model, Particular, *more))
+    reason = "cannot take images of 32 x 32 px and 3 channels: expected 224 rows but got 32"
+    assert re.fullmatch(rf"(--model )?small_resnet:? {reason}", message)

@@ -64,8 +64,7 @@ class Loader:
             raise ValueError(f"{asked}: needs a batch_size and a prefetch of at least 1, and 0 or more workers")
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
-                f"{len(dataset)} images do not fill one batch of {batch_size}, and drop_last leaves out what does not: "
-                "choose a smaller batch_size"
+                f"{len(dataset)} images to train on do not fill one batch of {batch_size}: choose a smaller batch size"
             )
         self._dataset, self._view, self._batch_size, self._boxes_of = dataset, view, batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last

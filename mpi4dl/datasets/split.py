@@ -45,7 +45,7 @@ def split(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[Subset, Sub
         training += members[aside:].tolist()
     if not validation:
         raise DatasetError(
-            f"validation_fraction={fraction} of {len(dataset)} images in {len(dataset.classes)} classes leaves none to "
-            "validate with: a class needs two images or more"
+            f"{len(dataset)} images in {len(dataset.classes)} classes leave none to validate with: a class needs two "
+            "images or more"
         )
     return Subset(dataset, sorted(training)), Subset(dataset, sorted(validation))

@@ -1,7 +1,9 @@
 """What a configuration names, built: the model, the images, the optimizer, the learning rate's schedule."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial import NoRule
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.options import nearest
 
@@ -56,6 +60,11 @@ def engine_options(config: Config) -> dict[str, Any]:
     chosen = config.training
     if chosen.low_precision_weights and chosen.precision == "fp32":
         raise ConfigError("--low-precision-weights are kept in the type of --precision: choose bf16 or fp16")
+    place, folder = config.parallel.offload, config.parallel.offload_folder
+    if folder is not None and place != "disk":
+        raise ConfigError(f"--offload-folder {folder} is for --offload disk, but this is --offload {place}")
+    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--offload-folder {folder}: no such folder, or one that cannot be written; name another")
     return {
         "precision": chosen.precision,
         "low_precision_weights": chosen.low_precision_weights,
@@ -128,6 +137,25 @@ def hold_model(
         raise
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
+
+
+@contextmanager
+def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: int) -> Iterator[None]:
+    """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
+    name = config.model.model
+    try:
+        yield
+    except Refusal:
+        raise
+    except (NoRule, ValueError) as problem:  # of an operator, on all ranks alike: shapes are those of the whole
+        raise Refusal(f"--model {name}: {problem}") from problem
+    except (RuntimeError, AssertionError) as problem:
+        samples = max(1, config.data.batch_size // plan.num_microbatches)
+        model = outline(lambda: build_model(config, num_classes))
+        reason = unfit(model, (samples, channels, *config.data.image_size))
+        if reason is None:
+            raise
+        raise Refusal(f"--model {name} {reason}") from problem
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
@@ -218,6 +246,8 @@ class Schedule:
 def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
     chosen = config.optimizer
     if not chosen.scheduler:
+        if chosen.scheduler_options:
+            raise ConfigError(f"--scheduler-options {dict(chosen.scheduler_options)} are for no --scheduler: name one")
         return Schedule(None)
     home = torch.optim.lr_scheduler
     options = dict(chosen.scheduler_options)

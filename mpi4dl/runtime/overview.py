@@ -17,7 +17,7 @@ from mpi4dl.parallel.pipeline.drawing import as_text
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
 from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
-from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.anatomy import BuildOptimizer, Share, StateBytes, anatomy, count_state
@@ -210,9 +210,11 @@ def overview(
             names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]
             stages = cuttable.stages(counts)
             work = count_work(stages, names, microbatch)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{name} on images of {height} x {width} px: {reason}") from error
+    except (RuntimeError, AssertionError) as error:
+        reason = unfit(model, microbatch)
+        if reason is None:
+            raise
+        raise ValueError(f"{name} {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if seconds:

@@ -199,7 +199,10 @@ def test_images_of_one_channel():
         ({"batch_size": 0}, "batch_size=0, num_workers=0, prefetch=2: needs a batch_size and a prefetch of at least 1"),
         ({"num_workers": -1}, "num_workers=-1, prefetch=2: needs a batch_size and a prefetch of at least 1, and 0 or"),
         ({"prefetch": 0}, "prefetch=0: needs a batch_size"),
-        ({"batch_size": 12, "drop_last": True}, "11 images do not fill one batch of 12, and drop_last leaves out what"),
+        (
+            {"batch_size": 12, "drop_last": True},
+            "11 images to train on do not fill one batch of 12: choose",
+        ),
     ],
 )
 def test_loaders_that_cannot_be(wrong, message):

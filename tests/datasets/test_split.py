@@ -65,6 +65,6 @@ def test_fractions_that_cannot_be(fraction):
 
 
 def test_nothing_to_validate_with():
-    message = "validation_fraction=0.5 of 2 images in 6 classes leaves none to validate with: a class needs two images"
+    message = "2 images in 6 classes leave none to validate with: a class needs two images"
     with pytest.raises(DatasetError, match=re.escape(message)):
         split(Labelled([0, 1]), 0.5)

@@ -193,6 +193,21 @@ def test_a_plateau_is_not_seen_where_nothing_was_validated() -> None:
     assert learning_rates(flags, 3, 1, [None, None, None]) == [1.0] * 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--low-precision-weights", "--low-precision-weights are kept in the type of --precision: choose bf16 or fp16"),
+        ("--offload-folder {here}", "--offload-folder {here} is for --offload disk, but this is --offload none"),
+        ("--offload disk --offload-folder {here}/no", "--offload-folder {here}/no: no such folder"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message.format(here=tmp_path))}"):
+        build.engine_options(configured(flags.format(here=tmp_path)))
+    there = build.engine_options(configured(f"--offload disk --offload-folder {tmp_path}"))
+    assert there["offload_folder"] == str(tmp_path)
+
+
 def test_a_schedule_for_a_number_of_steps_says_so() -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0, momentum=0.9)
     one_cycle = configured("--scheduler OneCycleLR --scheduler-options max_lr=2,total_steps=7")
@@ -208,12 +223,13 @@ def test_a_schedule_for_a_number_of_steps_says_so() -> None:
         ("StepLR --scheduler-options stepsize=1", "--scheduler StepLR has no option stepsize; did you mean step_size?"),
         ("StepLR --scheduler-options step_size=a", "--scheduler StepLR cannot go on with {'step_size': 'a'}"),
         ("LambdaLR --scheduler-options lr_lambda=a", "--scheduler LambdaLR does not take"),
+        (" --scheduler-options gamma=0.5", "--scheduler-options {'gamma': 0.5} are for no --scheduler: name one"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(flags: str, message: str) -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build.build_schedule(configured(f"--scheduler {flags}"), optimizer)
+        build.build_schedule(configured(f"--scheduler {flags}" if flags[0] != " " else flags), optimizer)
 
 
 def test_trying_a_schedule_leaves_the_optimizer_alone() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline import balance as costs
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.table import Action
 from mpi4dl.parallel.plan import Plan
@@ -181,7 +181,13 @@ def atom_costs(
     if comm is None:
         return _atom_costs(cuttable, balance, image, device)
     with comm.together():
-        found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
+        try:
+            found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
+        except (RuntimeError, AssertionError) as error:
+            reason = unfit(cuttable.model, image)
+            if reason is None:
+                raise
+            raise ValueError(reason) from error
     costs_of_atoms: list[float] = comm.broadcast_object(found)
     return costs_of_atoms
 

@@ -168,6 +168,24 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
                 return build().to("meta")
 
 
+def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
+    """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
+
+    For an error in a model: is it one of the plain model too? The model's own words, to be read after its name.
+    """
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    try:
+        with torch.no_grad():
+            model.train()(torch.empty(image, dtype=dtype, device="meta"))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
+            return None
+        _, channels, height, width = image
+        return f"cannot take images of {height} x {width} px and {channels} channels: {reason}"
+    return None
+
+
 def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.device | str, seed: int) -> Stage:
     """The stage on `device`, with exactly the values that `torch.manual_seed(seed)` and `build()` give to the model.
 

@@ -13,7 +13,7 @@ from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition
 from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, unfit
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.explain import Ledger
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
@@ -287,3 +287,22 @@ def test_a_stage_says_what_it_takes() -> None:
     with pytest.raises(ValueError, match="stage 1 of 2 got 1 values, but takes 5: bias, getitem, first, getitem_1, ge"):
         stage(torch.zeros(1))
     assert "1 of 2: bias, getitem, first, getitem_1, getitem_2 -> out" in repr(stage)
+
+
+class Particular(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.shape[2] == 8, "8 rows\nwanted")
+        return x.mean((2, 3))
+
+
+class Looking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool(x.sum() > 0) else x.view(7)
+
+
+def test_images_that_the_plain_model_refuses_are_told_from_other_errors() -> None:
+    assert unfit(Particular(), (2, 3, 9, 8)) == "cannot take images of 9 x 8 px and 3 channels: 8 rows"
+    assert unfit(Particular(), (2, 3, 8, 9)) is None
+    assert unfit(Looking(), (2, 3, 8, 8)) is None  # that there are no values to look at is no fault of the images
+    batch_norm = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)).eval()
+    assert "more than 1 value per channel" in (unfit(batch_norm, (1, 3, 8, 8)) or "")  # in training
