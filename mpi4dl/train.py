@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
+from mpi4dl.runtime.wording import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +56,9 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             print(to_toml(config), end="")
         return
 
-    from mpi4dl.comm import Refusal
     from mpi4dl.comm.guard import Watchdog
     from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.spatial import NoRule
     from mpi4dl.runtime import build
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
@@ -92,7 +91,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         return
     with ExitStack() as closing:
         run.open(closing, argv)
-        try:
+        with build.blaming_the_model(config, plan, num_classes, images[0].channels):
             run.all_epochs()
     watchdog.stop()
 
@@ -145,10 +144,10 @@ class Run:
         """Say what training would take. Nothing is trained."""
         from mpi4dl.runtime.dry_run import explain
 
-        if self.comm.rank == 0:
-            print("\n".join(explain(self.config, self.engine, self.num_classes, self.channels)))
-            print(f"dry run: {self.num_steps} steps were not made")
-        self.comm.barrier()
+        with self.comm.together((ValueError,)):
+            if self.comm.rank == 0:
+                print("\n".join(explain(self.config, self.engine, self.num_classes, self.channels)))
+                print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
     def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
         """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
@@ -271,8 +270,10 @@ class Run:
         seconds = time.perf_counter() - began
         accuracy = self.evaluation.accuracy if self.evaluation else None
         result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
-        skipped = f", {len(self.bad_images.known)} unreadable images skipped" if self.bad_images.known else ""
-        self.say(f"done: {result}{self.engine.num_steps} steps in {seconds:.0f} s{skipped}; see {self.folder.path}")
+        unreadable = len(self.bad_images.known)
+        skipped = f", {counted(unreadable, 'unreadable image')} skipped" if unreadable else ""
+        steps = counted(self.engine.num_steps, "step")
+        self.say(f"done: {result}{steps} in {seconds:.0f} s{skipped}; see {self.folder.path}")
 
     def batches(
         self, loader: Any, epoch: int, start: int = 0, training: bool = True
