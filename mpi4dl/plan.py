@@ -65,6 +65,10 @@ def show(argv: Sequence[str]) -> None:
         require_drawable(timeline)
     found = planned(config, training_flags(argv))
     print(found)
+    if config.model.num_classes is None and config.data.images != "synthetic":
+        print(
+            f"images were not read: {CHANNELS} channels and {NUM_CLASSES} classes assumed; --num-classes says how many"
+        )
     if timeline is not None:
         draw(found, timeline)
 

@@ -152,7 +152,7 @@ class Run:
     def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
         """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
         from mpi4dl.runtime import resuming
-        from mpi4dl.runtime.dry_run import title
+        from mpi4dl.runtime.dry_run import title, without_effect
         from mpi4dl.runtime.report import Reporter
         from mpi4dl.runtime.stopping import StopSignals
 
@@ -177,7 +177,7 @@ class Run:
             first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
             reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
             self.reporter = closing.enter_context(reporter)
-        for line in (title(config, self.engine), *remarks):
+        for line in (title(config, self.engine), *without_effect(config, self.engine), *remarks):
             self.say(line)
 
     def open_checkpoints(self) -> None:
@@ -270,7 +270,7 @@ class Run:
         seconds = time.perf_counter() - began
         accuracy = self.evaluation.accuracy if self.evaluation else None
         result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
-        unreadable = len(self.bad_images.known)
+        unreadable = self.bad_images.skipped
         skipped = f", {counted(unreadable, 'unreadable image')} skipped" if unreadable else ""
         steps = counted(self.engine.num_steps, "step")
         self.say(f"done: {result}{steps} in {seconds:.0f} s{skipped}; see {self.folder.path}")

@@ -40,8 +40,13 @@ def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFi
 
 
 def test_the_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--num-classes", "3"])
-    assert "176,723 parameters" in capsys.readouterr().out
+    assumed = "images were not read: 3 channels and 10 classes assumed; --num-classes says how many"
+    main([*SMALL, "--num-classes", "3", "--images", "anywhere"])
+    told = capsys.readouterr().out
+    assert "176,723 parameters" in told
+    assert assumed not in told
+    main([*SMALL, "--images", "anywhere"])
+    assert capsys.readouterr().out.splitlines()[-1] == assumed
 
 
 @pytest.mark.parametrize(

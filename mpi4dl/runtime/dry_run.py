@@ -23,6 +23,24 @@ def title(config: Config, engine: Any) -> str:
     )
 
 
+def without_effect(config: Config, engine: Any) -> list[str]:
+    """What to say of options that were given and change nothing here."""
+    chosen, plan = config.parallel, engine.plan
+    shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
+    found = []
+    if chosen.offload == "cpu" and engine.device.type == "cpu":
+        found.append("--offload cpu has no effect: the model is on the CPU itself; --offload disk saves memory there")
+    if chosen.zero and not shared:
+        found.append(
+            f"--zero {chosen.zero} has no effect: no two ranks hold the same weights; --data and --tiles make such"
+        )
+    if chosen.zero and shared and chosen.allreduce != "auto":
+        found.append(f"--allreduce {chosen.allreduce} has no effect: --zero {chosen.zero} shares gradients out instead")
+    if chosen.balance != "auto" and plan.num_stages == 1:
+        found.append("--balance has no effect: the model is in one stage; --stages says in how many")
+    return found
+
+
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> Overview:
     """What training by this configuration would be; `options` are others of `overview`."""
     chosen = engine_options(config)
