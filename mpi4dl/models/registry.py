@@ -81,10 +81,13 @@ def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
     # checked before it is tried.
     model_class = get_type_hints(builder)["return"]
     bases = model_class.__mro__[: model_class.__mro__.index(nn.Module)]
-    _check_options(name, options, builder_names.union(*(_parameter_names(base) for base in bases)))
+    legal = builder_names.union(*(_parameter_names(base) for base in bases))
+    _check_options(name, options, legal)
     # Left to themselves, the detection and segmentation models download the weights of their backbone.
     downloads: dict[str, object] = {"weights": None, "weights_backbone": None}
     defaults = {option: value for option, value in downloads.items() if option in builder_names}
+    if "init_weights" in legal:  # as it is anyway, but GoogLeNet and Inception warn of it unless they are told
+        defaults["init_weights"] = True
     try:
         return builder(**(defaults | options))
     except TypeError as error:

@@ -78,3 +78,7 @@ def test_an_option_that_torchvision_sets_itself_is_refused_in_its_words():
 def test_no_classes_are_refused():
     with pytest.raises(ValueError, match="num_classes=0 is not possible"):
         models.build("unet", num_classes=0)
+
+
+def test_models_that_warn_of_their_initial_values_are_told_what_they_are() -> None:
+    build("googlenet", 3)  # a warning fails the test
