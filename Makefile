@@ -6,6 +6,7 @@ STAMP := .venv/.installed
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	@echo "installing PyTorch, MPI and the rest into .venv: some minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
 	touch $@
 

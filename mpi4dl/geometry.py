@@ -16,7 +16,6 @@ import numpy as np
 
 BATCH, ROWS, COLS = 0, 1, 2
 AXES = (BATCH, ROWS, COLS)
-AXIS_NAMES = ("batch", "rows", "columns")
 
 
 def ceil_div(a: int, b: int) -> int:
