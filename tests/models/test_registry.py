@@ -81,4 +81,4 @@ def test_no_classes_are_refused():
 
 
 def test_models_that_warn_of_their_initial_values_are_told_what_they_are() -> None:
-    build("googlenet", 3)  # a warning fails the test
+    models.build("googlenet", 3)  # a warning fails the test
