@@ -128,7 +128,7 @@ class Engine:
             comm_of = self.held.groups[stage]
             summing = None if zero else pick(comm_of, all_reduce, device=self.device)
             self.groups[stage] = ReplicaGroup(
-                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes=bucket_bytes
+                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes, plan.num_directions == 2
             )
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self._autocast, seed, _Parameters(self.groups))
@@ -185,7 +185,7 @@ class Engine:
             group.prepare()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
-            group.reducer.finish()
+            group.finish()
         loss, norm = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
@@ -70,14 +71,17 @@ class Case:
 
 
 CASES = {
-    "named": Case(),
+    "named": Case(zeros=ENDS),
     "frozen-later": Case(between=freeze),
     **{
         f"channels-last-{kind.__name__}-{offload}": Case(
             partial(net, channels_last=True), fused(kind, **options), offload=offload, zeros=ENDS
         )
-        for kind, options in ((optim.SGD, {"momentum": 0.9}), (optim.Adam, {}), (optim.Adagrad, {}))
-        for offload in ("none", "disk")
+        for kind, options, offload in (
+            (optim.SGD, {"momentum": 0.9}, "none"),
+            (optim.Adam, {}, "disk"),
+            (optim.Adagrad, {}, "none"),
+        )
     },
 }
 
@@ -233,6 +237,49 @@ def test_what_would_train_otherwise_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(refuse):
         for found, wanted in zip(said, REFUSED, strict=True):
             assert found.startswith(wanted)
+
+
+class Shrinking(Net):
+    """Makes a weight of its own smaller each time that it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.bias.mul_(0.9)
+        return super().forward(x)
+
+
+def change(comm: Communicator, zero: int, offload: str) -> list[str]:
+    """What is said of changes that a loop of one's own, or the model, makes between steps and in them."""
+    said = []
+    for change in ("value", "group", "forward"):
+        model = (Shrinking if change == "forward" else Net)().double()
+        optimizer = sgd(model)
+        engine = engine_of(comm, model, optimizer, zero, offload=offload)
+        images, targets = batch(0)
+        share = slice(*engine.reads(BATCH, SIZE)[0].box[0])
+        try:
+            for _ in range(2):
+                engine.step([images[share]], targets, SIZE)
+                if change == "value":
+                    with torch.no_grad():
+                        model.last.bias[:1].view(()).mul_(2) if zero < 3 else model.empty.mul_(2)
+                if change == "group":
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            said.append("")
+        except Refusal as refusal:
+            said.append(str(refusal))
+    return said
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(0, "none"), (1, "disk"), (3, "none")])
+def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload: str) -> None:
+    wanted = {"last.bias": zero == 1, "empty": zero == 3}
+    for value, group, forward in ranks(2).run(change, zero, offload):
+        for name, refused in wanted.items():
+            assert value.startswith(f"{name} was changed outside of the optimizer") == refused
+        assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
+        assert bool(forward) == (zero > 0)
+        assert "was changed while the model ran" in forward or not zero
 
 
 def test_an_optimizer_that_looks_at_all_gradients_may_do_so_without_zero(ranks: Ranks) -> None:

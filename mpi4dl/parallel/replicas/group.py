@@ -22,8 +22,15 @@ from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.strides import laid_out
-from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, is_separate, keeps_options, make_piece
+from mpi4dl.parallel.replicas.update import (
+    Piece,
+    Update,
+    is_elementwise,
+    is_like,
+    is_separate,
+    keeps_options,
+    make_piece,
+)
 
 State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
@@ -49,7 +56,8 @@ class ReplicaGroup:
 
     `zero` is the ZeRO stage. With ZeRO 3, each of `copies` sets of ranks, of which rank r belongs to number r % copies,
     keeps all parameters and gathers them on its own. The parameters of `optimizer` are replaced by the parts that this
-    rank updates; bfloat16 and float16 ones have float32 masters, which live in `home`.
+    rank updates; bfloat16 and float16 ones have float32 masters, which live in `home`. With `mirrored`, some ranks run
+    the module on some microbatches, and others on others.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class ReplicaGroup:
         copies: int = 1,
         all_reduce: AllReduce | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        mirrored: bool = False,
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
@@ -90,6 +99,9 @@ class ReplicaGroup:
                 "offload step on one bucket after the other: train without these"
             )
         self.update = Update(optimizer, self.parameters, pieces, home)
+        self.mirrored = mirrored
+        self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
+        self._versions = self._count_changes()
 
     def _flatten(self) -> None:
         """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
@@ -134,15 +146,47 @@ class ReplicaGroup:
         """The context in which forward and backward find the parameters."""
         return nullcontext() if self.gatherer is None else self.gatherer.there_when_needed()
 
+    def _count_changes(self) -> list[int]:
+        """How often each parameter was written to, as far as PyTorch counts it."""
+        return [p._version for p in self.parameters]
+
+    def _refuse_changes(self, since: list[int], why: str) -> None:
+        now = zip(self.names, since, self._count_changes(), strict=True)
+        changed = next((name for name, before, after in now if before != after), None)
+        if changed is not None:
+            raise Refusal(f"{changed} was changed {why}")
+
     def prepare(self) -> None:
-        """Forget the gradients of the step before. Raises Refusal for parameters that nobody sums gradients of."""
+        """Forget the gradients of the step before. Raises Refusal for changes that would not reach all who step."""
+        if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
+            raise Refusal(
+                "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
+                "without ZeRO, low_precision_weights and offload"
+            )
+        if self._copied:
+            self._refuse_changes(
+                self._versions,
+                "outside of the optimizer, which with ZeRO 3, low_precision_weights or offload works on values of its "
+                "own: change it before the engine is made, or train without these",
+            )
         thawed = next((name for name, p in self._frozen if p.requires_grad), None)
         if thawed is not None:
             raise Refusal(
                 f"{thawed} is trained now, but was frozen when the engine was made: build model, optimizer and engine "
                 "again, or freeze only after the engine is made what will be trained later"
             )
+        self._versions = self._count_changes()
         self.reducer.prepare(accumulate=True)
+
+    def finish(self) -> None:
+        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen."""
+        if self._copied or self.mirrored:
+            self._refuse_changes(
+                self._versions,
+                "while the model ran, which with ZeRO 3, low_precision_weights, offload or bidirectional not every "
+                "copy of it sees: train without these",
+            )
+        self.reducer.finish()
 
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
@@ -165,6 +209,7 @@ class ReplicaGroup:
                 if self._spread is not None:
                     spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
+        self._versions = self._count_changes()
 
     def shards(self) -> Iterator[Shard]:
         """What this rank owns; the shards of all ranks are each parameter once, without ZeRO too."""
@@ -175,7 +220,7 @@ class ReplicaGroup:
                 piece = pieces_of[span.member]
                 own = slice(span.start - piece.span.start, span.stop - piece.span.start)
                 state = {
-                    key: value.reshape(-1)[own] if _is_like(value, piece) else value
+                    key: value.reshape(-1)[own] if is_like(value, piece) else value
                     for key, value in self.optimizer.state.get(piece.value, {}).items()
                 }
                 value = piece.value.detach().reshape(-1)[own]
@@ -214,17 +259,13 @@ class ReplicaGroup:
                 value, state = read(self.names[span.member], span.start, span.stop)
                 piece.value.copy_(value.view(piece.value.shape))
                 self.optimizer.state[piece.value] = {
-                    key: self.update.home.place(laid_out(found, piece.value)) if _is_like(found, piece) else found
-                    for key, found in state.items()
+                    key: self.update.receive(piece, key, found, value.dtype) for key, found in state.items()
                 }
             self.update.publish(number)
             if self._spread is not None:
                 spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
-
-
-def _is_like(value: Any, piece: Piece) -> bool:
-    return isinstance(value, Tensor) and value.numel() == piece.value.numel() and value.dim() > 0
+        self._versions = self._count_changes()
 
 
 def step_all(optimizer: torch.optim.Optimizer, groups: Sequence[ReplicaGroup], factor: float) -> None:

@@ -42,6 +42,11 @@ def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) 
     return Piece(span, nn.Parameter(value), None if value.data_ptr() == target.data_ptr() else target)
 
 
+def is_like(value: Any, piece: Piece) -> bool:
+    """Whether this state of a piece is one number for each element."""
+    return isinstance(value, Tensor) and value.numel() == piece.value.numel() and value.dim() > 0
+
+
 class Update:
     """Steps of `optimizer`, whose parameters it replaces by pieces, one list of them for each bucket.
 
@@ -68,6 +73,8 @@ class Update:
             if NAMES in group:
                 group[NAMES] = [name for name, some in zip(group[NAMES], replaced, strict=True) for _ in some]
             group["params"] = [value for some in replaced for value in some]
+        self.num_groups = len(optimizer.param_groups)
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._groups: list[list[list[nn.Parameter]]] = []  # of each bucket: the pieces in each of the groups
         for bucket in pieces:
@@ -97,6 +104,18 @@ class Update:
             return value.clone()
         part = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value.dtype)
         return self.home.place(laid_out(part, piece.value))
+
+    def receive(self, piece: Piece, key: str, value: Any, saved_as: torch.dtype) -> Any:
+        """Some state of a piece as the optimizer wants it, from a checkpoint in which the parameter was `saved_as`."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype is saved_as and key != "step":
+            value = value.to(piece.value.dtype)
+        if is_like(value, piece):
+            return self.home.place(laid_out(value, piece.value))
+        options = self._group_of.get(id(piece.value), {})
+        on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
+        return value if on_host else value.to(piece.value.device)
 
     def step(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
         """Step on the pieces of a bucket. `gradient` is that of its elements from `offset` on, before `factor`."""

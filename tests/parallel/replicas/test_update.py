@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
-from mpi4dl.parallel.replicas.update import Update, is_elementwise, is_separate, keeps_options, make_piece
+from mpi4dl.parallel.replicas.update import Piece, Update, is_elementwise, is_separate, keeps_options, make_piece
 
 F64 = torch.float64
 Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -122,3 +122,17 @@ def test_what_an_optimizer_begins_with_is_cut_up() -> None:
     (state,) = optimizer.state.values()
     assert (state["sum"].tolist(), float(state["step"])) == ([2.0, 3.0, 4.0], 0.0)
     assert state["sum"].untyped_storage().nbytes() == 3 * 8
+
+
+def test_state_from_a_checkpoint_goes_where_its_parameter_is() -> None:
+    saved = {"exp_avg": torch.ones(6, dtype=F64), "row": torch.ones(2, dtype=F64), "step": torch.tensor(3.0), "n": 2}
+    where = {}
+    for fused in (False, True):
+        p = nn.Parameter(torch.empty(2, 3, device="meta"))
+        piece = Piece(Span(0, 0, 6, 0), p, None)
+        update = Update(optim.Adam([p], fused=fused), [p], [[piece]], Device())
+        found = {key: update.receive(piece, key, value, F64) for key, value in saved.items()}
+        assert [found[key].dtype for key in ("exp_avg", "row", "step")] == [torch.float32] * 3
+        assert (found["exp_avg"].shape, found["n"]) == ((2, 3), 2)
+        where[fused] = [found[key].device.type for key in ("exp_avg", "row", "step")]
+    assert where == {False: ["meta", "meta", "cpu"], True: ["meta", "meta", "meta"]}
