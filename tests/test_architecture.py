@@ -1,4 +1,4 @@
-"""The floors of DESIGN, held over the source: who may import whom, who may import MPI, and how files look."""
+"""The floors of docs/architecture.md, held over the source: who may import whom, who may import MPI, and how files look."""
 
 import ast
 import subprocess
@@ -14,7 +14,6 @@ MAX_LINES = 400
 
 FLOORS = {
     "train": 5,
-    "predict": 5,
     "plan": 5,
     "doctor": 5,
     "export": 5,
