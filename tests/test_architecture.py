@@ -127,7 +127,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         ("mpi4dl.datasets.folder", "import mpi4dl._torchvision", "imports mpi4dl._torchvision"),
         ("mpi4dl.geometry", "import mpi4dl.models", "imports mpi4dl.models"),
         ("mpi4dl.runtime.folder", "import mpi4dl.engine", "(floor 4) imports mpi4dl.engine (floor 4)"),
-        ("mpi4dl.train", "import mpi4dl.predict", "(floor 5) imports mpi4dl.predict (floor 5)"),
+        ("mpi4dl.train", "import mpi4dl.export", "(floor 5) imports mpi4dl.export (floor 5)"),
         ("mpi4dl.engine", "import mpi4dl.unheard_of", "imports mpi4dl.unheard_of, which has no floor"),
         ("mpi4dl.unheard_of", "", "mpi4dl.unheard_of has no floor"),
         ("mpi4dl.engine", "from mpi4py import MPI", "imports mpi4py, which only mpi4dl.comm may"),
