@@ -202,5 +202,5 @@ def test_a_model_without_rules_is_refused_with_the_ways_out(ranks: Ranks, tmp_pa
 def test_images_that_a_model_cannot_take_are_refused_in_its_own_words(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     more = (*flags.split(), "--run-folder", str(tmp_path / "run"))
     (message,) = set(ranks(2).run(refused_model, Particular, *more))
-    reason = "cannot take images of 32 x 32 px and 3 channels: expected 224 rows but got 32"
-    assert re.fullmatch(rf"(--model )?small_resnet:? {reason}", message)
+    reason = r"cannot take images of 3 x 32 x 32 \(channels, height, width\): expected 224 rows but got 32"
+    assert re.fullmatch(rf"(--model )?small_resnet: {reason}", message)

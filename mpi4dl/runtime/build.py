@@ -155,7 +155,7 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
         reason = unfit(model, (samples, channels, *config.data.image_size))
         if reason is None:
             raise
-        raise Refusal(f"--model {name} {reason}") from problem
+        raise Refusal(f"--model {name}: {reason}") from problem
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:

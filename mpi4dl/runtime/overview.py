@@ -214,7 +214,7 @@ def overview(
         reason = unfit(model, microbatch)
         if reason is None:
             raise
-        raise ValueError(f"{name} {reason}") from error
+        raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if seconds:

@@ -234,8 +234,12 @@ def test_a_rank_that_reads_for_both_directions_says_both() -> None:
         (Plan(data=9), IMAGE, "--data 9 replicas cannot share a batch of 8"),
         (Plan.of(stages=8), IMAGE, "resnet_v2: Sequential has 7 atoms, too few for 8 stages"),
         (Plan(tiles=((1, 65),)), IMAGE, "--tiles 1x65 cuts images into 65 columns"),
-        (Plan(), (2, 4, 64, 64), "resnet_v2 cannot take images of 64 x 64 px and 4 channels: Invalid channel"),
-        (Plan.of(stages=2), (2, 4, 64, 64), "resnet_v2 cannot take images of 64 x 64 px and 4 channels: Invalid"),
+        (Plan(), (2, 4, 64, 64), "resnet_v2: cannot take images of 4 x 64 x 64 (channels, height, width): Invalid"),
+        (
+            Plan.of(stages=2),
+            (2, 4, 64, 64),
+            "resnet_v2: cannot take images of 4 x 64 x 64 (channels, height, width): Invalid",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(plan: Plan, image: tuple[int, int, int, int], message: str) -> None:

@@ -181,13 +181,7 @@ def atom_costs(
     if comm is None:
         return _atom_costs(cuttable, balance, image, device)
     with comm.together():
-        try:
-            found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
-        except (RuntimeError, AssertionError) as error:
-            reason = unfit(cuttable.model, image)
-            if reason is None:
-                raise
-            raise ValueError(reason) from error
+        found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
     costs_of_atoms: list[float] = comm.broadcast_object(found)
     return costs_of_atoms
 
@@ -195,10 +189,18 @@ def atom_costs(
 def _atom_costs(
     cuttable: Cuttable, balance: str, image: tuple[int, int, int, int], device: torch.device | str
 ) -> list[float]:
+    n, channels, height, width = image
     dtype = next((p.dtype for p in cuttable.model.parameters()), torch.float32)
-    if balance == "time":
-        n, channels, height, width = image
-        small = torch.rand(n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX), dtype=dtype)
-        return costs.measure_seconds(cuttable, small, device=device)
-    count = costs.count_bytes if balance == "memory" else costs.count_flops
-    return count(cuttable, torch.empty(image, dtype=dtype, device="meta"))
+    small = (n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX))
+    try:
+        if balance == "time":
+            return costs.measure_seconds(cuttable, torch.rand(small, dtype=dtype), device=device)
+        count = costs.count_bytes if balance == "memory" else costs.count_flops
+        return count(cuttable, torch.empty(image, dtype=dtype, device="meta"))
+    except (RuntimeError, AssertionError) as error:
+        reason = unfit(cuttable.model, image)
+        if reason is None and balance == "time" and unfit(cuttable.model, small) is not None:
+            reason = f"its atoms cannot be timed on images of {small[2]} x {small[3]} px: balance it by FLOPs or memory"
+        if reason is None:
+            raise
+        raise ValueError(reason) from error

@@ -171,7 +171,7 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
 def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
     """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
 
-    For an error in a model: is it one of the plain model too? The model's own words, to be read after its name.
+    For an error in a model: is it one of the plain model too? In the model's own words.
     """
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     try:
@@ -182,7 +182,7 @@ def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None
         _, channels, height, width = image
-        return f"cannot take images of {height} x {width} px and {channels} channels: {reason}"
+        return f"cannot take images of {channels} x {height} x {width} (channels, height, width): {reason}"
     return None
 
 

@@ -13,7 +13,9 @@ from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition
 from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
+from mpi4dl.parallel.pipeline.held import choose_counts
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, unfit
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.explain import Ledger
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
@@ -301,8 +303,23 @@ class Looking(nn.Module):
 
 
 def test_images_that_the_plain_model_refuses_are_told_from_other_errors() -> None:
-    assert unfit(Particular(), (2, 3, 9, 8)) == "cannot take images of 9 x 8 px and 3 channels: 8 rows"
+    assert unfit(Particular(), (2, 3, 9, 8)) == "cannot take images of 3 x 9 x 8 (channels, height, width): 8 rows"
     assert unfit(Particular(), (2, 3, 8, 9)) is None
     assert unfit(Looking(), (2, 3, 8, 8)) is None  # that there are no values to look at is no fault of the images
     batch_norm = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)).eval()
     assert "more than 1 value per channel" in (unfit(batch_norm, (1, 3, 8, 8)) or "")  # in training
+
+
+class Large(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.shape[2] == 300, "300 rows wanted")
+        return super().forward(x)
+
+
+def test_atoms_are_not_timed_on_smaller_images_than_the_model_takes() -> None:
+    cuttable, plan = Cuttable(Large(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)).to("meta")), Plan.of(stages=2)
+    assert sum(choose_counts(cuttable, plan, None, "auto", (1, 1, 300, 10))) == len(cuttable)
+    with pytest.raises(ValueError, match="cannot be timed on images of 256 x 10 px: balance it by FLOPs or memory"):
+        choose_counts(cuttable, plan, None, "time", (1, 1, 300, 10))
+    with pytest.raises(ValueError, match=r"cannot take images of 1 x 299 x 10 .*: 300 rows wanted"):
+        choose_counts(cuttable, plan, None, "auto", (1, 1, 299, 10))
