@@ -74,7 +74,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     changed = next((name for name, version in _versions(block).items() if version != before.get(name)), None)
     if changed is not None:
         raise Refusal(
-            f"the model changes its buffer {changed} as it runs, which is no batch norm's: when a block is computed "
+            f"the model changes {changed} as it runs, which is no statistic of a batch norm: when a block is computed "
             "again it would find other values; leave out --recompute"
         )
     return outputs
@@ -85,9 +85,10 @@ def _norms(block: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
 
 
 def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which buffers a block has, batch norms' aside, and how often they were written to."""
+    """Which parameters and buffers a block has, batch norms' aside, and how often they were written to."""
     known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
-    return {name: (id(b), b._version) for name, b in block.named_buffers() if id(b) not in known}
+    values = [*block.named_parameters(), *block.named_buffers()]
+    return {name: (id(value), value._version) for name, value in values if id(value) not in known}
 
 
 @contextmanager
