@@ -39,7 +39,7 @@ class Contestant:
             mpirun = Path(sys.executable).with_name("mpirun")
             launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
             if launcher is None:
-                raise SystemExit("benchmarks need mpirun on the PATH: pip install 'mpi4dl[mpich]'")
+                raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
             command = [launcher, "-n", str(self.ranks), *command]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -118,7 +118,7 @@ def require_drawable(path: Path) -> None:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ConfigError(
-                f"--timeline {path} needs matplotlib: pip install 'mpi4dl[examples]', or draw to a .txt file"
+                f"--timeline {path} needs matplotlib: pip install matplotlib, or draw to a .txt file"
             ) from None
 
 

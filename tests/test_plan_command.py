@@ -87,7 +87,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refusal(capsys, *STAGES, "--timeline", "t.png") == (
-        "--timeline t.png needs matplotlib: pip install 'mpi4dl[examples]', or draw to a .txt file"
+        "--timeline t.png needs matplotlib: pip install matplotlib, or draw to a .txt file"
     )
 
 

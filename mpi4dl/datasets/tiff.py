@@ -130,7 +130,7 @@ def _first_page(path: Path) -> Any:
     try:
         import tifffile
     except ImportError as error:
-        raise DatasetError(f"{path}: reading TIFF needs tifffile: run pip install 'mpi4dl[slides]'") from error
+        raise DatasetError(f"{path}: reading TIFF needs tifffile: run pip install tifffile imagecodecs") from error
     try:
         with tifffile.TiffFile(path) as file:
             page = file.pages[0]

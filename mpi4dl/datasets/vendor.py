@@ -25,7 +25,7 @@ class OpenSlideImage:
         try:
             import openslide
         except ImportError as error:
-            remedy = "run pip install 'mpi4dl[slides]'"
+            remedy = "run pip install openslide-python openslide-bin"
             raise DatasetError(f"{path}: reading {path.suffix} needs openslide: {remedy}") from error
         self._path = path
         self._error = openslide.OpenSlideError

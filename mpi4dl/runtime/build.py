@@ -147,6 +147,8 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
         yield
     except Refusal:
         raise
+    except datasets.DatasetError as problem:  # no model's fault: a package that reads such images is not installed
+        raise Refusal(str(problem)) from problem
     except (NoRule, ValueError) as problem:  # of an operator, on all ranks alike: shapes are those of the whole
         raise Refusal(f"--model {name}: {problem}") from problem
     except (RuntimeError, AssertionError) as problem:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Refusal
+from mpi4dl.datasets import DatasetError
 from mpi4dl.geometry import Interval
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, ConfigError, parse
@@ -257,3 +258,18 @@ def test_the_loss_of_a_classifier_is_cross_entropy_and_a_share_of_auxiliary_ones
 def test_outputs_that_are_no_logits_are_refused(outputs: Any, found: str) -> None:
     with pytest.raises(Refusal, match=rf"^the model's output has {found}, but .* need \(batch, classes\)"):
         build.classification_loss(outputs, torch.zeros(4, dtype=torch.int64))
+
+
+def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_models_fault() -> None:
+    config = configured("--model small_resnet --image-size 8")
+
+    def said(error: Exception) -> str:
+        blaming = build.blaming_the_model(config, build.build_plan(config), 2, 3)
+        with pytest.raises(Exception) as caught, blaming:  # noqa: PT011 - its kind is said with its message
+            raise error
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    assert said(ValueError("too small")) == "Refusal: --model small_resnet: too small"
+    assert said(DatasetError("no tifffile")) == "Refusal: no tifffile"
+    assert said(Refusal("as it is")) == "Refusal: as it is"
+    assert said(RuntimeError("out of luck")) == "RuntimeError: out of luck"
