@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
+from mpi4dl.runtime.stopping import die_by_ctrl_c
 from mpi4dl.runtime.wording import counted
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "-h" in arguments or "--help" in arguments:
         parse(["--help"])
+    die_by_ctrl_c()
     from mpi4dl.comm import guard, world
     from mpi4dl.runtime.memory import within_memory
 

@@ -1,28 +1,49 @@
-"""A run that is told to stop finishes its step and saves: SIGTERM from a batch system, or SIGUSR1 before its limit."""
+"""A run that is told to stop finishes its step and saves: SIGTERM from a batch system, SIGUSR1 before its limit.
+
+Ctrl-C does the same; a second one ends the run at once.
+"""
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SECONDS = 1.0  # one Ctrl-C may come twice: from the terminal, and from mpirun, which had it too
+
+
+def die_by_ctrl_c() -> None:
+    """Let Ctrl-C end this process without a traceback, as long as there is nothing to save."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class StopSignals:
     """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context.
 
-    Once there was one, both are ignored from the end of the context on: who has stopped as asked is about to leave, and
-    must not be killed on the way by a sender who asks again.
+    Once there was one, all are ignored from the end of the context on: who has stopped as asked is about to leave, and
+    must not be killed on the way by a sender who asks again. What was ignored before, as by nohup, stays so.
+
+    Raises:
+        KeyboardInterrupt: a second Ctrl-C, wherever the process is.
     """
 
     def __init__(self) -> None:
         self.caught: str | None = None
+        self._interrupted = float("inf")  # when the first Ctrl-C came
         self._before: dict[signal.Signals, Any] = {}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.caught = signal.Signals(number).name
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now - self._interrupted > SAME_SECONDS:
+                raise KeyboardInterrupt
+            self._interrupted = min(self._interrupted, now)
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._remember) for number in wanted}
         return self
 
     def __exit__(

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from mpi4dl.runtime.stopping import SIGNALS, StopSignals
+from tests.pool.ranks import ROOT
 
 
 @pytest.fixture
@@ -38,3 +41,37 @@ def test_without_a_signal_all_is_left_as_it_was(heard: list[int]) -> None:
     for number in SIGNALS:
         os.kill(os.getpid(), number)
     assert heard == [*SIGNALS]
+
+
+def test_a_second_ctrl_c_ends_at_once_but_one_that_comes_twice_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 100.9, 101.1])
+    monkeypatch.setattr("mpi4dl.runtime.stopping.time.monotonic", lambda: next(times))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with StopSignals() as signals:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                assert signals.caught == "SIGINT"
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        with StopSignals() as signals:
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+        assert signals.caught is None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_ctrl_c_before_training_leaves_no_traceback() -> None:
+    program = "import os, signal; from mpi4dl.runtime.stopping import die_by_ctrl_c; die_by_ctrl_c()\n"
+    program += "os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
