@@ -1,4 +1,4 @@
-"""The floors of docs/architecture.md, held over the source: who may import whom, who may import MPI, and how files look."""
+"""The floors of docs/architecture.md, held over the source: who imports whom, who imports MPI, how files look."""
 
 import ast
 import subprocess

@@ -190,7 +190,7 @@ def _atom_costs(
     cuttable: Cuttable, balance: str, image: tuple[int, int, int, int], device: torch.device | str
 ) -> list[float]:
     n, channels, height, width = image
-    dtype = next((p.dtype for p in cuttable.model.parameters()), torch.float32)
+    dtype = next((p.dtype for p in cuttable.model.parameters() if p.is_floating_point()), torch.float32)
     small = (n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX))
     try:
         if balance == "time":
