@@ -22,8 +22,8 @@ class StopSignals:
     """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context.
 
     Once there was one, all are ignored from the end of the context on: who has stopped as asked is about to leave, and
-    must not be killed on the way by a sender who asks again. Ctrl-C that was ignored before, as a shell lets its jobs in
-    the background do, stays so.
+    must not be killed on the way by a sender who asks again. Ctrl-C stays ignored where it was, as in jobs that a shell
+    runs in the background.
 
     Raises:
         KeyboardInterrupt: a second Ctrl-C, wherever the process is.
@@ -43,7 +43,7 @@ class StopSignals:
             self._interrupted = min(self._interrupted, now)
 
     def __enter__(self) -> "StopSignals":
-        heard = SIGNALS if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else SIGNALS[:2]
+        heard = SIGNALS if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else SIGNALS[:-1]
         self._before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
