@@ -16,7 +16,7 @@ def image_dims(grid: Grid, ndim: int) -> Dims:
     return (0 if grid.tracks_batch and ndim > 3 else None, ndim - 2, ndim - 1)
 
 
-def _tiling(grid: Grid, dims: Dims, splits: tuple[Split, Split, Split]) -> Tiling:
+def _tiling(dims: Dims, splits: tuple[Split, Split, Split]) -> Tiling:
     tiling = Tiling(splits)
     return tiling if dims[BATCH] is not None else tiling.drop(BATCH)
 
@@ -32,7 +32,7 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     _agree(grid, tuple(image.shape), str(image.dtype))
     dims = image_dims(grid, image.dim())
     size = (image.shape[0], image.shape[-2], image.shape[-1])
-    tiling = _tiling(grid, dims, Tiling.even(grid.shape, size).splits)
+    tiling = _tiling(dims, Tiling.even(grid.shape, size).splits)
     layout = Layout(grid, tiling, dims)
     whole = Box(Interval(0, tiling.size[BATCH]), Interval(0, size[ROWS]), Interval(0, size[COLS]))
     return SpatialTensor(narrow(image, dims, whole, layout.owned), layout)
@@ -92,7 +92,7 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
             f"this rank's tile has {found[0]} samples of {found[1]} x {found[2]} px, but its part of the batch is "
             f"{box.shape[0]} samples of {box.shape[1]} x {box.shape[2]} px"
         )
-    return SpatialTensor(tile, Layout(grid, _tiling(grid, dims, tiling.splits), dims))
+    return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling.splits), dims))
 
 
 def sum_gradients(model: nn.Module, grid: Grid) -> None:
