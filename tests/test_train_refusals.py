@@ -18,6 +18,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("images"), classes=("a", "b", "c"), count=4)
 
 
+def refused(comm: Communicator, *flags: str) -> str:
+    """The message with which `train` stops this rank."""
+    with pytest.raises(Refusal) as caught:
+        train(comm, [*TINY, "--data", "2", "--epochs", "2", "--num-samples", "8", *flags])
+    return str(caught.value)
+
+
 def test_an_unknown_flag_names_the_nearest() -> None:
     assert refusal(train_command(2, "--batchsize", "3")) == "there is no flag --batchsize; did you mean --batch-size?"
 
@@ -32,10 +39,10 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         ),
     ],
 )
-def test_a_mistake_in_a_file_names_the_file_and_the_key(tmp_path: Path, toml: str, message: str) -> None:
+def test_a_mistake_in_a_file_names_the_file_and_the_key(ranks: Ranks, tmp_path: Path, toml: str, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(toml)
-    assert refusal(train_command(2, "--config", str(file))) == message.format(file=file)
+    assert ranks(2).run(refused, "--config", str(file)) == [message.format(file=file)] * 2
 
 
 def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
@@ -44,24 +51,22 @@ def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
     )
 
 
-def test_more_tiles_than_rows_are_refused() -> None:
+def test_more_tiles_than_rows_are_refused(ranks: Ranks) -> None:
     message = "--tiles 4x1 cuts images into 4 rows of tiles, but they are only 3 px high"
-    assert refusal(train_command(4, "--tiles", "4x1", "--image-size", "3x64")) == message
+    assert ranks(4).run(refused, "--data", "1", "--tiles", "4x1", "--image-size", "3x64") == [message] * 4
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_is_named(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "nowhere"
-    assert refusal(train_command(2, *TINY, "--data", "2", "--images", str(folder))).startswith(
-        f"{folder}: no such file or folder"
-    )
+    (message,) = set(ranks(2).run(refused, "--images", str(folder)))
+    assert message.startswith(f"{folder}: no such file or folder")
 
 
-def test_a_class_without_images_is_named(tmp_path: Path) -> None:
+def test_a_class_without_images_is_named(ranks: Ranks, tmp_path: Path) -> None:
     write_images(tmp_path)
     (tmp_path / "empty").mkdir()
-    assert refusal(train_command(2, *TINY, "--data", "2", "--images", str(tmp_path))).startswith(
-        f"{tmp_path / 'empty'}: this class has no images: add some, or remove the folder"
-    )
+    (message,) = set(ranks(2).run(refused, "--images", str(tmp_path)))
+    assert message.startswith(f"{tmp_path / 'empty'}: this class has no images: add some, or remove the folder")
 
 
 def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
@@ -90,8 +95,9 @@ def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
         (("--optimizer", "AdamW", "--optimizer-options", "weight_decy=0.1"), r"--optimizer AdamW .*weight_decay\?"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest(flags: tuple[str, ...], pattern: str) -> None:
-    assert re.fullmatch(pattern, refusal(train_command(2, *TINY, "--data", "2", *flags)))
+def test_an_unknown_name_gets_the_nearest(ranks: Ranks, flags: tuple[str, ...], pattern: str) -> None:
+    (message,) = set(ranks(2).run(refused, *flags))
+    assert re.fullmatch(pattern, message)
 
 
 def test_a_run_folder_with_files_is_refused(tmp_path: Path) -> None:
@@ -112,13 +118,6 @@ def test_ranks_with_different_commands_are_refused() -> None:
 def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
     job = train_command(1, *TINY, *another(1, *TINY, "--lrr", "0.2"))
     assert refusal(job) == "rank 1: there is no flag --lrr; did you mean --lr?"
-
-
-def refused(comm: Communicator, *flags: str) -> str:
-    """The message with which `train` stops this rank."""
-    with pytest.raises(Refusal) as caught:
-        train(comm, [*TINY, "--data", "2", "--epochs", "2", "--num-samples", "8", *flags])
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,11 @@ def check(ranks: Ranks, name: str, size: tuple[int, int], grid: tuple[int, int],
 
 
 def everywhere() -> Iterator[Any]:
-    """Every model on every grid; the slow ones always on the larger grids."""
+    """Every model on every grid; those of four ranks always, or 2x2 alone for the slow ones."""
     for name in OPTIONS:
         for i, (rows, cols) in enumerate(GRIDS):
-            marks = [pytest.mark.exhaustive] if name in SLOW and i > 2 else []
+            always = 1 if name in SLOW else 3
+            marks = [pytest.mark.exhaustive] if i >= always else []
             yield pytest.param(name, (rows, cols), marks=marks, id=f"{name}-{rows}x{cols}")
 
 
