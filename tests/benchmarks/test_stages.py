@@ -179,7 +179,7 @@ def test_a_layer_sleeps_forward_and_for_either_gradient() -> None:
 
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out, timeline = tmp_path / "new" / "v1.5", tmp_path / "other" / "timeline.png"
-    done = run("--models", "amoebanetd", "--out", str(out), "--timeline", str(timeline))
+    done = run("--models", "resnet_v2", "--out", str(out), "--timeline", str(timeline))
     assert done.returncode == 0, done.stderr
     results = json.loads(Path(f"{out}.json").read_text())["results"]
     assert results["problems"] == []
@@ -187,8 +187,8 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     assert results["cores"] == min(2, len(os.sched_getaffinity(0)))
     rows = results["measurements"]
     assert [(row["model"], row["name"], row["ranks"]) for row in rows] == [
-        ("amoebanetd", "plain", 1),
-        ("amoebanetd", "SP+GEMS+PP", 3),
+        ("resnet_v2", "plain", 1),
+        ("resnet_v2", "SP+GEMS+PP", 3),
     ]
     for row in rows:
         assert set(row) == (KEYS if row["name"] == "plain" else KEYS | SECONDS)
@@ -199,7 +199,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
         assert all(math.isfinite(number) and number > 0 for number in numbers), row
         assert row["peak_bytes"] == max(row["peak_bytes_of_ranks"])
     assert as_table(rows) in done.stdout
-    for path in (f"{out}_amoebanetd.png", timeline):
+    for path in (f"{out}_resnet_v2.png", timeline):
         with PIL.Image.open(path) as image:
             assert image.format == "PNG"
             assert min(image.size) > 200
