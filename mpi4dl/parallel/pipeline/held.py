@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline import balance as costs
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.table import Action
 from mpi4dl.parallel.plan import Plan
@@ -190,7 +190,7 @@ def _atom_costs(
     cuttable: Cuttable, balance: str, image: tuple[int, int, int, int], device: torch.device | str
 ) -> list[float]:
     n, channels, height, width = image
-    dtype = next((p.dtype for p in cuttable.model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = image_dtype(cuttable.model)
     small = (n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX))
     try:
         if balance == "time":

@@ -168,15 +168,19 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
                 return build().to("meta")
 
 
+def image_dtype(model: nn.Module) -> torch.dtype:
+    """What images this model takes: the first real type of its parameters."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
     """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
 
     For an error in a model: is it one of the plain model too? In the model's own words.
     """
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
     try:
         with torch.no_grad():
-            model.train()(torch.empty(image, dtype=dtype, device="meta"))
+            model.train()(torch.empty(image, dtype=image_dtype(model), device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none

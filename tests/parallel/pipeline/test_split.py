@@ -14,7 +14,7 @@ from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition
 from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.held import choose_counts
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.explain import Ledger
@@ -323,3 +323,23 @@ def test_atoms_are_not_timed_on_smaller_images_than_the_model_takes() -> None:
         choose_counts(cuttable, plan, None, "time", (1, 1, 300, 10))
     with pytest.raises(ValueError, match=r"cannot take images of 1 x 299 x 10 .*: 300 rows wanted"):
         choose_counts(cuttable, plan, None, "auto", (1, 1, 299, 10))
+
+
+class Rotated(nn.Module):
+    """Its first parameter is complex, but its images are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(1, dtype=torch.complex128))
+        self.layers = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.turn.real
+
+
+def test_images_are_of_the_first_real_type_of_the_parameters() -> None:
+    model = outline(Rotated)
+    assert image_dtype(model) is torch.float64
+    assert image_dtype(nn.ReLU()) is torch.float32
+    assert unfit(model, (1, 3, 8, 8)) is None
+    assert "cannot take images of 4 x 8 x 8" in str(unfit(model, (1, 4, 8, 8)))
