@@ -1,7 +1,6 @@
 """The training command on tiny folders of pictures, and what a refusal of it looks like."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import PIL.Image
 
 from tests.pool.job import Finished, mpirun
+from tests.pool.zygote import python
 
 TRAIN = ("-m", "mpi4dl.train")
 TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0")
@@ -41,7 +41,7 @@ def train_command(num_ranks: int, *flags: str) -> Finished:
 
 def another(num_ranks: int, *flags: str) -> tuple[str, ...]:
     """More ranks in the same job, with flags of their own."""
-    return (":", "-n", str(num_ranks), sys.executable, *TRAIN, *flags)
+    return (":", "-n", str(num_ranks), *python(), *TRAIN, *flags)
 
 
 def refusal(job: Finished) -> str:

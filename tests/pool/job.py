@@ -3,11 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import NamedTuple
 
 from tests.pool.ranks import ROOT, launcher
+from tests.pool.zygote import python
 
 
 class Finished(NamedTuple):
@@ -29,7 +29,7 @@ def mpirun(
     Raises:
         TimeoutError: the job did not end in time. It was killed; the message holds what it had printed.
     """
-    command = [launcher(), "-n", str(num_ranks), sys.executable, *arguments]
+    command = [launcher(), "-n", str(num_ranks), *python(), *arguments]
     begin = time.monotonic()
     job = subprocess.Popen(
         command,

@@ -5,6 +5,7 @@ rank that fails can say so while the others still wait for it.
 """
 
 import faulthandler
+import os
 import pickle
 import signal
 import sys
@@ -100,7 +101,7 @@ def main(address: str, folder: str) -> None:
     node = Node.of(MPI.COMM_WORLD)
     with Path(folder, f"stack{rank}.txt").open("w") as stack, Client(address, family="AF_UNIX") as connection:
         faulthandler.register(signal.SIGUSR1, file=stack)
-        connection.send_bytes(pickle.dumps(rank))
+        connection.send_bytes(pickle.dumps((rank, os.getpid())))
         serve(connection, node, stack)
 
 

@@ -21,9 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.pool.zygote import python
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (4, 8)
@@ -68,6 +71,7 @@ class Pool:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
         self._connections: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
 
     def run(
         self, num_ranks: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float = BODY_SECONDS
@@ -121,7 +125,7 @@ class Pool:
             server.bind(address)
             server.listen(self.size)
             server.settimeout(1.0)
-            command = [launcher(), "-n", str(self.size), sys.executable, "-m", "tests.pool.rank", address]
+            command = [launcher(), "-n", str(self.size), *python(), "-m", "tests.pool.rank", address]
             with (self._folder / "output.txt").open("wb") as output:
                 self._process = subprocess.Popen(
                     [*command, str(self._folder)],
@@ -143,36 +147,23 @@ class Pool:
                 except TimeoutError:
                     continue
                 connection = Connection(accepted.detach())
-                self._connections[pickle.loads(connection.recv_bytes())] = connection
+                rank, self._pids[rank] = pickle.loads(connection.recv_bytes())
+                self._connections[rank] = connection
 
     def _printed(self) -> str:
         return (self._folder / "output.txt").read_text(errors="replace")[-4000:]
 
     def _stacks(self) -> str:
         """Where every rank stands: their handlers of SIGUSR1 write it, also while they are blocked inside MPI."""
-        pids, deadline = self._pids(), time.monotonic() + DUMP_SECONDS
-        for pid in pids:
-            os.kill(pid, signal.SIGUSR1)
+        asked, deadline = self._signal(signal.SIGUSR1), time.monotonic() + DUMP_SECONDS
         paths, before = sorted(self._folder.glob("stack*.txt")), [0]
         while time.monotonic() < deadline:
             time.sleep(0.2)
             sizes = [path.stat().st_size for path in paths]
-            if sizes == before and sum(size > 0 for size in sizes) >= len(pids):
+            if sizes == before and sum(size > 0 for size in sizes) >= asked:
                 break
             before = sizes
         return "\n".join(f"{path.stem.replace('stack', 'rank ')}:\n{path.read_text()}" for path in paths)
-
-    def _pids(self) -> list[int]:
-        """The processes of this pool's ranks that are alive, found by the folder that they were given."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if words[1:3] == [b"-m", b"tests.pool.rank"] and os.fsencode(self._folder) in words:
-                found.append(int(entry.name))
-        return found
 
     def stop(self, kill: bool = False) -> None:
         for connection in self._connections.values():
@@ -181,22 +172,24 @@ class Pool:
         if self._process is None:
             return
         if kill:
-            self._kill()
+            self._signal(signal.SIGKILL)  # then mpirun and its proxy end by themselves
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self._signal(signal.SIGKILL)
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._process = None
+        self._process, self._pids = None, {}
 
-    def _kill(self) -> None:
-        """Kill the ranks; then mpirun and its proxy end by themselves."""
-        while pids := self._pids():
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+    def _signal(self, number: signal.Signals) -> int:
+        """Send a signal to all ranks; returns how many are alive."""
+        alive = 0
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                alive += 1
+        return alive
 
 
 class Ranks:

@@ -95,7 +95,7 @@ def hang(comm: Communicator) -> None:
 def test_a_hang_shows_the_stack_of_every_rank_and_restarts_the_pool(pool: Pool) -> None:
     team = Team(pool, 2, 30.0)
     team.run(place, 1)
-    pids, starts = pool._pids(), pool.starts
+    pids, starts = list(pool._pids.values()), pool.starts
     assert len(pids) == 2
     assert all(alive(pid) for pid in pids)
     with pytest.raises(RanksFailed, match=r"ranks 0, 1 of 2 did not return") as caught:

@@ -1,0 +1,62 @@
+"""What mpirun starts in place of a rank: it hands over all that it was given, and ends as the rank ends.
+
+    python -I -S stub.py FOLDER program...        FOLDER holds the sockets of the zygotes; see zygote.py
+
+The rank gets its files, environment, folder and signals; this process only waits. It imports nothing that takes time.
+"""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+MAX_FILES = 250  # that one message can carry
+
+
+def main(folder: str, *arguments: str) -> None:
+    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+    sockets = sorted(os.listdir(folder))
+    ignored = [int(number) for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    files = [number for number in files if number <= 2 or is_inherited(number)][:MAX_FILES]
+    zygote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    zygote.connect(os.path.join(folder, sockets[rank % len(sockets)]))
+    words = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignored, files))
+    socket.send_fds(zygote, [words], files)
+    for number in FORWARDED:
+        if number not in ignored:
+            signal.signal(number, lambda number, _: zygote.send(marshal.dumps(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    end_like(receive(zygote))
+
+
+def receive(other: socket.socket) -> bytes:
+    """The next message; nothing if the other side has gone, also if it went with a message of ours unread."""
+    try:
+        return other.recv(64)
+    except ConnectionError:
+        return b""
+
+
+def is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # the listing's own, closed since
+        return False
+
+
+def end_like(said: bytes) -> None:
+    """End with the rank's exit code or by its signal; by SIGKILL, as the rank did, if the zygote has gone."""
+    code = marshal.loads(said) if said else -signal.SIGKILL
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

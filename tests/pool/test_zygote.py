@@ -1,0 +1,135 @@
+"""A program in a fork gets what it would get from `python`, ends as it would, and does not outlive the tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pool.zygote import ROOT, command, end_all, start
+
+LIGHT = "json"  # what such a zygote imports: nothing that takes time
+PATIENCE = 600.0
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    folder = tmp_path_factory.mktemp("zygote")
+    zygotes = [start(folder, seed, LIGHT) for seed in ("1", "2")]
+    yield command(folder)
+    end_all(folder, zygotes)
+
+
+def run(words: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, **options)  # type: ignore[call-overload]
+
+
+PLACE = "import os, sys; print(sys.argv, sys.orig_argv[1:], os.getcwd(), os.environ['WORD'], sys.stdin.read())"
+
+
+def test_a_program_finds_its_arguments_folder_environment_and_files(python: list[str], tmp_path: Path) -> None:
+    options = {"cwd": tmp_path, "env": {**os.environ, "WORD": "a word"}, "input": "said"}
+    script = tmp_path / "script.py"
+    script.write_text(PLACE)
+    (tmp_path / "module.py").write_text(PLACE)
+    for arguments in (["-c", PLACE, "-x"], [str(script), "-x"], ["-m", "module", "-x"]):
+        forked, fresh = run([*python, *arguments], **options), run([sys.executable, *arguments], **options)
+        assert (forked.returncode, forked.stdout, forked.stderr) == (0, fresh.stdout, "")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise SystemExit(3)",
+        "import sys; sys.exit('a message')",
+        "import os; os._exit(7)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import atexit; atexit.register(print, 'the end')",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.05), print('a thread'))).start()",
+    ],
+)
+def test_a_program_ends_as_it_would(python: list[str], program: str) -> None:
+    forked, fresh = run([*python, "-c", program]), run([sys.executable, "-c", program])
+    assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+def test_an_exception_reaches_the_hook_and_the_code_is_1(python: list[str]) -> None:
+    program = "import sys; sys.excepthook = lambda *error: print('hook', error[1]); raise KeyError(1)"
+    assert (run([*python, "-c", program]).stdout, run([*python, "-c", "raise KeyError(1)"]).returncode) == (
+        "hook 1\n",
+        1,
+    )
+
+
+def test_ranks_of_even_and_of_odd_numbers_hash_strings_differently(python: list[str]) -> None:
+    hashes = [
+        run([*python, "-c", "print(hash('x'))"], env={**os.environ, "PMI_RANK": rank}).stdout
+        for rank in ("0", "1", "2")
+    ]
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+SLEEPS = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: print("heard", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+print(os.getpid(), flush=True)
+while True: time.sleep(0.1)
+"""
+
+
+def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: list[str]) -> None:
+    def begin() -> tuple["subprocess.Popen[str]", int]:
+        stub = subprocess.Popen([*python, "-c", SLEEPS], stdout=subprocess.PIPE, text=True)
+        assert stub.stdout is not None
+        return stub, int(stub.stdout.readline())
+
+    stub, _ = begin()
+    stub.send_signal(signal.SIGUSR1)
+    assert stub.stdout is not None
+    assert stub.stdout.readline() == "heard\n"
+    stub.terminate()
+    assert stub.wait(PATIENCE) == 4
+    stub.stdout.close()
+    stub, rank = begin()
+    stub.kill()
+    assert stub.wait(PATIENCE) == -signal.SIGKILL
+    wait_for_the_end(rank)
+    stub.stdout.close()  # type: ignore[union-attr]
+    assert run([*python, "-c", "print(1)"]).stdout == "1\n"
+
+
+def wait_for_the_end(process: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while Path(f"/proc/{process}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ranks_end_when_the_tests_are_killed(tmp_path: Path) -> None:
+    program = f"""
+        import subprocess, sys, time
+        from pathlib import Path
+        from tests.pool.zygote import command, start
+        folder = Path({str(tmp_path)!r})
+        zygote = start(folder, "1", {LIGHT!r})
+        rank = subprocess.Popen([*command(folder), "-c", {SLEEPS!r}], stdout=subprocess.PIPE, text=True)
+        print(zygote.pid, rank.stdout.readline(), flush=True)
+        time.sleep({PATIENCE})
+    """
+    tests = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert tests.stdout is not None
+    zygote, rank = map(int, tests.stdout.readline().split())
+    tests.kill()
+    tests.wait(PATIENCE)
+    tests.stdout.close()
+    wait_for_the_end(rank)
+    wait_for_the_end(zygote)

@@ -1,0 +1,211 @@
+"""A process with PyTorch imported that forks ranks from itself: they start in milliseconds instead of seconds.
+
+    pytest --stdin--> zygote                     imports what ranks import, but no MPI; has one thread, and waits
+      |                  |
+      |                  +-- fork, one per stub --> rank: the stub's files, environment and folder; runs the program
+      |                  |                            ^
+      +--> mpirun ----> stub ------- signals ---------+    and the rank's end, back to the stub, is the stub's end
+
+When pytest ends, however it ends, its end of the zygote's stdin closes: the zygote then kills its ranks, and ends.
+
+There are two of them, for the ranks of even and of odd numbers, which hash strings differently. So the sets of two
+ranks are in different orders, as they are in processes that were started apart.
+"""
+
+import atexit
+import fcntl
+import gc
+import importlib
+import marshal
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from tests.pool.stub import MAX_FILES, receive
+
+ROOT = Path(__file__).parent.parent.parent
+STUB = Path(__file__).parent / "stub.py"
+HASH_SEEDS = ("1", "2")
+IMPORTED = "tests.pool.imports"
+MAX_MESSAGE_BYTES = 1 << 20
+BACKLOG = 64
+SPARE_FILE = 300  # numbers from here on are nobody's
+
+
+class Program(NamedTuple):
+    """What a rank is to run, as `python *arguments` was to run it."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    ignored_signals: list[int]
+    files: dict[int, int]  # the number that each file must have: the number that it has
+
+    def take_over(self) -> None:
+        """Become, in this process, what the stub was."""
+        os.setsid()
+        spare = {wanted: fcntl.fcntl(number, fcntl.F_DUPFD, SPARE_FILE) for wanted, number in self.files.items()}
+        for number in self.files.values():
+            os.close(number)
+        for wanted, number in spare.items():
+            os.dup2(number, wanted)
+            os.close(number)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        for number in self.ignored_signals:
+            signal.signal(number, signal.SIG_IGN)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # Python's own generator does so by itself
+
+    def run(self) -> None:
+        """Run it as the interpreter would; what it raises is for the interpreter to see."""
+        option, name, *rest = self.arguments
+        main = types.ModuleType("__main__")
+        main.__dict__["__builtins__"] = __builtins__
+        sys.modules["__main__"] = main
+        sys.orig_argv = [sys.executable, *self.arguments]
+        if option == "-c":
+            sys.argv, sys.path[0] = ["-c", *rest], ""
+            exec(compile(name, "<string>", "exec"), main.__dict__)
+        elif option == "-m":
+            sys.argv, sys.path[0] = ["-m", *rest], self.folder
+            runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        else:
+            sys.argv, sys.path[0] = [option, name, *rest], str(Path(option).parent)
+            main.__dict__["__file__"] = option
+            exec(compile(Path(option).read_bytes(), option, "exec"), main.__dict__)
+
+
+class Zygote:
+    """Forks a rank for each stub that connects, hands signals down and exit codes up."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.server = server
+        self.ranks: dict[int, socket.socket] = {}  # by process
+        self.selector.register(sys.stdin, selectors.EVENT_READ, self.end)
+        self.selector.register(self.server, selectors.EVENT_READ, self.accept)
+
+    def serve(self) -> Program:
+        """Does not return but in a rank, with what that rank is to run."""
+        program = None
+        while program is None:
+            (key, _), *_ = self.selector.select()  # one at a time: what is done about one may be the end of another
+            program = key.data()
+        return program
+
+    def accept(self) -> Program | None:
+        stub, _ = self.server.accept()
+        try:
+            said, files, *_ = socket.recv_fds(stub, MAX_MESSAGE_BYTES, MAX_FILES)
+        except ConnectionError:
+            said = b""
+        if not said:  # the stub was killed
+            stub.close()
+            return None
+        *rest, numbers = marshal.loads(said)
+        process = os.fork()
+        if process == 0:
+            self.let_go()
+            stub.close()
+            return Program(*rest, dict(zip(numbers, files, strict=True)))
+        for number in files:
+            os.close(number)
+        self.ranks[process] = stub
+        ended = os.pidfd_open(process)
+        self.selector.register(stub, selectors.EVENT_READ, partial(self.hear, process))
+        self.selector.register(ended, selectors.EVENT_READ, partial(self.bury, process, ended))
+        return None
+
+    def hear(self, process: int) -> None:
+        """A signal for the rank; or the stub's end, and then the rank's."""
+        said = receive(self.ranks[process])
+        if not said:
+            self.selector.unregister(self.ranks[process])
+        os.kill(process, marshal.loads(said) if said else signal.SIGKILL)
+
+    def bury(self, process: int, ended: int) -> None:
+        _, status = os.waitpid(process, 0)
+        self.selector.unregister(ended)
+        os.close(ended)
+        stub = self.ranks.pop(process)
+        if stub in self.selector.get_map():
+            self.selector.unregister(stub)
+            with suppress(ConnectionError):  # killed in the meantime
+                stub.send(marshal.dumps(os.waitstatus_to_exitcode(status)))
+        stub.close()
+
+    def let_go(self) -> None:
+        """In a rank: close what is the zygote's."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            elif isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+        self.selector.close()
+
+    def end(self) -> NoReturn:
+        """Pytest has gone."""
+        for process in self.ranks:
+            os.kill(process, signal.SIGKILL)
+        os._exit(0)
+
+
+@cache
+def python() -> list[str]:
+    """The command under mpirun that runs a program in a fork; it takes the arguments that `python` takes."""
+    folder = Path(tempfile.mkdtemp(prefix="zygotes"))
+    atexit.register(end_all, folder, [start(folder, seed, IMPORTED) for seed in HASH_SEEDS])
+    return command(folder)
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-I", "-S", str(STUB), str(folder)]
+
+
+def start(folder: Path, hash_seed: str, imported: str) -> subprocess.Popen[bytes]:
+    """A zygote to which stubs may connect at once; they wait until it is ready."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(folder / hash_seed))
+        server.listen(BACKLOG)
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, str(server.fileno()), imported],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": hash_seed},
+            stdin=subprocess.PIPE,  # held by this process alone: it closes when this process ends
+            pass_fds=[server.fileno()],
+            start_new_session=True,
+        )
+
+
+def end_all(folder: Path, zygotes: list[subprocess.Popen[bytes]]) -> None:
+    for zygote in zygotes:
+        zygote.communicate()
+    shutil.rmtree(folder)
+
+
+def main(server: str, imported: str) -> Program:
+    """What a rank is to run; the zygote itself never returns."""
+    importlib.import_module(imported)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
+    gc.freeze()
+    return Zygote(socket.socket(fileno=int(server))).serve()
+
+
+if __name__ == "__main__":
+    program = main(*sys.argv[1:])
+    program.take_over()
+    program.run()
