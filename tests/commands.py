@@ -41,7 +41,7 @@ def train_command(num_ranks: int, *flags: str) -> Finished:
 
 def another(num_ranks: int, *flags: str) -> tuple[str, ...]:
     """More ranks in the same job, with flags of their own."""
-    return (":", "-n", str(num_ranks), *python(), *TRAIN, *flags)
+    return (":", "-n", str(num_ranks), python(), *TRAIN, *flags)
 
 
 def refusal(job: Finished) -> str:

@@ -9,7 +9,7 @@ import torch
 
 import mpi4dl
 from tests.pool.job import mpirun
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 DOCTOR = ("-m", "mpi4dl.doctor")
 WIRE_LINE = r" +(\d+) KiB +([\d.]+) us one way +([\d.]+) GB/s"
@@ -39,7 +39,7 @@ def test_two_ranks_are_described_and_their_wire_is_measured() -> None:
 
 
 def test_one_rank_says_what_it_takes_to_measure_the_wire() -> None:
-    done = subprocess.run([sys.executable, *DOCTOR], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([python(), *DOCTOR], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     *_, last = done.stdout.splitlines()
     assert last == "wire: start at least 2 ranks to measure it, as in: mpirun -n 2 python -m mpi4dl.doctor"

@@ -14,7 +14,8 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.export import export, main
 from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.train import train
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT
 
 FLAGS = "--model resnet18 --image-size 32 --batch-size 2 --num-samples 4 --num-workers 0 --eval-every none --epochs 2"
 

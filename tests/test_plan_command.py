@@ -10,6 +10,7 @@ import torch
 
 from mpi4dl.plan import main, training_flags
 from mpi4dl.runtime.config import parse
+from tests.pool.zygote import python
 
 SMALL = ["--model", "small_resnet", "--image-size", "64"]
 STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
@@ -149,7 +150,7 @@ def test_the_command_runs_as_a_module_without_mpi() -> None:
         "import runpy, sys\nsys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
         "runpy.run_module('mpi4dl.plan', run_name='__main__')\nprint('mpi4py' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "False"
 

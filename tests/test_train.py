@@ -27,7 +27,8 @@ from mpi4dl.train import train
 from tests.commands import read_metrics, train_command, truncate, write_images
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT
 
 RUN = (
     "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "

@@ -9,7 +9,7 @@ import torch
 from mpi4dl import models
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, parse
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*.toml"))
 NUM_CLASSES = 2

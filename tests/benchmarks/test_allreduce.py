@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,8 @@ from benchmarks.allreduce import as_tables, parse, summarise
 from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator, Refusal
 from tests.benchmarks.checks import assert_picture, assert_refused
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT, python
 
 ANSWERS: list[dict[str, Any]] = [
     {
@@ -41,7 +41,7 @@ KB  library  picked  gloo  picked / gloo  picked is
 
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.allreduce", *flags]
+    command = [python(), "-m", "benchmarks.allreduce", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

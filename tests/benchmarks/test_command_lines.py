@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT
 
 BENCHMARKS = ("allreduce", "data_parallel", "halo", "spatial", "stages", "zero")
 

@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,8 @@ from benchmarks.data_parallel import DDP, OURS, OURS_PER_RANK, PLAIN, SYNCHRONIS
 from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator, Refusal
 from tests.benchmarks.checks import assert_picture, assert_refused
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT, python
 
 TINY = ["--model", "small_resnet", "--batch-size", "2", "--image-size", "32", "--steps", "1", "--rounds", "1"]
 ALONE: list[dict[str, Any]] = [{"seconds": {OURS: 0.5, DDP: 0.5, PLAIN: 0.4}} for _ in range(3)]
@@ -66,7 +66,7 @@ def test_nothing_is_measured_where_a_contestant_trains_otherwise(ranks: Ranks) -
 
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
-    command = [sys.executable, "-m", "benchmarks.data_parallel", *TINY, "--out", str(out)]
+    command = [python(), "-m", "benchmarks.data_parallel", *TINY, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     saved = json.loads(Path(f"{out}.json").read_text())["results"]

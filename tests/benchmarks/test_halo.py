@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,8 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel import spatial
 from tests.benchmarks.checks import assert_picture, assert_refused
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT, python
 
 KEYS = {
     "measure", "grid", "ranks", "size_px", "moved_bytes", "microseconds", "baseline_microseconds", "ratio",
@@ -55,7 +55,7 @@ convolution, forward and backward
 
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.halo", *flags]
+    command = [python(), "-m", "benchmarks.halo", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

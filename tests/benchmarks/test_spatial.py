@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from benchmarks.spatial import as_table, summarise
 from benchmarks.turns import Contestant
 from tests.benchmarks.checks import assert_picture
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 MEBIBYTE = 2**20
 
@@ -55,7 +54,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--model", "small_resnet", "--size", "64", "--grids", "1x2", "--rounds", "1", "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     title, *lines, saved = done.stdout.splitlines()
@@ -75,7 +74,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_a_benchmark_of_what_does_not_exist_ends_with_the_reason(tmp_path: Path) -> None:
     flags = ["--model", "resnet19", "--grids", "1x2", "--rounds", "1", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode != 0
     assert "model 'resnet19' is unknown" in done.stderr

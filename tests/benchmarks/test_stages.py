@@ -21,7 +21,7 @@ from benchmarks.stages_options import Case, parse, plans, title
 from benchmarks.turns import Contestant
 from mpi4dl.parallel.plan import Plan
 from tests.benchmarks.checks import assert_refused
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 MEBIBYTE = 2**20
 ONE = (1, 1)
@@ -45,7 +45,7 @@ LP         2      1.00  (1.00-6.00)   1.00               60.0   0.50            
 
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.stages", "--quick", *flags]
+    command = [python(), "-m", "benchmarks.stages", "--quick", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 

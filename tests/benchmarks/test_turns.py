@@ -1,5 +1,6 @@
 """benchmarks.turns: contestants work in turn, one at a time, and use no core while others do."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from benchmarks import turns
 from benchmarks.turns import Contestant, median, ratios, take_turns
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 ALONE = """
 import os, sys
@@ -54,6 +55,7 @@ answer_turns(lambda: time.sleep(1.0) or {})
 @pytest.fixture(autouse=True)
 def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", python())
 
 
 def fake(name: str, score: float, log: Path) -> Contestant:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from benchmarks.zero import NAMES, PLAIN, as_table, count_bytes, parse, summaris
 from benchmarks.zero_variants import VARIANTS, Task
 from mpi4dl.comm import Communicator
 from tests.benchmarks.checks import assert_picture, assert_refused
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT, python
 
 TURNS = [{PLAIN: 0.1, "ZeRO-3": ours, "FSDP2": 0.4, "ZeRO-1": 0.2} for ours in (0.1, 0.2, 0.8)]  # without ZeRO-1's peer
 MEMORY = {name: {"live_bytes": 1600, "peak_bytes": 3 << 20} for name in TURNS[0]}
@@ -88,7 +88,7 @@ def test_live_tensors_count_each_storage_once() -> None:
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--features", "32", "--layers", "1", "--steps", "1", "--rounds", "1", "--variants", "ZeRO-1"]
-    command = [sys.executable, "-m", "benchmarks.zero", *flags, "--out", str(out)]
+    command = [python(), "-m", "benchmarks.zero", *flags, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     saved = json.loads(Path(f"{out}.json").read_text())["results"]

@@ -1,13 +1,12 @@
 """What our backend of torch.distributed refuses, and how a job over it ends: not in a wrong number, not in a hang."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.pool.job import Finished, mpirun
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 START = "import torch, torch.distributed as dist, mpi4dl.comm.backend\n"
 
@@ -116,7 +115,7 @@ def test_an_error_of_one_rank_ends_the_job_and_is_seen() -> None:
 
 
 def run_alone(program: str) -> str:
-    command = [sys.executable, "-c", START + program]
+    command = [python(), "-c", START + program]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout
 
 

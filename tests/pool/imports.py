@@ -5,6 +5,7 @@ import importlib
 from mpi4dl._torchvision import import_torchvision
 
 SLOW = (
+    "matplotlib.pyplot",
     "numpy",
     "PIL.Image",
     "safetensors.torch",

@@ -6,8 +6,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from tests.pool.ranks import ROOT, launcher
-from tests.pool.zygote import python
+from tests.pool.zygote import ROOT, launcher, python
 
 
 class Finished(NamedTuple):
@@ -29,7 +28,7 @@ def mpirun(
     Raises:
         TimeoutError: the job did not end in time. It was killed; the message holds what it had printed.
     """
-    command = [launcher(), "-n", str(num_ranks), *python(), *arguments]
+    command = [launcher(), "-n", str(num_ranks), python(), *arguments]
     begin = time.monotonic()
     job = subprocess.Popen(
         command,

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,9 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.pool.zygote import python
+from tests.pool.zygote import ROOT, launcher, python
 
-ROOT = Path(__file__).parent.parent.parent
 SIZES = (4, 8)
 START_SECONDS = 120.0
 BODY_SECONDS = 120.0
@@ -54,12 +52,6 @@ class Report(NamedTuple):
 
 class RanksFailed(AssertionError):
     """A body failed, or hung, on some rank."""
-
-
-def launcher() -> str:
-    """The mpirun of this environment, or else the one on the path."""
-    own = Path(sys.executable).parent / "mpirun"
-    return str(own) if own.exists() else "mpirun"
 
 
 class Pool:
@@ -125,7 +117,7 @@ class Pool:
             server.bind(address)
             server.listen(self.size)
             server.settimeout(1.0)
-            command = [launcher(), "-n", str(self.size), *python(), "-m", "tests.pool.rank", address]
+            command = [launcher(), "-n", str(self.size), python(), "-m", "tests.pool.rank", address]
             with (self._folder / "output.txt").open("wb") as output:
                 self._process = subprocess.Popen(
                     [*command, str(self._folder)],

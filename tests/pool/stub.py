@@ -1,6 +1,6 @@
 """What mpirun starts in place of a rank: it hands over all that it was given, and ends as the rank ends.
 
-    python -I -S stub.py FOLDER program...        FOLDER holds the sockets of the zygotes; see zygote.py
+    python -I -S stub.py EVEN ODD program...        the sockets of the zygotes for even and odd ranks; see zygote.py
 
 The rank gets its files, environment, folder and signals; this process only waits. It imports nothing that takes time.
 """
@@ -16,15 +16,17 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 MAX_FILES = 250  # that one message can carry
 
 
-def main(folder: str, *arguments: str) -> None:
+def main(even: str, odd: str, *arguments: str) -> None:
+    """Have a zygote run `python *arguments`; what it cannot, the interpreter runs itself."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m")):
+        os.execv(sys.executable, [sys.executable, *arguments])
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
-    sockets = sorted(os.listdir(folder))
     ignored = [int(number) for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = [number for number in files if number <= 2 or is_inherited(number)][:MAX_FILES]
     zygote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    zygote.connect(os.path.join(folder, sockets[rank % len(sockets)]))
+    zygote.connect(odd if rank % 2 else even)
     words = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignored, files))
     socket.send_fds(zygote, [words], files)
     for number in FORWARDED:

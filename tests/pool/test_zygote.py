@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.zygote import ROOT, command, end_all, start
+from tests.pool.zygote import HASH_SEEDS, ROOT, end_all, stand_in, start
 
 LIGHT = "json"  # what such a zygote imports: nothing that takes time
 PATIENCE = 600.0
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("zygote")
-    zygotes = [start(folder, seed, LIGHT) for seed in ("1", "2")]
-    yield command(folder)
+    zygotes = [start(folder, seed, LIGHT) for seed in HASH_SEEDS]
+    yield stand_in(folder)
     end_all(folder, zygotes)
 
 
@@ -32,13 +32,13 @@ def run(words: list[str], **options: object) -> "subprocess.CompletedProcess[str
 PLACE = "import os, sys; print(sys.argv, sys.orig_argv[1:], os.getcwd(), os.environ['WORD'], sys.stdin.read())"
 
 
-def test_a_program_finds_its_arguments_folder_environment_and_files(python: list[str], tmp_path: Path) -> None:
+def test_a_program_finds_its_arguments_folder_environment_and_files(python: str, tmp_path: Path) -> None:
     options = {"cwd": tmp_path, "env": {**os.environ, "WORD": "a word"}, "input": "said"}
     script = tmp_path / "script.py"
     script.write_text(PLACE)
     (tmp_path / "module.py").write_text(PLACE)
     for arguments in (["-c", PLACE, "-x"], [str(script), "-x"], ["-m", "module", "-x"]):
-        forked, fresh = run([*python, *arguments], **options), run([sys.executable, *arguments], **options)
+        forked, fresh = run([python, *arguments], **options), run([sys.executable, *arguments], **options)
         assert (forked.returncode, forked.stdout, forked.stderr) == (0, fresh.stdout, "")
 
 
@@ -54,23 +54,22 @@ def test_a_program_finds_its_arguments_folder_environment_and_files(python: list
         "import threading, time; threading.Thread(target=lambda: (time.sleep(0.05), print('a thread'))).start()",
     ],
 )
-def test_a_program_ends_as_it_would(python: list[str], program: str) -> None:
-    forked, fresh = run([*python, "-c", program]), run([sys.executable, "-c", program])
+def test_a_program_ends_as_it_would(python: str, program: str) -> None:
+    forked, fresh = run([python, "-c", program]), run([sys.executable, "-c", program])
     assert (forked.returncode, forked.stdout, forked.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
 
 
-def test_an_exception_reaches_the_hook_and_the_code_is_1(python: list[str]) -> None:
+def test_an_exception_reaches_the_hook_and_the_code_is_1(python: str) -> None:
     program = "import sys; sys.excepthook = lambda *error: print('hook', error[1]); raise KeyError(1)"
-    assert (run([*python, "-c", program]).stdout, run([*python, "-c", "raise KeyError(1)"]).returncode) == (
+    assert (run([python, "-c", program]).stdout, run([python, "-c", "raise KeyError(1)"]).returncode) == (
         "hook 1\n",
         1,
     )
 
 
-def test_ranks_of_even_and_of_odd_numbers_hash_strings_differently(python: list[str]) -> None:
+def test_ranks_of_even_and_of_odd_numbers_hash_strings_differently(python: str) -> None:
     hashes = [
-        run([*python, "-c", "print(hash('x'))"], env={**os.environ, "PMI_RANK": rank}).stdout
-        for rank in ("0", "1", "2")
+        run([python, "-c", "print(hash('x'))"], env={**os.environ, "PMI_RANK": rank}).stdout for rank in ("0", "1", "2")
     ]
     assert hashes[0] == hashes[2] != hashes[1]
 
@@ -84,9 +83,9 @@ while True: time.sleep(0.1)
 """
 
 
-def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: list[str]) -> None:
+def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: str) -> None:
     def begin() -> tuple["subprocess.Popen[str]", int]:
-        stub = subprocess.Popen([*python, "-c", SLEEPS], stdout=subprocess.PIPE, text=True)
+        stub = subprocess.Popen([python, "-c", SLEEPS], stdout=subprocess.PIPE, text=True)
         assert stub.stdout is not None
         return stub, int(stub.stdout.readline())
 
@@ -102,7 +101,7 @@ def test_signals_go_to_the_program_and_it_ends_with_its_stub(python: list[str]) 
     assert stub.wait(PATIENCE) == -signal.SIGKILL
     wait_for_the_end(rank)
     stub.stdout.close()  # type: ignore[union-attr]
-    assert run([*python, "-c", "print(1)"]).stdout == "1\n"
+    assert run([python, "-c", "print(1)"]).stdout == "1\n"
 
 
 def wait_for_the_end(process: int) -> None:
@@ -116,10 +115,10 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path) -> None:
     program = f"""
         import subprocess, sys, time
         from pathlib import Path
-        from tests.pool.zygote import command, start
+        from tests.pool.zygote import stand_in, start
         folder = Path({str(tmp_path)!r})
         zygote = start(folder, "1", {LIGHT!r})
-        rank = subprocess.Popen([*command(folder), "-c", {SLEEPS!r}], stdout=subprocess.PIPE, text=True)
+        rank = subprocess.Popen([stand_in(folder), "-c", {SLEEPS!r}], stdout=subprocess.PIPE, text=True)
         print(zygote.pid, rank.stdout.readline(), flush=True)
         time.sleep({PATIENCE})
     """
@@ -133,3 +132,9 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path) -> None:
     tests.stdout.close()
     wait_for_the_end(rank)
     wait_for_the_end(zygote)
+
+
+def test_what_it_starts_is_forked_too_and_other_options_are_the_interpreters(python: str) -> None:
+    program = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', 'import os; print(os.getppid())'])"
+    assert run([python, "-c", program]).stdout == run([python, "-c", "import os; print(os.getppid())"]).stdout
+    assert run([python, "-B", "-c", "import sys; print(sys.dont_write_bytecode)"]).stdout == "True\n"

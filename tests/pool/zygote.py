@@ -20,6 +20,7 @@ import marshal
 import os
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ from tests.pool.stub import MAX_FILES, receive
 ROOT = Path(__file__).parent.parent.parent
 STUB = Path(__file__).parent / "stub.py"
 HASH_SEEDS = ("1", "2")
+PYTHON = "python"
 IMPORTED = "tests.pool.imports"
 MAX_MESSAGE_BYTES = 1 << 20
 BACKLOG = 64
@@ -164,15 +166,32 @@ class Zygote:
 
 
 @cache
-def python() -> list[str]:
-    """The command under mpirun that runs a program in a fork; it takes the arguments that `python` takes."""
+def python() -> str:
+    """The program that takes the place of `python`: what it is told to run, it runs in a fork.
+
+    It stands beside an `mpirun`, as in an environment, and it is `sys.executable` of what it runs.
+    """
     folder = Path(tempfile.mkdtemp(prefix="zygotes"))
     atexit.register(end_all, folder, [start(folder, seed, IMPORTED) for seed in HASH_SEEDS])
-    return command(folder)
+    return stand_in(folder)
 
 
-def command(folder: Path) -> list[str]:
-    return [sys.executable, "-I", "-S", str(STUB), str(folder)]
+def stand_in(folder: Path) -> str:
+    """Write the programs, beside the sockets of the zygotes."""
+    sockets = [str(folder / seed) for seed in HASH_SEEDS]
+    for path, words in (
+        (folder / PYTHON, [sys.executable, "-I", "-S", str(STUB), *sockets]),
+        (folder / "mpirun", [launcher()]),
+    ):
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        path.chmod(0o700)
+    return str(folder / PYTHON)
+
+
+def launcher() -> str:
+    """The mpirun of this environment, or else the one on the path."""
+    own = Path(sys.executable).parent / "mpirun"
+    return str(own) if own.exists() else "mpirun"
 
 
 def start(folder: Path, hash_seed: str, imported: str) -> subprocess.Popen[bytes]:
@@ -181,7 +200,7 @@ def start(folder: Path, hash_seed: str, imported: str) -> subprocess.Popen[bytes
         server.bind(str(folder / hash_seed))
         server.listen(BACKLOG)
         return subprocess.Popen(
-            [sys.executable, "-m", __name__, str(server.fileno()), imported],
+            [sys.executable, "-m", __name__, str(server.fileno()), str(folder / PYTHON), imported],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": hash_seed},
             stdin=subprocess.PIPE,  # held by this process alone: it closes when this process ends
@@ -196,9 +215,10 @@ def end_all(folder: Path, zygotes: list[subprocess.Popen[bytes]]) -> None:
     shutil.rmtree(folder)
 
 
-def main(server: str, imported: str) -> Program:
+def main(server: str, executable: str, imported: str) -> Program:
     """What a rank is to run; the zygote itself never returns."""
     importlib.import_module(imported)
+    sys.executable = executable
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
     gc.freeze()

@@ -13,7 +13,8 @@ from mpi4dl.runtime.folder import ConfigError, RunFolder
 from mpi4dl.runtime.lock import lock
 from mpi4dl.train import train
 from tests.interrupted import flags_of
-from tests.pool.ranks import ROOT, Ranks
+from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT
 
 HOLDER = """
 import sys

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from mpi4dl.runtime.stopping import SIGNALS, StopSignals
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 
 @pytest.fixture
@@ -74,5 +73,5 @@ def test_jobs_in_the_background_are_not_stopped_by_ctrl_c_but_by_other_signals()
 def test_ctrl_c_before_training_leaves_no_traceback() -> None:
     program = "import os, signal; from mpi4dl.runtime.stopping import die_by_ctrl_c; die_by_ctrl_c()\n"
     program += "os.kill(os.getpid(), signal.SIGINT)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([python(), "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -11,6 +11,7 @@ from mpi4dl.parallel.pipeline.drawing import COLOURS, as_png, as_text
 from mpi4dl.parallel.pipeline.schedules import table_for
 from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.pipeline.table import Placement
+from tests.pool.zygote import python
 
 
 def simulated(name: str, placement: Placement, num_microbatches: int, costs: Costs) -> Simulation:
@@ -89,7 +90,7 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
         "placement = Placement.row([1, 1], 2)\n"
         f"as_png(simulate(table_for('gpipe', placement, 3), placement, Costs.equal(2)), {str(tmp_path / 'a.svg')!r})\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([python(), "-c", script], check=True, timeout=600)
     words = (tmp_path / "a.svg").read_text()
     idle = [f">rank {rank}  {100 * bubble:.0f} % idle<" for rank, bubble in enumerate(simulation.bubbles)]
     for word in [*idle, ">forward, mirrored copy<", ">backward<", ">time (s); idle ranks are grey<", ">2<"]:
@@ -99,5 +100,5 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
 
 def test_matplotlib_is_imported_only_for_a_picture() -> None:
     code = "import sys, mpi4dl.parallel.pipeline.drawing; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "False"
