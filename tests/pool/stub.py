@@ -2,11 +2,12 @@
 
     python -I -S stub.py EVEN ODD program...        the sockets of the zygotes for even and odd ranks; see zygote.py
 
-The rank gets its files, environment, folder and signals; this process only waits. It imports nothing that takes time.
+The rank gets its files, environment, folder, cores and signals; this process only waits. It imports nothing slow.
 """
 
 import marshal
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,7 +28,8 @@ def main(even: str, odd: str, *arguments: str) -> None:
     files = [number for number in files if number <= 2 or is_inherited(number)][:MAX_FILES]
     zygote = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     zygote.connect(odd if rank % 2 else even)
-    words = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignored, files))
+    cores, open_files = list(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    words = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignored, cores, open_files, files))
     socket.send_fds(zygote, [words], files)
     for number in FORWARDED:
         if number not in ignored:

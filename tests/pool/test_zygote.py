@@ -1,6 +1,7 @@
 """A program in a fork gets what it would get from `python`, ends as it would, and does not outlive the tests."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,11 +30,19 @@ def run(words: list[str], **options: object) -> "subprocess.CompletedProcess[str
     return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, **options)  # type: ignore[call-overload]
 
 
-PLACE = "import os, sys; print(sys.argv, sys.orig_argv[1:], os.getcwd(), os.environ['WORD'], sys.stdin.read())"
+PLACE = """
+import os, resource, sys
+print(sys.argv, sys.orig_argv[1:], os.getcwd(), os.environ['WORD'], sys.stdin.read())
+print(os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
 
 
-def test_a_program_finds_its_arguments_folder_environment_and_files(python: str, tmp_path: Path) -> None:
-    options = {"cwd": tmp_path, "env": {**os.environ, "WORD": "a word"}, "input": "said"}
+def test_a_program_finds_what_it_was_given(python: str, tmp_path: Path) -> None:
+    def fewer() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+
+    options = {"preexec_fn": fewer, "cwd": tmp_path, "env": {**os.environ, "WORD": "a word"}, "input": "said"}
     script = tmp_path / "script.py"
     script.write_text(PLACE)
     (tmp_path / "module.py").write_text(PLACE)

@@ -18,6 +18,7 @@ import gc
 import importlib
 import marshal
 import os
+import resource
 import runpy
 import selectors
 import shlex
@@ -52,6 +53,8 @@ class Program(NamedTuple):
     environment: dict[str, str]
     folder: str
     ignored_signals: list[int]
+    cores: list[int]
+    open_files: tuple[int, int]  # the limits, soft and hard
     files: dict[int, int]  # the number that each file must have: the number that it has
 
     def take_over(self) -> None:
@@ -66,6 +69,8 @@ class Program(NamedTuple):
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        os.sched_setaffinity(0, self.cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
         for number in self.ignored_signals:
             signal.signal(number, signal.SIG_IGN)
         if numpy := sys.modules.get("numpy"):
