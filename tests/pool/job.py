@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.pool.zygote import ROOT, launcher, python
+
+PATIENCE_SECONDS = 600.0  # a job that has not ended by then hangs, however busy the machine
 
 
 class Finished(NamedTuple):
@@ -19,11 +22,15 @@ class Finished(NamedTuple):
 
 
 def mpirun(
-    num_ranks: int, *arguments: str, timeout: float = 120.0, sends: tuple[str, signal.Signals] | None = None
+    num_ranks: int,
+    *arguments: str,
+    timeout: float = PATIENCE_SECONDS,
+    sends: tuple[str, signal.Signals] | None = None,
+    folder: Path = ROOT,
 ) -> Finished:
     """Run `python *arguments` on ranks: `mpirun(2, "-c", program)`, `mpirun(4, "-m", "mpi4dl.train", "--help")`.
 
-    With `sends`, mpirun gets a signal when a line that begins like this has been printed.
+    They start in `folder`. With `sends`, mpirun gets a signal when a line that begins like this has been printed.
 
     Raises:
         TimeoutError: the job did not end in time. It was killed; the message holds what it had printed.
@@ -32,8 +39,8 @@ def mpirun(
     begin = time.monotonic()
     job = subprocess.Popen(
         command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

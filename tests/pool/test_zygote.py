@@ -46,7 +46,7 @@ def test_a_program_finds_what_it_was_given(python: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PLACE)
     (tmp_path / "module.py").write_text(PLACE)
-    for arguments in (["-c", PLACE, "-x"], [str(script), "-x"], ["-m", "module", "-x"]):
+    for arguments in (["-c", PLACE, "-x"], [str(script)], [str(script), "-x"], ["-m", "module", "-x"]):
         forked, fresh = run([python, *arguments], **options), run([sys.executable, *arguments], **options)
         assert (forked.returncode, forked.stdout, forked.stderr) == (0, fresh.stdout, "")
 

@@ -78,20 +78,20 @@ class Program(NamedTuple):
 
     def run(self) -> None:
         """Run it as the interpreter would; what it raises is for the interpreter to see."""
-        option, name, *rest = self.arguments
+        option, *rest = self.arguments
         main = types.ModuleType("__main__")
         main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = main
         sys.orig_argv = [sys.executable, *self.arguments]
+        sys.argv = [option, *(rest[1:] if option in ("-c", "-m") else rest)]
         if option == "-c":
-            sys.argv, sys.path[0] = ["-c", *rest], ""
-            exec(compile(name, "<string>", "exec"), main.__dict__)
+            sys.path[0] = ""
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         elif option == "-m":
-            sys.argv, sys.path[0] = ["-m", *rest], self.folder
-            runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+            sys.path[0] = self.folder
+            runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
         else:
-            sys.argv, sys.path[0] = [option, name, *rest], str(Path(option).parent)
-            main.__dict__["__file__"] = option
+            sys.path[0], main.__dict__["__file__"] = str(Path(option).parent), option
             exec(compile(Path(option).read_bytes(), option, "exec"), main.__dict__)
 
 

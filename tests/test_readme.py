@@ -1,0 +1,68 @@
+"""The README says what works: its scripts run as they are printed, and its commands are ones that there are."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mpi4dl.plan import PlanConfig
+from mpi4dl.runtime.build import build_plan
+from mpi4dl.runtime.config import Config
+from mpi4dl.runtime.options import parse_options
+from tests.pool.job import mpirun
+from tests.pool.zygote import ROOT
+
+README = (ROOT / "README.md").read_text()
+START = re.compile(r"# mpirun -n (\d+) python (\w+)\.py\n")
+COMMAND = re.compile(r"^ {4}(?:mpirun -n (\d+) )?python -m mpi4dl\.(train|plan)((?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def scripts() -> dict[str, tuple[int, str]]:
+    """The README's scripts by name: on how many ranks, and their text. A block without a name goes on with the last."""
+    found: dict[str, tuple[int, str]] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
+        start = START.match(block)
+        if start:
+            name = start[2]
+            found[name] = int(start[1]), block
+        else:
+            num_ranks, before = found[name]
+            found[name] = num_ranks, before + block
+    return found
+
+
+def test_all_scripts_are_found() -> None:
+    assert list(scripts()) == ["tiles", "stages", "program"]
+    assert all(text.count("\n") > 8 for _, text in scripts().values())
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
+    num_ranks, text = scripts()[name]
+    script = tmp_path / f"{name}.py"
+    script.write_text(text)
+    job = mpirun(num_ranks, str(script), folder=tmp_path)
+    assert (job.code, job.stderr) == (0, ""), job.stdout + job.stderr
+    assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
+    assert job.stdout.count("layer4.1.conv2") == (1 if name == "tiles" else 0)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "command", "flags"), COMMAND.findall(README), ids=lambda words: " ".join(words.split())[:40]
+)
+def test_a_command_is_one_that_there_is(num_ranks: str, command: str, flags: str) -> None:
+    words = shlex.split(flags.replace("\\\n", " "), comments=True)
+    found = parse_options(Config if command == "train" else PlanConfig, words, "", "")
+    assert num_ranks in ("", str(build_plan(found).num_ranks))
+
+
+def test_commands_are_found() -> None:
+    assert len(COMMAND.findall(README)) >= 5
+
+
+def test_the_files_that_it_names_are_there() -> None:
+    named = set(re.findall(r"\]\(((?:docs|examples)/[^)#]+)\)", README))
+    named |= set(re.findall(r"`((?:docs|tests|mpi4dl|examples)/[\w/.-]+)`", README))
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
