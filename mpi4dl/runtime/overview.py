@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel.pipeline import balance as costing
 from mpi4dl.parallel.pipeline.checker import Report, check
 from mpi4dl.parallel.pipeline.drawing import as_text
+from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
 from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
@@ -275,7 +275,7 @@ def count_work(
 
         hooks, meter = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), TensorMeter()
         with torch.enable_grad(), meter:
-            with hooks, FlopCounterMode(display=False) as counter:
+            with hooks, FlopCounter() as counter:
                 results = stage(*values)
             last = stage is stages[-1]
             handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
@@ -284,7 +284,7 @@ def count_work(
             _backward(stage, results)
         most = meter.peak_bytes + sum(value.nbytes for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
         size = sum(p.numel() for p in stage.parameters())
-        flops, out = float(counter.get_total_flops()), sum(t.nbytes for t in handed)
+        flops, out = counter.total, sum(t.nbytes for t in handed)
         found.append(Work(atoms, size, flops, kept, max(0, most - kept), out))
         if not last:
             values = map_leaves(_received, results)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
@@ -84,9 +84,9 @@ def count_flops(cuttable: Cuttable, *inputs: Any) -> Costs:
     costs = []
     with torch.no_grad():
         for run in _each_atom_on_meta(cuttable, inputs):
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounter() as counter:
                 run()
-            costs.append(float(counter.get_total_flops()))
+            costs.append(counter.total)
     return costs
 
 

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, measure_seconds, partition
+from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 
@@ -81,6 +83,15 @@ def test_flops_of_convolutions_and_products(device: str):
     assert count_flops(cuttable, torch.empty(2, 3, 5, 6)) == [2 * 2 * 4 * 5 * 6 * 3 * 9, 0, 0, 2 * 2 * 120 * 7]
 
 
+def test_flops_of_attention_forward_and_backward_are_those_that_pytorch_counts():
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 10, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as expected:
+        layer(x, x, x, need_weights=False)[0].sum().backward()
+    with FlopCounter() as found:
+        layer(x, x, x, need_weights=False)[0].sum().backward()
+    assert found.total == expected.get_total_flops() > 0
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_bytes_of_parameters_and_saved_activations(device: str):
     cuttable = Cuttable(layers().to(device))
@@ -118,11 +129,13 @@ def test_an_atom_without_gradients_takes_time_too():
     assert min(measure_seconds(Cuttable(Ranked()), torch.randn(2, 3))) > 0
 
 
-@pytest.mark.parametrize("name", ["amoebanetd", "unet", "densenet121", "fcn_resnet50"])
+OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 16}, "vit_b_16": {"image_size": 32}}
+
+
+@pytest.mark.parametrize("name", ["amoebanetd", "unet", "densenet121", "fcn_resnet50", "vit_b_16"])
 def test_every_atom_of_a_model_has_a_cost(name: str):
-    options = {"num_layers": 3, "num_filters": 16} if name == "amoebanetd" else {}
-    cuttable = Cuttable(outline(lambda: build(name, **options)))
-    image = torch.empty(2, 3, 33, 47)
+    cuttable = Cuttable(outline(lambda: build(name, **OPTIONS.get(name, {}))))
+    image = torch.empty(2, 3, 32, 32) if name == "vit_b_16" else torch.empty(2, 3, 33, 47)
     flops, kept = count_flops(cuttable, image), count_bytes(cuttable, image)
     assert len(flops) == len(kept) == len(cuttable)
     parameters = sum(p.nbytes for p in cuttable.model.parameters())
