@@ -1,9 +1,10 @@
-"""Plans drawn at random: their tables can be run, and a step by them equals a step of plain PyTorch."""
+"""Plans drawn at random: their tables can be run, and training and validation by them equal plain PyTorch."""
 
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,15 +12,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
-from mpi4dl.engine import Engine
+from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel.pipeline.checker import check
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.schedules import SCHEDULES
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, SKIPPING, Task, assert_close, batch_of, build, model_of, optimizer_of, tiles_of
+from tests.training import (
+    EXACT,
+    SKIPPING,
+    Task,
+    assert_close,
+    batch_of,
+    build,
+    evaluate,
+    model_of,
+    optimizer_of,
+    tiles_of,
+)
 
 GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2))
+SIZES = ((13, 10), (11, 7), (8, 15), (9, 9))
 NUM_TABLES, NUM_RUNS = 200, 50
 
 
@@ -53,56 +66,92 @@ def test_every_plan_has_a_table_that_can_be_run(seed: int) -> None:
     assert len(check(plan.evaluation_table(3), plan.placement.only(0)).order) == 3 * plan.num_stages
 
 
-def small_plans() -> list[tuple[Task, Plan]]:
-    """Those of at most 8 ranks and 6 stages, with batches that they can share, mostly not evenly."""
+def small_cases() -> list[tuple[Task, Plan]]:
+    """Plans of at most 8 ranks and 6 stages, images of odd sizes, batches that mostly cannot be shared evenly."""
     random, found = Random(0), []
     while len(found) < NUM_RUNS:
         plan = draw(random, max_places=3)
         if plan.num_ranks <= 8 and plan.num_stages <= 6:
             batch = plan.num_microbatches * plan.data * max(plan.batch_ways) + random.randint(0, 2)
-            found.append((replace(SKIPPING, batch=batch), plan))
+            found.append((replace(SKIPPING, batch=batch, size=random.choice(SIZES)), plan))
     return found
 
 
-def steps(comm: Communicator, cases: list[tuple[Task, Plan]]) -> list[tuple[float, dict[str, Tensor]]]:
-    return [one_step(comm, task, plan) for task, plan in cases]
+def validation_counts(task: Task) -> list[int]:
+    """Sizes of validation batches: whole ones, one between, a last one of fewer images than ranks or microbatches."""
+    return [task.batch, task.batch, max(1, task.batch - 1), 1]
 
 
-def one_step(comm: Communicator, task: Task, plan: Plan) -> tuple[float, dict[str, Tensor]]:
-    """The loss of one step, and on rank 0 the state after it."""
+class Found(NamedTuple):
+    """Losses of both steps, the validation between them, and on rank 0 the state in the end."""
+
+    losses: list[float]
+    evaluation: Evaluation
+    state: dict[str, Tensor]
+
+
+def all_by_ranks(comm: Communicator, cases: list[tuple[Task, Plan]]) -> list[Found]:
+    return [by_ranks(comm, task, plan) for task, plan in cases]
+
+
+def by_ranks(comm: Communicator, task: Task, plan: Plan) -> Found:
     torch.manual_seed(0)
     if plan.num_stages > 1:
         held = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size))
     else:
         held = Held.whole(model_of(task), plan, comm)
     engine = Engine(held, plan, optimizer_of(task, held), F.cross_entropy, comm=comm)
-    images, targets = batch_of(task, 0)
-    return engine.step(tiles_of(images, engine), targets, task.size).loss, engine.gather_state() or {}
+
+    def step(number: int) -> float:
+        images, targets = batch_of(task, number)
+        return engine.step(tiles_of(images, engine), targets, task.size).loss
+
+    losses = [step(0)]
+    batches = [batch_of(task, 50 + i, count) for i, count in enumerate(validation_counts(task))]
+    tiles = [(tiles_of(images, engine, training=False), targets) for images, targets in batches]
+    held.eval()
+    evaluation = engine.evaluate(tiles, task.size)
+    held.train()
+    losses.append(step(1))
+    return Found(losses, evaluation, engine.gather_state() or {})
 
 
 @cache
-def plain_step(task: Task, num_microbatches: int) -> tuple[float, dict[str, Tensor]]:
+def by_plain_pytorch(task: Task, num_microbatches: int) -> Found:
     model, optimizer = build(task)
-    images, targets = batch_of(task, 0)
-    cuts = [task.batch * i // num_microbatches for i in range(1, num_microbatches)]
-    total = 0.0
-    for some, wanted in zip(images.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
-        loss = F.cross_entropy(model(some), wanted) * (len(some) / task.batch)
-        loss.backward()
-        total += float(loss.detach())
-    optimizer.step()
-    return total, model.state_dict()
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        images, targets = batch_of(task, number)
+        cuts = [task.batch * i // num_microbatches for i in range(1, num_microbatches)]
+        total = 0.0
+        for some, wanted in zip(images.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
+            loss = F.cross_entropy(model(some), wanted) * (len(some) / task.batch)
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        return total
+
+    losses = [step(0)]
+    counts = validation_counts(task)
+    evaluation = evaluate(model.eval(), [batch_of(task, 50 + i, count) for i, count in enumerate(counts)])
+    model.train()
+    losses.append(step(1))
+    return Found(losses, evaluation, model.state_dict())
 
 
-def test_a_step_by_any_plan_equals_plain_pytorch(ranks: Ranks) -> None:
+def test_training_and_validating_by_any_plan_equals_plain_pytorch(ranks: Ranks) -> None:
     by_size: dict[int, list[tuple[Task, Plan]]] = defaultdict(list)
-    for task, plan in small_plans():
+    for task, plan in small_cases():
         by_size[plan.num_ranks].append((task, plan))
     for num_ranks, cases in sorted(by_size.items()):
-        results = ranks(num_ranks, timeout=120.0).run(steps, cases)
+        results = ranks(num_ranks, timeout=600.0).run(all_by_ranks, cases)
         for number, (task, plan) in enumerate(cases):
-            loss, state = plain_step(task, plan.num_microbatches)
-            assert {rank[number][0] for rank in results} == {results[0][number][0]}, plan
-            assert results[0][number][0] == pytest.approx(loss, rel=EXACT), plan
-            for name, value in state.items():
-                assert_close(results[0][number][1][name], value, EXACT, f"{name} by {plan.describe()}")
+            found, expected = results[0][number], by_plain_pytorch(task, plan.num_microbatches)
+            for rank in results:
+                assert (rank[number].losses, rank[number].evaluation) == (found.losses, found.evaluation), plan
+            assert found.losses == pytest.approx(expected.losses, rel=EXACT), plan
+            assert found.evaluation.loss == pytest.approx(expected.evaluation.loss, rel=EXACT), plan
+            assert found.evaluation == replace(expected.evaluation, loss=found.evaluation.loss), plan
+            for name, value in expected.state.items():
+                assert_close(found.state[name], value, EXACT, f"{name} by {plan.describe()}")

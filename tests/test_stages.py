@@ -16,6 +16,7 @@ from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 from tests.training import (
+    ATTENDING,
     DEEP,
     DENSE,
     DROPPING,
@@ -205,6 +206,12 @@ def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
 )
 def test_models_of_torchvision_in_three_stages(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
+
+
+@pytest.mark.parametrize("counts", [(3, 4), (4, 3), (5, 2)], ids=str)
+def test_a_transformer_is_cut_around_its_class_token(ranks: Ranks, counts: tuple[int, int]) -> None:
+    """What is handed on may be a view of a parameter, which has no history where none is recorded."""
+    check(ranks, replace(ATTENDING, balance=counts), Plan((ONE, ONE), data=2, microbatches=2))
 
 
 def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:

@@ -5,7 +5,8 @@
       [ 2 ][ 3 ]       ----->        [ 4 ][ 5 ]          backward:  its gradient returns to its owner (the adjoint)
 
 What the values are (how they nest, their shapes, how they are cut) is said once, ahead of the first microbatch of a
-kind; it is the same for all that follow.
+kind; it is the same for all that follow. Messages have a tag for each microbatch of a run: receives may then be posted
+in any order, as those for the next microbatch are while what a present one of a new kind will be is not yet known.
 """
 
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 NOWHERE = Box(Interval(0, 0), Interval(0, 0), Interval(0, 0))
 NO_DIMS: Dims = (None, None, None)
 ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
+MOST_TAGS = 32768  # those that any MPI library has
 
 
 class Landing(NamedTuple):
@@ -35,6 +37,16 @@ class Landing(NamedTuple):
     tiling: Tiling
     dims: Dims
     needed: tuple[Box, ...]
+
+
+class Parcel(NamedTuple):
+    """The values of one microbatch, or their gradients: `number` is the microbatch's among those of its direction.
+
+    `kind` is whatever is equal exactly for microbatches whose values have the same shapes: both sides know it.
+    """
+
+    kind: Any
+    number: int
 
 
 class Arrival(NamedTuple):
@@ -105,8 +117,7 @@ class Channel(NamedTuple):
 class Boundary:
     """One end of the boundary behind `stage` in one direction: of a rank that holds `stage`, or the one after it.
 
-    `grid` is this rank's grid on that side. `kind` in the methods below is whatever is equal exactly for microbatches
-    whose values have the same shapes: both sides know it.
+    `grid` is this rank's grid on that side.
     """
 
     def __init__(
@@ -116,18 +127,24 @@ class Boundary:
         self.comm, self.plan, self.stage, self.grid, self.device = comm, plan, stage, grid, device
         self.ends = (*sources, *targets)
         self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
-        self.tag = NUM_TAGS * (direction * plan.num_stages + stage)
+        self.tag = direction * plan.num_stages + stage
+        self.num_tags = plan.num_directions * plan.num_stages
         # A target hears what comes from one source of its own replica.
         hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
         self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
         self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
         self._channels: dict[Any, Channel] = {}
-        self._expected: dict[tuple[Any, bool], list[list[Incoming]]] = {}
+        self._expected: dict[tuple[Parcel, bool], list[Incoming]] = {}
 
-    def knows(self, kind: Any) -> bool:
-        return kind in self._channels
+    def knows(self, parcel: Parcel) -> bool:
+        return parcel.kind in self._channels
 
-    def send(self, kind: Any, values: Sequence[Any], names: Sequence[str]) -> tuple[Pending, list[GradientEdge]]:
+    def _tag(self, what: int, parcel: Parcel) -> int:
+        """Numbers that are far apart may share a tag: their messages come in order."""
+        numbers = MOST_TAGS // (NUM_TAGS * self.num_tags)
+        return (parcel.number % numbers * NUM_TAGS + what) * self.num_tags + self.tag
+
+    def send(self, parcel: Parcel, values: Sequence[Any], names: Sequence[str]) -> tuple[Pending, list[GradientEdge]]:
         """Hand values on; where they came from, for those whose gradients will come back."""
         tensors, header = pack(values, names)
         layouts = [self._layout(tensor) for tensor in tensors]
@@ -135,11 +152,11 @@ class Boundary:
             header, tuple(layout.tiling for layout in layouts), tuple(layout.dims for layout in layouts)
         )
         pending = []
-        if kind not in self._channels:
-            self._channels[kind] = self._channel(announcement)
-            tag = self.tag + ANNOUNCED
+        if not self.knows(parcel):
+            self._channels[parcel.kind] = self._channel(announcement)
+            tag = self._tag(ANNOUNCED, parcel)
             pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
-        channel = self._channels[kind]
+        channel = self._channels[parcel.kind]
         if announcement != channel.announcement:
             raise ValueError(
                 f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
@@ -147,57 +164,60 @@ class Boundary:
                 "depend on what is in the images cannot be cut there"
             )
         local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
-        pending += [
-            transfer.send(tensor, self.tag + FORWARD) for transfer, tensor in zip(channel.transfers, local, strict=True)
-        ]
-        edges = [get_gradient_edge(tensor) for tensor in local if tensor.requires_grad]
+        tag = self._tag(FORWARD, parcel)
+        pending += [transfer.send(tensor, tag) for transfer, tensor in zip(channel.transfers, local, strict=True)]
+        wanted = (tensor for tensor, spec in zip(local, header.tensors, strict=True) if spec.requires_grad)
+        edges = [get_gradient_edge(tensor) for tensor in wanted]
         return Pending.all(self.comm.node, pending), edges
 
-    def expect(self, kind: Any, back: bool = False) -> None:
-        """Post the receives for one more microbatch of this kind, whose shapes are known: values, or gradients back."""
-        transfers = self._channels[kind].transfers
+    def expect(self, parcel: Parcel, back: bool = False) -> None:
+        """Post the receives of a microbatch whose shapes are known: of its values, or of gradients that come back."""
         if back:
-            posted = [t.expect_back(self.tag + BACKWARD) for t in self._differentiable(kind)]
+            tag = self._tag(BACKWARD, parcel)
+            posted = [transfer.expect_back(tag) for transfer in self._differentiable(parcel)]
         else:
-            posted = [t.expect(self.tag + FORWARD) for t in transfers]
-        self._expected.setdefault((kind, back), []).append(posted)
+            tag = self._tag(FORWARD, parcel)
+            posted = [transfer.expect(tag) for transfer in self._channels[parcel.kind].transfers]
+        self._expected[parcel, back] = posted
 
-    def receive(self, kind: Any) -> Arrival:
-        """The values of the next microbatch."""
-        if kind not in self._channels:
+    def receive(self, parcel: Parcel) -> Arrival:
+        """The values of a microbatch."""
+        if not self.knows(parcel):
             assert self.speaker is not None
-            self._channels[kind] = self._channel(self.comm.recv_object(self.speaker, self.tag + ANNOUNCED))
-        announcement, transfers, landings = self._channels[kind]
+            announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, parcel))
+            self._channels[parcel.kind] = self._channel(announcement)
+        announcement, transfers, landings = self._channels[parcel.kind]
         values, leaves = [], []
         specs = announcement.header.tensors
-        for transfer, incoming, place, spec in zip(transfers, self._next(kind, False), landings, specs, strict=True):
+        for transfer, incoming, place, spec in zip(transfers, self._posted(parcel), landings, specs, strict=True):
             leaf = transfer.land(incoming)
-            if spec.requires_grad and torch.is_grad_enabled():
+            if spec.requires_grad:
                 leaves.append(leaf.requires_grad_())
             values.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
         return Arrival(unpack(values, announcement.header), leaves)
 
-    def send_back(self, kind: Any, leaves: Sequence[Tensor]) -> Pending:
+    def send_back(self, parcel: Parcel, leaves: Sequence[Tensor]) -> Pending:
         """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        tag = self._tag(BACKWARD, parcel)
         sent = [
-            transfer.send_back(gradient, self.tag + BACKWARD)
-            for transfer, gradient in zip(self._differentiable(kind), gradients, strict=True)
+            transfer.send_back(gradient, tag)
+            for transfer, gradient in zip(self._differentiable(parcel), gradients, strict=True)
         ]
         return Pending.all(self.comm.node, sent)
 
-    def receive_back(self, kind: Any) -> list[Tensor]:
+    def receive_back(self, parcel: Parcel) -> list[Tensor]:
         """The gradients of the values that were handed on and wanted one."""
-        arrived = self._next(kind, True)
-        return [t.land(incoming) for t, incoming in zip(self._differentiable(kind), arrived, strict=True)]
+        arrived = self._posted(parcel, back=True)
+        return [t.land(incoming) for t, incoming in zip(self._differentiable(parcel), arrived, strict=True)]
 
-    def _next(self, kind: Any, back: bool) -> list[Incoming]:
-        if not self._expected.get((kind, back)):
-            self.expect(kind, back)
-        return self._expected[kind, back].pop(0)
+    def _posted(self, parcel: Parcel, back: bool = False) -> list[Incoming]:
+        if (parcel, back) not in self._expected:
+            self.expect(parcel, back)
+        return self._expected.pop((parcel, back))
 
-    def _differentiable(self, kind: Any) -> list[Transfer]:
-        channel = self._channels[kind]
+    def _differentiable(self, parcel: Parcel) -> list[Transfer]:
+        channel = self._channels[parcel.kind]
         specs = channel.announcement.header.tensors
         return [transfer for transfer, spec in zip(channel.transfers, specs, strict=True) if spec.requires_grad]
 

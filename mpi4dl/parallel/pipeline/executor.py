@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary
+from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary, Parcel
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.pipeline.simulator import Span
@@ -163,8 +163,8 @@ class _Run:
     def microbatch(self, action: Action) -> Microbatch:
         return self.microbatches[action.direction, action.microbatch]
 
-    def kind(self, action: Action) -> Any:
-        return (self.training, self.feed.kind(self.microbatch(action)))
+    def parcel(self, action: Action) -> Parcel:
+        return Parcel((self.training, self.feed.kind(self.microbatch(action))), action.microbatch)
 
     def expect(self, action: Action) -> None:
         """Post the receives that an action waits for, ahead of time where their shapes are known."""
@@ -172,15 +172,15 @@ class _Run:
             return
         back = action.kind != "forward"
         boundary = (self.executor.behind if back else self.executor.before).get((action.direction, action.stage))
-        if boundary is not None and boundary.knows(self.kind(action)):
-            boundary.expect(self.kind(action), back)
+        if boundary is not None and boundary.knows(self.parcel(action)):
+            boundary.expect(self.parcel(action), back)
             self.posted.add(action)
 
     def forward(self, action: Action) -> None:
         executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
-        place, kind = (action.direction, action.stage), self.kind(action)
+        place, parcel = (action.direction, action.stage), self.parcel(action)
         before, behind = executor.before.get(place), executor.behind.get(place)
-        arrival = before.receive(kind) if before else Arrival((self.feed.images(part, microbatch),), [])
+        arrival = before.receive(parcel) if before else Arrival((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
@@ -193,7 +193,7 @@ class _Run:
             # From an edge on, functions that backward calls are seen by what surrounds it; from a tensor they are not.
             live.roots = [] if loss is None or not loss.requires_grad else [get_gradient_edge(loss)]
         else:
-            pending, live.roots = behind.send(kind, outputs, part.outputs)
+            pending, live.roots = behind.send(parcel, outputs, part.outputs)
             self._keep(pending)
         if self.training:
             self.live[action[1:]] = live
@@ -203,15 +203,15 @@ class _Run:
         del self.live[action[1:]]
 
     def input(self, action: Action) -> None:
-        live, place, kind = self.live[action[1:]], (action.direction, action.stage), self.kind(action)
+        live, place, parcel = self.live[action[1:]], (action.direction, action.stage), self.parcel(action)
         before, behind = self.executor.before.get(place), self.executor.behind.get(place)
-        gradients = None if behind is None else behind.receive_back(kind)
+        gradients = None if behind is None else behind.receive_back(parcel)
         with self.timed(action):
             if live.roots:
                 torch.autograd.backward(live.roots, gradients)
         live.roots = ()
         if before is not None:
-            self._keep(before.send_back(kind, live.leaves))
+            self._keep(before.send_back(parcel, live.leaves))
         live.leaves = []
 
     def weight(self, action: Action) -> None:

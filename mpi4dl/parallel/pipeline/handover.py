@@ -25,7 +25,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know of a tensor. `shape` is that of the whole image, on a SpatialTensor too."""
+    """What a receiver must know of a tensor. `shape` is that of the whole image, on a SpatialTensor too.
+
+    Nothing requires a gradient where none are recorded; PyTorch says so even there of a view of a parameter.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +72,8 @@ def pack(values: Sequence[Any], names: Sequence[str] = ()) -> tuple[list[Tensor]
             )
 
         template.append(map_leaves(part, value))
-    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors.values())
+    recorded = torch.is_grad_enabled()
+    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad and recorded) for t in tensors.values())
     return list(tensors.values()), Header(tuple(template), tuple(specs))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import AXES, BATCH, Box, Grid, Interval, Split, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.boundary import Boundary, crossing, landing
+from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, crossing, landing
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from tests.brute_force import quick
@@ -19,6 +19,7 @@ from tests.pool.ranks import Ranks
 
 IMAGE = (0, 2, 3)
 SIZE = (4, 7, 6)
+FIRST = Parcel("kind", 0)
 
 
 def cut(batch: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]) -> Tiling:
@@ -179,13 +180,13 @@ def there_and_back(comm: Communicator, plan: Plan) -> tuple[float, float]:
             boundary, grid = ends["sends"]
             x, z = (spread(image.requires_grad_(), plan, grid) for image in (first, second))
             values = ((x, z), 7, [spread(mask, plan, grid), scalar], {"again": x, "size": (7, 6)})
-            sent, edges = boundary.send("kind", values, ("pair", "number", "list", "dict"))
+            sent, edges = boundary.send(Parcel("kind", round_), values, ("pair", "number", "list", "dict"))
             pending.append(sent)
             assert len(edges) == 2
         if "receives" in ends:
             boundary, _ = ends["receives"]
-            assert boundary.knows("kind") == (round_ > 0)
-            arrival = boundary.receive("kind")
+            assert boundary.knows(Parcel("kind", round_)) == (round_ > 0)
+            arrival = boundary.receive(Parcel("kind", round_))
             (x_there, z_there), number, (mask_there, scalar_there), more = arrival.values
             assert more["again"] is x_there
             assert (number, more["size"]) == (7, (7, 6))
@@ -195,9 +196,9 @@ def there_and_back(comm: Communicator, plan: Plan) -> tuple[float, float]:
             for leaf in arrival.leaves:
                 leaf.grad = torch.randn_like(leaf)
                 products[0] += (leaf.detach() * leaf.grad).sum()
-            pending.append(boundary.send_back("kind", arrival.leaves))
+            pending.append(boundary.send_back(Parcel("kind", round_), arrival.leaves))
         if "sends" in ends:
-            for tensor, gradient in zip((x, z), ends["sends"][0].receive_back("kind"), strict=True):
+            for tensor, gradient in zip((x, z), ends["sends"][0].receive_back(Parcel("kind", round_)), strict=True):
                 local = owned(tensor) if isinstance(tensor, SpatialTensor) else tensor
                 assert gradient.shape == local.shape
                 products[1] += (local.detach() * gradient).sum()
@@ -234,14 +235,14 @@ def tensors_without_a_gradient(comm: Communicator) -> list[bool]:
     if "sends" in ends:
         boundary, grid = ends["sends"]
         values = (spread(whole(2, 0), plan, grid), spread(whole(1, 1).requires_grad_(), plan, grid))
-        pending, edges = boundary.send("kind", values, ("a", "b"))
+        pending, edges = boundary.send(FIRST, values, ("a", "b"))
         assert len(edges) == 1
-        found = [bool((gradient == 0).all()) for gradient in boundary.receive_back("kind")]
+        found = [bool((gradient == 0).all()) for gradient in boundary.receive_back(FIRST)]
     else:
         boundary, _ = ends["receives"]
-        arrival = boundary.receive("kind")
+        arrival = boundary.receive(FIRST)
         assert [value.requires_grad for value in arrival.values] == [False, True]
-        pending = boundary.send_back("kind", arrival.leaves)
+        pending = boundary.send_back(FIRST, arrival.leaves)
     pending.wait()
     return found
 
@@ -255,12 +256,12 @@ def changing(comm: Communicator) -> str:
     plan = PAIRS[0]
     ends = ends_of(comm, plan)
     if "receives" in ends:
-        assert ends["receives"][0].receive("kind").values[1] == 1
+        assert ends["receives"][0].receive(FIRST).values[1] == 1
         return ""
     boundary, _ = ends["sends"]
-    pending, _ = boundary.send("kind", (whole(1, 0), 1), ("x", "number"))
+    pending, _ = boundary.send(FIRST, (whole(1, 0), 1), ("x", "number"))
     with pytest.raises(ValueError, match="stage 0 hands on") as caught:
-        boundary.send("kind", (whole(1, 0), 2), ("x", "number"))
+        boundary.send(Parcel("kind", 1), (whole(1, 0), 2), ("x", "number"))
     pending.wait()
     return str(caught.value)
 
@@ -269,3 +270,36 @@ def test_values_that_change_from_microbatch_to_microbatch_are_explained(ranks: R
     message = ranks(2).run(changing)[0]
     assert message.startswith("stage 0 hands on other values than it did for an earlier microbatch of the same shape")
     assert message.endswith("depend on what is in the images cannot be cut there")
+
+
+def posted_backwards(comm: Communicator) -> list[float]:
+    """Microbatches of which the later ones are expected first; what comes is their number."""
+    plan = PAIRS[0]
+    ends = ends_of(comm, plan)
+    parcels = [Parcel("kind", number) for number in range(4)]
+    pending, found = [], []
+    for number, parcel in enumerate(parcels):
+        if "sends" in ends:
+            value = torch.full((1, 1, 2, 2), float(number), requires_grad=True)
+            pending.append(ends["sends"][0].send(parcel, (value,), ("x",))[0])
+    if "sends" in ends:
+        for parcel in reversed(parcels):
+            ends["sends"][0].expect(parcel, back=True)
+        found = [float(ends["sends"][0].receive_back(parcel)[0][0, 0, 0, 0]) for parcel in parcels]
+    else:
+        boundary = ends["receives"][0]
+        arrivals = [boundary.receive(parcels[0])]
+        for parcel in reversed(parcels[1:]):
+            boundary.expect(parcel)
+        arrivals += [boundary.receive(parcel) for parcel in parcels[1:]]
+        found = [float(arrival.values[0].detach()[0, 0, 0, 0]) for arrival in arrivals]
+        for parcel, arrival in zip(parcels, arrivals, strict=True):
+            arrival.leaves[0].grad = arrival.leaves[0].detach() * 10
+            pending.append(boundary.send_back(parcel, arrival.leaves))
+    for one in pending:
+        one.wait()
+    return found
+
+
+def test_receives_may_be_posted_in_any_order(ranks: Ranks) -> None:
+    assert ranks(2).run(posted_backwards) == [[0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 2.0, 3.0]]

@@ -27,6 +27,12 @@ def test_each_tensor_once_with_what_its_receiver_must_know():
     assert header.tensors == (TensorSpec((2, 3), torch.float32, True), TensorSpec((1,), torch.int64, False))
 
 
+def test_nothing_wants_a_gradient_where_none_is_recorded():
+    """PyTorch says of a view of a parameter that it requires one even there."""
+    with torch.no_grad():
+        assert pack([A.expand(2, 3)])[1].tensors == (TensorSpec((2, 3), torch.float32, False),)
+
+
 @pytest.mark.parametrize(
     "value",
     [
