@@ -16,6 +16,7 @@ from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 from tests.training import (
+    ALIASED,
     ATTENDING,
     DEEP,
     DENSE,
@@ -206,6 +207,10 @@ def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
 )
 def test_models_of_torchvision_in_three_stages(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
+
+
+def test_a_layer_of_several_names_is_where_one_of_them_is_used(ranks: Ranks) -> None:
+    check(ranks, ALIASED, Plan((ONE, ONE), microbatches=2))
 
 
 @pytest.mark.parametrize("counts", [(3, 4), (4, 3), (5, 2)], ids=str)

@@ -77,6 +77,7 @@ TORCHVISION = Task("resnet18", (71, 45))
 DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
 DROPPING = Task("dropping", (21, 17))
 UNUSED = Task("unused", (12, 10))
+ALIASED = Task("aliased", (12, 8))
 ATTENDING = Task("attending", (12, 8))
 SKIPPING = Task("skipping", (13, 10))
 
@@ -154,7 +155,23 @@ class _Attending(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
-OWN = {"attending": _Attending, "dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
+class _Aliased(nn.Module):
+    """A layer that the forward pass uses only by the name that it has in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.blocks = nn.ModuleList([self.alias, nn.Conv2d(4, 4, 3)])
+        self.also_unused = nn.Linear(2, 2)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x.mean((2, 3)))
+
+
+OWN = {"aliased": _Aliased, "attending": _Attending, "dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
 
 
 def model_of(task: Task) -> nn.Module:

@@ -5,11 +5,11 @@ stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 atoms in three sta
 stage = materialize(stage, build, device, seed)          # with the values of its own parameters only
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import Value, references, trace
@@ -40,6 +40,7 @@ class Cuttable:
                 self._needed[leaf.name] = len(self.names)
             else:
                 self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
+        self._paths |= self._aliases()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -113,6 +114,21 @@ class Cuttable:
             frozenset(holds | self._unused() if is_last else holds),
         )
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters(remove_duplicate=False)
+        yield from self.model.named_buffers(remove_duplicate=False)
+
+    def _user(self, name: str) -> str:
+        """The path by which the forward pass uses this parameter or buffer; empty if it does not."""
+        while name and name not in self._paths:
+            name = name.rpartition(".")[0]
+        return name
+
+    def _aliases(self) -> dict[str, set[int]]:
+        """Names that the forward pass does not use of tensors that it uses by other names: they go where those go."""
+        users = {id(tensor): self._paths[path] for name, tensor in self._tensors() if (path := self._user(name))}
+        return {name: users[id(t)] for name, t in self._tensors() if id(t) in users and not self._user(name)}
+
     def _unused(self) -> set[str]:
         """Paths of modules, parameters and buffers that the forward pass does not use: the last stage keeps them."""
         used = set(self._paths)
@@ -121,21 +137,15 @@ class Cuttable:
             while path := path.rpartition(".")[0]:
                 above.add(path)
         modules = [path for path, _ in self.model.named_modules()]
-        tensors = [name for name, _ in [*self.model.named_parameters(), *self.model.named_buffers()]]
+        tensors = [name for name, _ in self._tensors()]
         covered = used | {path for path in modules if path not in above}
         return {path for path in [*modules, *tensors] if path not in above and not _below(path, covered)}
 
     def _check_ties(self, bounds: Sequence[int]) -> None:
         """Refuse a cut between two uses of one parameter or buffer: its copies would drift apart."""
-        tensors = [
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ]
         users: dict[int, dict[str, set[int]]] = {}
-        for name, tensor in tensors:
-            path = name
-            while path and path not in self._paths:
-                path = path.rpartition(".")[0]
+        for name, tensor in self._tensors():
+            path = self._user(name)
             if path:
                 users.setdefault(id(tensor), {})[name] = self._paths[path]
         for names in users.values():

@@ -272,7 +272,7 @@ def test_a_layer_called_twice_stays_in_one_stage() -> None:
     norm = nn.BatchNorm1d(3)
     cuttable = Cuttable(nn.Sequential(norm, nn.ReLU(), norm))
     assert cuttable.names == ("0", "1", "0:2")
-    with pytest.raises(ValueError, match=r"0.weight is used by 0 \(stage 0\), 0:2 \(stage 1\)"):
+    with pytest.raises(ValueError, match=r"0.weight = 2.weight is used by 0 \(stage 0\), 0:2 \(stage 1\)"):
         cuttable.stages((1, 2))
 
 
