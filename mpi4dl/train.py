@@ -58,6 +58,8 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             print(to_toml(config), end="")
         return
 
+    import torch
+
     from mpi4dl.comm.guard import Watchdog
     from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
@@ -68,6 +70,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         plan = build.build_plan(config)
     comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
     comm.node.share_cores()
+    torch.manual_seed(config.training.seed)
     keep_freed_memory()
     watchdog = Watchdog(config.parallel.hang_timeout)
     with comm.together():

@@ -127,7 +127,7 @@ def measure_seconds(cuttable: Cuttable, *inputs: Any, device: torch.device | str
     device = torch.device(device)
     costs = []
     values = tuple(map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, i) for i in inputs)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
             atom = _copied_to(device, cuttable.atom(i))
             seconds = []

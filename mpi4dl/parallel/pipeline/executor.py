@@ -67,8 +67,8 @@ class Executor:
     """Runs tables over the stages that this rank holds. Collective; all ranks run the same tables in the same order.
 
     `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
-    the step, the stage and the microbatch, not on the rank. With `records`, `spans` are when this rank worked on which
-    action in the last run, without its waits for other stages.
+    the run, the stage and the microbatch, not on the rank, and not on the state of the process's generators. With
+    `records`, `spans` are when this rank worked on which action in the last run, without its waits for other stages.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Executor:
         run = _Run(self, feed, training, defers=any(action.kind == "weight" for action in row))
         if training and self.plan.bidirectional:
             self._statistics = {stage: self._copies(stage) for stage in self.held.modules_of}
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), self._own_randomness():
             for position, action in enumerate(row):
                 run.expect(action)
                 if position + 1 < len(row):
@@ -136,10 +136,19 @@ class Executor:
             return nullcontext()
         return self._statistics[action.stage].collect(action.direction, action.microbatch)
 
+    def _own_randomness(self) -> AbstractContextManager[None]:
+        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
+        devices = [self.held.device] if self.held.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=self.plan.num_stages > 1)
+
     def seed_for(self, action: Action) -> None:
         """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""
-        if self.plan.num_stages > 1:
-            torch.manual_seed(hash((self.seed, self.num_runs, action[1:])) & (2**63 - 1))
+        if self.plan.num_stages == 1:
+            return
+        seed, device = hash((self.seed, self.num_runs, action[1:])) & (2**63 - 1), self.held.device
+        torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 class _Run:

@@ -194,7 +194,8 @@ def _atom_costs(
     small = (n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX))
     try:
         if balance == "time":
-            return costs.measure_seconds(cuttable, torch.rand(small, dtype=dtype), device=device)
+            images = torch.rand(small, dtype=dtype, generator=torch.Generator().manual_seed(0))
+            return costs.measure_seconds(cuttable, images, device=device)
         count = costs.count_bytes if balance == "memory" else costs.count_flops
         return count(cuttable, torch.empty(image, dtype=dtype, device="meta"))
     except (RuntimeError, AssertionError) as error:

@@ -1,8 +1,10 @@
 """mpi4dl.parallel.pipeline.executor: what a run of a table keeps, and how long ranks stand idle in it."""
 
+import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,11 +12,12 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.memory import ActivationMeter
 from tests.pool.ranks import Ranks
+from tests.training import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.03, 0.06
@@ -137,3 +140,50 @@ def test_gems_doubles_the_batch_and_keeps_hardly_more(ranks: Ranks, schedule: st
     alone = ranks(NUM_STAGES).run(kept_bytes, one_way, 8)
     together = ranks(NUM_STAGES).run(kept_bytes, both, 16)
     assert max(together) <= 1.1 * max(alone)
+
+
+def drawn_by_the_user(comm: Communicator, task: Task, plan: Plan, seed: int) -> tuple[list[list[float]], list[float]]:
+    """What a user's own `torch.rand` gives before, between and after steps and validations; the losses, with dropout.
+
+    Python's and NumPy's generators are not touched.
+    """
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    torch.manual_seed(seed)
+    if plan.num_stages > 1:
+        model = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size))
+    else:
+        model = Held.whole(model_of(task), plan, comm)
+    engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm)
+    torch.manual_seed(seed)
+    drawn, losses = [torch.rand(3).tolist()], []
+    for number in range(2):
+        images, targets = batch_of(task, number)
+        losses.append(engine.step(tiles_of(images, engine), targets, task.size).loss)
+        drawn.append(torch.rand(3).tolist())
+        engine.evaluate([(tiles_of(images, engine, training=False), targets)], task.size)
+        drawn.append(torch.rand(3).tolist())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    return drawn, losses
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(((1, 2),)),
+        Plan(((1, 2), (1, 1)), microbatches=2),
+        Plan(((1, 1), (1, 1)), microbatches=1, bidirectional=1),
+    ],
+    ids=str,
+)
+def test_the_users_random_numbers_follow_from_the_users_seed(ranks: Ranks, plan: Plan) -> None:
+    """A step of one stage draws from the user's stream, as plain PyTorch does; stages have their own streams."""
+    found = {seed: ranks(plan.num_ranks).run(drawn_by_the_user, DROPPING, plan, seed) for seed in (3, 4)}
+    for seed, outcomes in found.items():
+        drawn, losses = outcomes[0]
+        assert outcomes == [(drawn, losses)] * plan.num_ranks
+        generator = torch.Generator().manual_seed(seed)
+        undisturbed = [torch.rand(3, generator=generator).tolist() for _ in drawn]
+        assert (drawn == undisturbed) == (plan.num_stages > 1)
+        assert len({number for numbers in drawn for number in numbers}) == 3 * len(drawn)
+    assert found[3][0][1] != found[4][0][1]
+    assert found[3][0][0] != found[4][0][0]
