@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import gpu, guard, scattering
+from mpi4dl.comm import gpu, guard, ordering, scattering
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.scattering import LOW_PRECISION
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
+ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
 
 
 class Refusal(ValueError):
@@ -213,13 +214,21 @@ class Communicator:
         if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
             return pending
         target = tensor.detach()
-        if tensor.dtype in LOW_PRECISION:
+        if tensor.is_floating_point() and op in ("min", "max"):
+            target = ordering.keys_of(target, op)
+            if root in (None, self.rank):
+                pending._finish.append(lambda: tensor.detach().copy_(ordering.values_of(target, tensor.dtype)))
+        elif tensor.dtype in LOW_PRECISION:
             # MPI has no such types everywhere; and sums in float32 round once instead of at every rank.
             target = target.float()
             pending._finish.append(lambda: tensor.detach().copy_(target))
         inner = Pending(self.node)
         buffer = self._writable(target, True, inner)
-        pending._finish = inner._finish + pending._finish
+        alike: list[Callable[[], Any]] = []
+        if root is None and (buffer.is_floating_point() or buffer.is_complex()):
+            last = buffer.view(-1)[-max(1, ALIKE_BYTES // buffer.itemsize) :]
+            alike = [lambda: ordering.with_one_nan(last)]
+        pending._finish = alike + inner._finish + pending._finish
         pending._buffers += [buffer, target]
         datatype, operator = self._types[buffer.dtype], self._operator(op, buffer.dtype)
         step = max(1, self.max_reduction_bytes // buffer.itemsize) * buffer.itemsize
