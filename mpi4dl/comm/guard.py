@@ -54,6 +54,8 @@ def install(comm: "Communicator") -> None:
     def on_exit() -> None:
         if codes and codes[0] not in (None, 0) and comm.size > 1:
             leave_early(comm, codes[0] if isinstance(codes[0], int) else FAILURE)
+        for farewell in comm.farewells:
+            farewell()
 
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception

@@ -4,7 +4,7 @@ Which of NaN and 1, of two NaNs, or of 0.0 and -0.0 is the greater, C decides by
 differs between the ranks of a reduction. Integers have no such pairs:
 
     float   -inf  ...  -1.0  ...  -0.0   0.0  ...  1.0  ...  inf   NaN, whatever its sign and payload
-    key      -m   ...    -k  ...   -1     0   ...  k-1  ...  m-1   the last of all for a maximum, the first for a minimum
+    key      -m   ...    -k  ...   -1     0   ...  k-1  ...  m-1   the last for a maximum, the first for a minimum
 
 So a NaN of any rank is the result, as of torch.maximum and torch.minimum.
 """

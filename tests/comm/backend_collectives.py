@@ -311,9 +311,8 @@ def asynchronous(rank: int, size: int) -> list[Any]:
 
 def in_pieces(rank: int, size: int) -> list[Any]:
     """What is too large for one message, imitated by a limit that nearly all is too large for."""
-    wires = (
-        [group._messages, group._collectives] if (group := dist.group.WORLD) and dist.get_backend() == "mpi4dl" else []
-    )
+    members = getattr(dist.group.WORLD, "_members", None)  # ours
+    wires = [members.messages, members.collectives] if members else []
     limits = [wire.max_message_bytes for wire in wires]
     for wire in wires:
         wire.max_message_bytes, wire.max_reduction_bytes = 24, 24

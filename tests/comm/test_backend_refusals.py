@@ -19,11 +19,11 @@ def told(kind, call):
         call()
     except kind as error:
         if rank == 1:
-            print(f"{kind.__name__}: {error}")
+            print(f"{type(error).__name__}: {error}")
         return
     raise AssertionError("not refused")
 sum_, avg, band, least = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.BAND, dist.ReduceOp.MIN
-told(TypeError, lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), avg))
+told(TypeError, lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), avg))
 told(TypeError, lambda: dist.all_reduce(torch.ones(2), band))
 told(TypeError, lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)))
 told(TypeError, lambda: dist.reduce_scatter(torch.ones(1, dtype=torch.complex64), [torch.ones(1) * 1j] * 2, least))
@@ -49,8 +49,11 @@ else:
 hurried = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
 x = torch.ones(2)
 if rank == 1:
-    told(TimeoutError, lambda: dist.all_reduce(x, group=hurried))
+    late = dist.all_reduce(x, group=hurried, async_op=True)
+    told(TimeoutError, late.wait)
+    told(RuntimeError, late.wait)
     dist.barrier()
+    late.wait(datetime.timedelta(hours=1))
 else:
     dist.barrier()
     dist.all_reduce(x, group=hurried)
@@ -62,7 +65,7 @@ if rank == 1:
 """
 
 EXPECTED = [
-    "TypeError: the average of torch.int64 would be rounded: reduce with SUM",
+    "TypeError: truths have no average: reduce them with MIN or MAX",
     "TypeError: the reduction BAND works on integers and bool, but the tensor is torch.float32",
     "TypeError: torch.float8_e4m3fn cannot be reduced: convert it",
     "TypeError: complex numbers have no order, so torch.complex64 has no MIN",
@@ -75,9 +78,10 @@ EXPECTED = [
     "ValueError: output_split_sizes is [1, 1], but must be 2 numbers (one a rank) whose sum is 4",
     "ValueError: output has 3 rows, which must be divisible by the number of ranks (=2): pass output_split_sizes",
     "ValueError: tag is -3, but must be from 0 to",
-    "ValueError: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
-    *["ValueError: rank 1 receives 8 bytes from rank 0, which sent more: the tensors must have the same size"] * 2,
-    "TimeoutError: all_reduce of MpiGroup(1, rank 1 of 2) was not complete after 0:00:00.300000: some rank",
+    "Mismatch: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
+    *["Mismatch: rank 1 receives 8 bytes from rank 0, which sent more: the tensors must have the same size"] * 2,
+    *["TimedOut: all_reduce of MpiGroup(1, rank 1 of 2) was not complete after 0:00:00.300000: rank 0 has not come"]
+    * 2,
     "late but right: [4.0, 4.0]",
 ]
 

@@ -53,7 +53,7 @@ def bits_of_reductions(comm: Communicator, op: str) -> list[tuple[Tensor, Tensor
 @pytest.mark.parametrize("op", ["max", "min", "sum", "product"])
 def test_all_ranks_hold_the_same_bits_of_special_values(ranks: Ranks, num_ranks: int, op: str) -> None:
     first, *others = ranks(num_ranks).run(bits_of_reductions, op)
-    for bits, values, right in first:
+    for _, values, right in first:
         assert right, f"{op} of {values.dtype} is {values}"
     for other in others:
         for (mine, values, _), (theirs, _, _) in zip(first, other, strict=True):

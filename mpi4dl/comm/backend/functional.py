@@ -1,5 +1,7 @@
-"""The one functional collective that PyTorch's own kernel does not hand on to groups written in Python."""
+"""What PyTorch's own functions do not hand on to groups that are written in Python."""
 
+import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,3 +30,23 @@ def gather_into_given_tensors() -> torch.library.Library:
 
         library.impl("all_gather_into_tensor_out", gather, device, with_keyset=True)
     return library
+
+
+def hand_on_monitored_barriers() -> None:
+    """Let `dist.monitored_barrier`, which asks for the backend gloo by name, work on our groups."""
+    of_gloo = dist.monitored_barrier
+
+    @functools.wraps(of_gloo)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        ours = dist.group.WORLD if group is None else group
+        if not isinstance(ours, MpiGroup):
+            of_gloo(group, timeout, wait_all_ranks)
+        else:
+            limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
+            ours.monitored_barrier(limit, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier

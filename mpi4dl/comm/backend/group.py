@@ -1,10 +1,9 @@
 """The process group: every call of torch.distributed, as an operation of two wires that does not wait.
 
-torch.distributed calls with lists of tensors, mostly of one, and with an options object; C++ (DDP, the functional
-collectives) finds these methods by the names that they have here.
+C++ (DDP, the functional collectives) finds these methods by the names that they have here; `signatures` says how they
+may be called.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,78 +12,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpi4dl.comm.backend.wire import Arrival, Joined, Wire
+from mpi4dl.comm.backend.agreement import Agreement, describe
+from mpi4dl.comm.backend.departure import Departures
+from mpi4dl.comm.backend.errors import Departed
+from mpi4dl.comm.backend.messages import Post
+from mpi4dl.comm.backend.monitored import pass_monitored_barrier
+from mpi4dl.comm.backend.named import NamedGroup
+from mpi4dl.comm.backend.operands import all_plain, even_parts, flat, one_each, plain, rows
+from mpi4dl.comm.backend.profiling import as_event
+from mpi4dl.comm.backend.signatures import Options, called_as
+from mpi4dl.comm.backend.wire import Joined, Wire
 from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.pending import Pending
 
-GROUP: Any = dist.ProcessGroup  # its declared methods take what Python passes, ours what C++ does
 MAX_POKED = 64  # the oldest of the operations under way that a new one looks after
 
 
-class Abilities(NamedTuple):
-    """What torch.distributed may ask of the backend of a group."""
+class Members(NamedTuple):
+    """The ranks of a group: two wires between them, their ranks in the job, and what is known of those that left."""
 
-    supports_splitting: bool = False
-    supports_coalescing: bool = False
-    supports_time_estimate: bool = False
-
-    def name(self) -> str:
-        return "mpi4dl"
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
+    collectives: Wire
+    messages: Wire
+    ranks: Sequence[int]
+    departures: Departures
 
 
-class MpiGroup(GROUP):
+class MpiGroup(NamedGroup):
     """Ranks that torch.distributed treats as a group. C++ calls the methods whose names are not of Python's style."""
 
-    def __init__(self, collectives: Wire, messages: Wire, timeout: timedelta, store: dist.Store) -> None:
-        super().__init__(collectives.rank, collectives.size)
-        self._collectives = collectives
-        self._messages = messages
+    def __init__(self, members: Members, timeout: timedelta, store: dist.Store) -> None:
+        super().__init__(members.collectives)
+        self._members = members
+        self._in_full = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._post = Post(members.messages, self._in_full)
         self._timeout = timeout
         self._store = store
-        self._labels = {"name": "", "description": ""}
+        self._num_begun = 0
+        self._num_barriers = 0
         self._under_way: list[MpiWork] = []
         self._coalesced: list[Pending] | None = None
-
-    def __repr__(self) -> str:
-        return f"MpiGroup({self._labels['name']}, rank {self.rank()} of {self.size()})"
-
-    def rank(self) -> int:
-        return self._collectives.rank
-
-    def size(self) -> int:
-        return self._collectives.size
-
-    getRank, getSize = rank, size
-
-    def name(self) -> str:
-        return "mpi4dl"
-
-    getBackendName = _get_backend_name = name
-
-    def setGroupName(self, name: str) -> None:
-        self._labels["name"] = name
-
-    def getGroupName(self) -> str:
-        return self._labels["name"]
-
-    def setGroupDesc(self, description: str) -> None:
-        self._labels["description"] = description
-
-    def getGroupDesc(self) -> str:
-        return self._labels["description"]
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
-
-    def _get_backend(self, device: torch.device) -> Abilities:
-        return Abilities()
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -92,223 +58,298 @@ class MpiGroup(GROUP):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
-    def shutdown(self) -> None:
-        """Complete what is under way and give the communicators back to MPI, which has few of them."""
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_begun
+
+    def _wait_for_pending_works(self) -> None:
         for work in self._under_way:
             work.wait()
+
+    def shutdown(self) -> None:
+        """Complete what is under way and give the communicators back to MPI, which has few of them.
+
+        What others did not come to in time is not waited for again; it keeps its buffers as long as this rank is there.
+        """
+        if not any(work.late or work.exception() for work in self._under_way):
+            self._wait_for_pending_works()
+        unfinished = [work for work in self._under_way if not work.poke()]
+        self._members.departures.unfinished += unfinished
         self._under_way = []
-        for wire in (self._collectives, self._messages):
-            if wire.mpi:
+        for wire in (self._collectives, self._members.messages):
+            if wire.mpi and not unfinished:
                 wire.mpi.Free()
 
     def abort(self) -> None:
         self._collectives.mpi.Abort(1)
 
-    def _start(self, name: str, results: Sequence[Any], pending: Pending) -> MpiWork:
+    def _collective(
+        self,
+        name: str,
+        operands: Sequence[Tensor],
+        start: Callable[[], Sequence[Pending]],
+        options: Options,
+        results: Sequence[Any] | None = None,
+        detail: object = "",
+        sized: bool = True,
+    ) -> MpiWork:
+        """Tell others which call this is, and start it on operands that are plain and checked.
+
+        `detail` and, if `sized`, the sizes of the operands are the same on all ranks.
+        """
+        with as_event(name, operands):
+            self._num_begun += 1
+            number = self._num_begun
+            self._members.departures.count(self.getGroupName(), number)
+            call = describe(name, detail, operands, sized, self._in_full)
+            agreement = Agreement(self._collectives, call, self._in_full)
+            work = self._work(name, agreement, operands if results is None else results, options.timeout, number)
+            if self._in_full:
+                work.agree()
+            agreement.data = start()
+            return self._keep(work, agreement)
+
+    def _work(
+        self, name: str, pending: Pending, results: Sequence[Any], timeout: timedelta | None, number: int
+    ) -> MpiWork:
+        node, limit = self._collectives.node, timeout or self._timeout
+        return MpiWork(name, self, pending, node, list(results), limit, lambda: self._check_all_come(name, number))
+
+    def _keep(self, work: MpiWork, pending: Pending) -> MpiWork:
         """Keep what is under way until MPI is done with its buffers, whether or not somebody waits for it."""
         if self._coalesced is not None:
             self._coalesced.append(pending)
-        work = MpiWork(f"{name} of {self!r}", pending, self._collectives.node, list(results), self._timeout)
         oldest, others = self._under_way[:MAX_POKED], self._under_way[MAX_POKED:]
         self._under_way = [*(old for old in oldest if not old.poke()), *others, work]
         return work
 
-    def _start_all(self, name: str, results: Sequence[Any], parts: Sequence[Pending]) -> MpiWork:
-        return self._start(name, results, parts[0] if len(parts) == 1 else Joined(self._collectives.node, parts))
+    def _check_all_come(self, name: str, number: int) -> None:
+        missing = self._members.departures.will_not_come(self._members.ranks, self.getGroupName(), number)
+        if missing:
+            raise Departed(f"{name} of {self!r} cannot be complete: {_left(missing)} before coming to it")
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> MpiWork:
-        parts = [self._collectives.ibroadcast(_plain(x), opts.rootRank) for x in tensors]
-        return self._start_all("broadcast", tensors, parts)
+    def _check_that_one_writes(self, name: str, sources: Sequence[int]) -> None:
+        ranks = [self._members.ranks[source] for source in sources]
+        if self._members.departures.will_not_write(ranks):
+            raise Departed(f"{name} of {self!r} cannot be complete: {_left(ranks)} without its part of it")
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MpiWork:
-        op, factor = _reduction(opts)
-        parts = [self._collectives.ireduce(_plain(x), op, None, factor) for x in tensors]
-        return self._start_all("all_reduce", tensors, parts)
+    @called_as("tensors")
+    def broadcast(self, tensors: list[Tensor], options: Options) -> MpiWork:
+        operands = all_plain(tensors)
+        return self._collective(
+            "broadcast",
+            operands,
+            lambda: [self._collectives.ibroadcast(x, options.root) for x in operands],
+            options,
+            tensors,
+            f"root {options.root}",
+        )
+
+    @called_as("tensors")
+    def allreduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
+        return self._reduce("all_reduce", tensors, options, None)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> MpiWork:
-        op, factor = _reduction(opts)
-        parts = [self._collectives.ireduce(_plain(x), op, opts.rootRank, factor) for x in tensors]
-        return self._start_all("reduce", tensors, parts)
+    @called_as("tensors")
+    def reduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
+        return self._reduce("reduce", tensors, options, options.root)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
-        parts = [self._gather_everywhere(out, x) for out, x in zip(outputs, inputs, strict=True)]
-        return self._start_all("all_gather", [x for out in outputs for x in out], parts)
+    def _reduce(self, name: str, tensors: list[Tensor], options: Options, root: int | None) -> MpiWork:
+        operands = all_plain(tensors)
+        for x in operands:
+            self._collectives.check_reduction(options.op, x.dtype)
+        return self._collective(
+            name,
+            operands,
+            lambda: [self._collectives.ireduce(x, options.op, root, options.factor) for x in operands],
+            options,
+            tensors,
+            options.op.upper() if root is None else f"{options.op.upper()}, root {root}",
+        )
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MpiWork:
+    @called_as("outputs inputs")
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
+        parts = [one_each("outputs", row, self.size()) for row in outputs]
+        return self._gather_everywhere(parts, all_plain(inputs), [x for row in outputs for x in row], options)
+
+    @called_as("outputs inputs")
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
         # `outputs` has a list for each rank here, not one for each input.
-        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs)
+        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, options)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MpiWork:
-        return self.all_gather_single_coalesced([output], [input])
+    @called_as("output input", lists=False)
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Options) -> MpiWork:
+        return self.all_gather_single_coalesced([output], [input], options)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MpiWork:
-        parts = [
-            self._gather_everywhere(self._cut("output", out), _plain(x).reshape(-1))
-            for out, x in zip(outputs, inputs, strict=True)
-        ]
-        return self._start_all("all_gather_single", outputs, parts)
+    @called_as("outputs inputs")
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+        parts = [even_parts("output", out, self.size()) for out in outputs]
+        return self._gather_everywhere(parts, [x.reshape(-1) for x in all_plain(inputs)], outputs, options)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _gather_everywhere(self, outputs: Sequence[Tensor], tensor: Tensor) -> Pending:
-        self._check_count("outputs", outputs)
-        tensor = _plain(tensor)
-        if outputs[self.rank()].numel() != tensor.numel():
-            raise ValueError(
-                f"this rank gives {tensor.numel()} elements, but its place in the output has "
-                f"{outputs[self.rank()].numel()}: an output must be as large as what all ranks give"
-            )
-        return self._collectives.iexchange(
-            dict.fromkeys(range(self.size()), tensor), dict(enumerate(map(_plain, outputs)))
+    def _gather_everywhere(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], results: Sequence[Tensor], options: Options
+    ) -> MpiWork:
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            if parts[self.rank()].numel() != tensor.numel():
+                raise ValueError(
+                    f"this rank gives {tensor.numel()} elements, but its place in the output has "
+                    f"{parts[self.rank()].numel()}: an output must be as large as what all ranks give"
+                )
+
+        def start() -> list[Pending]:
+            return [
+                self._collectives.iexchange(dict.fromkeys(range(self.size()), tensor), dict(enumerate(parts)))
+                for parts, tensor in zip(outputs, inputs, strict=True)
+            ]
+
+        return self._collective("all_gather", inputs, start, options, results, sized=False)
+
+    @called_as("outputs inputs")
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
+        here = self.rank() == options.root
+        incoming = dict(enumerate(one_each("gather_list", outputs[0], self.size()))) if here else {}
+        outgoing = {options.root: plain(inputs[0])}
+        return self._collective(
+            "gather",
+            list(outgoing.values()),
+            lambda: [self._collectives.iexchange(outgoing, incoming)],
+            options,
+            [x for row in outputs for x in row],
+            f"root {options.root}",
+            sized=False,
         )
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MpiWork:
-        incoming = dict(enumerate(map(_plain, outputs[0]))) if self.rank() == opts.rootRank else {}
-        if incoming:
-            self._check_count("gather_list", outputs[0])
-        pending = self._collectives.iexchange({opts.rootRank: _plain(inputs[0])}, incoming)
-        return self._start("gather", [x for out in outputs for x in out], pending)
+    @called_as("outputs inputs")
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Options) -> MpiWork:
+        here = self.rank() == options.root
+        outgoing = dict(enumerate(one_each("scatter_list", inputs[0], self.size()))) if here else {}
+        incoming = {options.root: plain(outputs[0])}
+        return self._collective(
+            "scatter",
+            list(incoming.values()),
+            lambda: [self._collectives.iexchange(outgoing, incoming)],
+            options,
+            outputs,
+            f"root {options.root}",
+            sized=False,
+        )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MpiWork:
-        outgoing = dict(enumerate(map(_plain, inputs[0]))) if self.rank() == opts.rootRank else {}
-        if outgoing:
-            self._check_count("scatter_list", inputs[0])
-        pending = self._collectives.iexchange(outgoing, {opts.rootRank: _plain(outputs[0])})
-        return self._start("scatter", outputs, pending)
+    @called_as("outputs inputs")
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Options) -> MpiWork:
+        return self._reduce_parts(
+            [one_each("input_list", parts, self.size()) for parts in inputs], all_plain(outputs), outputs, options
+        )
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MpiWork:
-        op, factor = _reduction(opts)
-        for parts in inputs:
-            self._check_count("input_list", parts)
-        pending = [
-            self._collectives.ireduce_parts([_plain(x) for x in parts], _plain(out), op, factor)
-            for out, parts in zip(outputs, inputs, strict=True)
-        ]
-        return self._start_all("reduce_scatter", outputs, pending)
+    @called_as("output input", lists=False)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Options) -> MpiWork:
+        return self.reduce_scatter_single_coalesced([output], [input], options)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MpiWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MpiWork:
-        op, factor = _reduction(opts)
-        pending = [
-            self._collectives.ireduce_parts(self._cut("input", x.contiguous()), _flat("output", out), op, factor)
-            for out, x in zip(outputs, inputs, strict=True)
-        ]
-        return self._start_all("reduce_scatter_single", outputs, pending)
+    @called_as("outputs inputs")
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+        parts = [even_parts("input", plain(x).contiguous(), self.size()) for x in inputs]
+        return self._reduce_parts(parts, [flat("output", out) for out in outputs], outputs, options)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MpiWork:
-        self._check_count("output_tensor_list", outputs)
-        self._check_count("input_tensor_list", inputs)
-        pending = self._collectives.iexchange(
-            dict(enumerate(map(_plain, inputs))), dict(enumerate(map(_plain, outputs)))
-        )
-        return self._start("all_to_all", outputs, pending)
+    def _reduce_parts(
+        self, inputs: list[list[Tensor]], outputs: list[Tensor], results: Sequence[Tensor], options: Options
+    ) -> MpiWork:
+        for parts, out in zip(inputs, outputs, strict=True):
+            self._collectives.check_reduction(options.op, out.dtype)
+            if parts[self.rank()].numel() != out.numel():
+                raise ValueError(
+                    f"output has {out.numel()} elements, but this rank's part of the input has "
+                    f"{parts[self.rank()].numel()}: they must be as many"
+                )
+
+        def start() -> list[Pending]:
+            return [
+                self._collectives.ireduce_parts(parts, out, options.op, options.factor)
+                for out, parts in zip(outputs, inputs, strict=True)
+            ]
+
+        operands = [part for parts in inputs for part in parts]
+        return self._collective("reduce_scatter", operands, start, options, results, options.op.upper())
+
+    @called_as("outputs inputs")
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+        incoming = one_each("output_tensor_list", outputs, self.size())
+        return self._all_to_all(one_each("input_tensor_list", inputs, self.size()), incoming, outputs, options)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> MpiWork:
-        outputs = self._rows("output", _plain(output), output_sizes)
-        inputs = self._rows("input", _plain(input), input_sizes)
-        pending = self._collectives.iexchange(dict(enumerate(inputs)), dict(enumerate(outputs)))
-        return self._start("all_to_all_single", [output], pending)
+        incoming = rows("output", output, output_split_sizes, self.size())
+        outgoing = rows("input", input, input_split_sizes, self.size())
+        return self._all_to_all(outgoing, incoming, [output], Options.of(opts, timeout))
 
     alltoall_base = all_to_all_single
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> MpiWork:
-        parts = [self._messages.isend(_plain(x), to, self._check_tag(tag)) for x in tensors]
-        return self._start_all(f"send to rank {to}", tensors, parts)
+    def _all_to_all(
+        self, outgoing: list[Tensor], incoming: list[Tensor], results: Sequence[Tensor], options: Options
+    ) -> MpiWork:
+        return self._collective(
+            "all_to_all",
+            outgoing,
+            lambda: [self._collectives.iexchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))],
+            options,
+            results,
+            sized=False,
+        )
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MpiWork:
-        parts = [self._arrival(x, source, tag) for x in tensors]
-        return self._start_all(f"recv from rank {source}", tensors, parts)
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> MpiWork:
+        return self._collective("barrier", [], lambda: [self._collectives.ibarrier()], Options.of(opts, timeout))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that does not return before all ranks have come, and whose time-out names who has not."""
+        self._num_barriers += 1
+        pass_monitored_barrier(
+            self._collectives, self._num_barriers, timeout or self._timeout, wait_all_ranks, lambda: None
+        )
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> MpiWork:
+        with as_event("send", tensors):
+            parts = [self._post.isend(plain(x), dstRank, tag) for x in tensors]
+        return self._message(f"send to rank {dstRank}", parts, tensors, [dstRank])
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> MpiWork:
+        with as_event("recv", tensors):
+            parts = [self._post.ireceive(plain(x), srcRank, tag) for x in tensors]
+        return self._message(f"recv from rank {srcRank}", parts, tensors, [srcRank])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
         (tensor,) = tensors
-        return self._start("recv from any rank", tensors, self._arrival(tensor, None, tag))
+        with as_event("recv", tensors):
+            part = self._post.ireceive(plain(tensor), None, tag)
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        return self._message("recv from any rank", [part], tensors, others)
 
-    def barrier(self, opts: Any = None) -> MpiWork:
-        return self._start("barrier", [], self._collectives.ibarrier())
+    def _message(self, name: str, parts: Sequence[Pending], results: Sequence[Tensor], others: list[int]) -> MpiWork:
+        node = self._collectives.node
+        pending = parts[0] if len(parts) == 1 else Joined(node, parts)
+        work = MpiWork(
+            name, self, pending, node, list(results), self._timeout, lambda: self._check_that_one_writes(name, others)
+        )
+        return self._keep(work, pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> MpiWork:
         parts, self._coalesced = self._coalesced or [], None
-        return self._start_all("coalesced operations", [], parts)
-
-    def _arrival(self, tensor: Tensor, source: int | None, tag: int) -> Pending:
-        tensor = _plain(tensor)
-        if tensor.numel() == 0:
-            return Pending(self._messages.node)
-        return Arrival(self._messages, tensor, source, self._check_tag(tag))
-
-    def _check_tag(self, tag: int) -> int:
-        from mpi4py import MPI
-
-        limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
-        if not 0 <= tag <= limit:
-            raise ValueError(f"tag is {tag}, but must be from 0 to {limit}, the highest that this MPI has")
-        return tag
-
-    def _check_count(self, name: str, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) != self.size():
-            raise ValueError(f"{name} has {len(tensors)} tensors, but the group has {self.size()} ranks: pass one each")
-
-    def _cut(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The even parts of a tensor, flat views, one for each rank."""
-        flat = _flat(name, tensor)
-        if flat.numel() % self.size():
-            raise ValueError(
-                f"{name} has {flat.numel()} elements, which must be divisible by the number of ranks (={self.size()})"
-            )
-        return list(flat.view(self.size(), -1)) if flat.numel() else [flat] * self.size()
-
-    def _rows(self, name: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The rows of a tensor for each rank: as many as `sizes` says, or alike."""
-        num_rows = tensor.shape[0]
-        if not sizes:
-            if num_rows % self.size():
-                raise ValueError(
-                    f"{name} has {num_rows} rows, which must be divisible by the number of ranks (={self.size()}): "
-                    f"pass {name}_split_sizes"
-                )
-            sizes = [num_rows // self.size()] * self.size()
-        if len(sizes) != self.size() or sum(sizes) != num_rows:
-            raise ValueError(
-                f"{name}_split_sizes is {list(sizes)}, but must be {self.size()} numbers (one a rank) whose sum is "
-                f"{num_rows}, the number of rows of {name}"
-            )
-        cuts = [0, *itertools.accumulate(sizes)]
-        return [tensor[start:stop] for start, stop in itertools.pairwise(cuts)]
+        pending = Joined(self._collectives.node, parts)
+        return self._keep(self._work("coalesced operations", pending, [], None, self._num_begun), pending)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor that MPI can read: one with a place in memory."""
-    wait: Callable[[], Tensor] | None = getattr(tensor, "wait", None)  # an AsyncCollectiveTensor is still to come
-    tensor = wait() if callable(wait) else tensor
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"the backend mpi4dl moves dense tensors, not {tensor.layout}: pass tensor.to_dense()")
-    return tensor
-
-
-def _flat(name: str, tensor: Tensor) -> Tensor:
-    tensor = _plain(tensor)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}, but must be contiguous: pass {name}.contiguous()")
-    return tensor.view(-1)
-
-
-def _reduction(opts: Any) -> tuple[str, Any]:
-    """The name of a reduction, and the factor that PREMUL_SUM has."""
-    if opts is None:
-        return "sum", 1
-    op = opts.reduceOp
-    name = op.op.name.lower()
-    return name, op.factor if name == "premul_sum" else 1
+def _left(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of the job left"

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-from mpi4dl.comm.backend.group import MpiGroup
+from mpi4dl.comm.backend.departure import departures
+from mpi4dl.comm.backend.group import Members, MpiGroup
 from mpi4dl.comm.backend.wire import Wire
 from mpi4dl.comm.communicator import Communicator, world
 
@@ -77,7 +78,9 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     tag = zlib.crc32(",".join(map(str, ranks)).encode()) % MAX_TAG
     collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
     group.Free()
-    return MpiGroup(collectives, messages, options.timeout, options.store)
+    known = departures()
+    known.join(ranks)
+    return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
 
 
 def shared_store(comm: Communicator) -> dist.Store:

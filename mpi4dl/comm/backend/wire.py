@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.backend.patience import wait_until_ready
+from mpi4dl.comm.backend.messages import Arrival
 from mpi4dl.comm.communicator import Communicator, Pending
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.scattering import LOW_PRECISION, SCATTER_TAG, swap_parts
@@ -52,8 +52,8 @@ class Wire(Communicator):
             raise TypeError(f"the reduction {op.upper()} works on integers and bool, but the tensor is {dtype}")
         if op in ("min", "max") and dtype.is_complex:
             raise TypeError(f"complex numbers have no order, so {dtype} has no {op.upper()}")
-        if op == "avg" and not floating:
-            raise TypeError(f"the average of {dtype} would be rounded: reduce with SUM, or convert it to a float")
+        if op == "avg" and dtype is torch.bool:
+            raise TypeError("truths have no average: reduce them with MIN or MAX, or convert them to a number")
 
     def ireduce(self, tensor: Tensor, op: str, root: int | None, factor: Any = 1) -> Pending:
         """Start to reduce over all ranks, in place, on `root` or on all. "avg" divides the sum once, at the end."""
@@ -66,7 +66,7 @@ class Wire(Communicator):
         total = tensor.float() if tensor.dtype in LOW_PRECISION else tensor
         pending = self._ireduce(total, "sum", root)
         if op == "avg" and root in (None, self.rank):
-            pending._finish.append(lambda: total.div_(self.size))
+            pending._finish.append(lambda: divide(total, self.size))
         if total is not tensor:
             pending._finish.append(lambda: tensor.copy_(total))
         return pending
@@ -77,7 +77,7 @@ class Wire(Communicator):
         out = out.detach()
         if op not in ("sum", "avg", "premul_sum") or out.dtype in UNSIGNED:
             whole = torch.cat([part.detach().reshape(-1) for part in parts])
-            pending = self._ireduce(whole, op, None)
+            pending = self.ireduce(whole, op, None, factor)
             start = sum(part.numel() for part in parts[: self.rank])
             pending._finish.append(lambda: out.copy_(whole[start : start + out.numel()].view(out.shape)))
             return pending
@@ -93,7 +93,7 @@ class Wire(Communicator):
         def finish() -> None:
             total = add_up()
             if op == "avg":
-                total.div_(self.size)
+                divide(total, self.size)
             if total is not out:
                 out.copy_(total)
 
@@ -135,6 +135,16 @@ class Wire(Communicator):
         return sorted((rank for rank in ranks if rank != self.rank), key=lambda rank: (self.rank - rank) % self.size)
 
 
+def divide(total: Tensor, size: int) -> None:
+    """Make a sum an average, in place. That of integers is cut off towards zero, as NCCL does."""
+    if total.dtype in UNSIGNED:
+        total.copy_(torch.from_numpy(total.cpu().numpy() // size))
+    elif total.is_floating_point() or total.is_complex():
+        total.div_(size)
+    else:
+        total.div_(size, rounding_mode="trunc")
+
+
 class Joined(Pending):
     """Several that are under way, as one."""
 
@@ -148,60 +158,4 @@ class Joined(Pending):
     def wait(self) -> None:
         for part in self._parts:
             part.wait()
-        super().wait()
-
-
-class Arrival(Pending):
-    """A message under way to this rank, whose length is checked. `source` None: from any rank, known afterwards.
-
-    MPI says nothing of a message that is shorter than the buffer, the rest of which would be old values.
-    """
-
-    def __init__(self, wire: Wire, tensor: Tensor, source: int | None, tag: int) -> None:
-        from mpi4py import MPI
-
-        super().__init__(wire.node)
-        self.source = source
-        self._rank = wire.rank
-        buffer = wire._writable(tensor, False, self)
-        self._buffers.append(buffer)
-        limit = wire.max_message_bytes
-        if source is None and buffer.nbytes > limit:
-            raise ValueError(f"a tensor of {buffer.nbytes} bytes can be received from any rank up to {limit}: name src")
-        sender = MPI.ANY_SOURCE if source is None else source
-        # An empty tensor is not sent either.
-        self._open = [
-            (wire.mpi.Irecv(wire._bytes(buffer, start, stop), sender, tag), stop - start)
-            for start, stop in wire._chunks(buffer.nbytes, limit)
-        ]
-        self._status = MPI.Status()
-
-    def ready(self) -> bool:
-        while self._open and self._arrived(self._open[0][0]):
-            _, expected = self._open.pop(0)
-            self.source = self._status.source
-            if self._status.Get_count() != expected:
-                raise ValueError(self._complaint(expected, f"{self._status.Get_count()}"))
-        return not self._open
-
-    def _arrived(self, request: "MPI.Request") -> bool:
-        try:
-            return request.Test(self._status)
-        except RuntimeError as error:
-            from mpi4py import MPI
-
-            if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            _, expected = self._open.pop(0)
-            raise ValueError(self._complaint(expected, "more")) from None
-
-    def _complaint(self, expected: int, arrived: str) -> str:
-        source = "any rank" if self.source is None else f"rank {self.source}"
-        return (
-            f"rank {self._rank} receives {expected} bytes from {source}, which sent {arrived}: the tensors must have "
-            "the same size and dtype at both ends"
-        )
-
-    def wait(self) -> None:
-        wait_until_ready(self, self._node)
         super().wait()

@@ -1,42 +1,62 @@
 """What an operation of torch.distributed returns: something to wait for, or a future for those who want one.
 
-Nobody but the ranks' own calls makes MPI progress: there is no thread, which would cost far more than it hides. So
-whoever waits for a future must make MPI progress too:
+Nobody but the ranks' own calls makes MPI progress: there is no thread, which would cost far more than it hides, and in
+which what `then` was given would start collectives in an order of its own on each rank. And a future can be waited for
+in ways that do not come here (`collect_all`, C++). So it is complete when `get_future` returns, with one exception:
 
-    within backward, in a hook     the future stays open; autograd completes it when the backward ends, before DDP waits
-    anywhere else                  it is complete when `get_future` returns
+    DDP itself asks, in backward     it stays open; autograd completes it when the backward ends, before DDP waits
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from mpi4dl.comm.backend.agreement import Agreement
+from mpi4dl.comm.backend.errors import TimedOut
+from mpi4dl.comm.backend.messages import Arrival, EnvelopedArrival
 from mpi4dl.comm.backend.patience import wait_until_ready
-from mpi4dl.comm.backend.wire import Arrival
+from mpi4dl.comm.backend.profiling import as_event
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending
 
+ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
 
 class MpiWork(dist.Work):
-    """An operation under way. `results` are the tensors that it fills."""
+    """An operation under way. `results` are the tensors that it fills; `alarm` raises if it never can be complete."""
 
-    def __init__(self, name: str, pending: Pending, node: Node, results: list[Any], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        name: str,
+        group: object,
+        pending: Pending,
+        node: Node,
+        results: list[Any],
+        timeout: timedelta,
+        alarm: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._name = name
+        self._group = group
         self._pending = pending
         self._node = node
         self._results = results
         self._timeout = timeout
+        self._alarm = alarm
+        self.late = False  # somebody has waited in vain
         self._done = False
         self._error: Exception | None = None
         self._told = False
-        self._future: DrivenFuture | None = None
+        self._future: torch._C.Future[Any] | None = None
         # A request must not be tested by two threads at once.
         self._busy = threading.RLock()
 
@@ -44,7 +64,9 @@ class MpiWork(dist.Work):
         """Return when the results are there.
 
         Raises:
-            TimeoutError: other ranks did not take part for `timeout`, or else for that of the group.
+            TimedOut: other ranks did not take part for `timeout`, or else for that of the call, or of the group.
+            Departed: a rank that would have to take part has left.
+            Mismatch: other ranks made another call.
         """
         limit = timeout if timeout else self._timeout  # torch passes 0 when nobody gave one
         with self._busy:
@@ -53,13 +75,19 @@ class MpiWork(dist.Work):
             self._future.set_result(self._results)
         return True
 
+    def agree(self) -> None:
+        """Wait for what comes before the data, before they are there."""
+        self._await(self._timeout)
+
     def _complete(self, limit: timedelta) -> None:
         try:
             if self._error is None and not self._done:
-                wait_until_ready(self._pending, self._node, limit.total_seconds(), lambda: self._complaint(limit))
-                self._pending.wait()
+                with as_event(f"wait({self._name})", []):
+                    self._await(limit)
+                    self._pending.wait()
                 self._done = True
-        except TimeoutError:  # it may be waited for again
+        except TimedOut:  # it may be waited for again
+            self.late = True
             raise
         except Exception as error:
             self._error = error
@@ -67,9 +95,14 @@ class MpiWork(dist.Work):
             self._told = True
             raise self._error
 
+    def _await(self, limit: timedelta) -> None:
+        wait_until_ready(self._pending, self._node, limit.total_seconds(), lambda: self._complaint(limit), self._alarm)
+
     def _complaint(self, limit: timedelta) -> str:
+        silent = self._pending.silent if isinstance(self._pending, Agreement) else []
+        who = f"rank {silent[0]}" if silent else "some rank of its group"
         return (
-            f"{self._name} was not complete after {limit}: some rank of its group has not come to it. Pass "
+            f"{self._name} of {self._group!r} was not complete after {limit}: {who} has not come to it. Pass "
             "timeout=datetime.timedelta(...) to init_process_group or new_group if that is no fault"
         )
 
@@ -107,43 +140,41 @@ class MpiWork(dist.Work):
 
     def source_rank(self) -> int:
         """The rank, in the group, that a message came from."""
-        if not isinstance(self._pending, Arrival) or self._pending.source is None:
+        if not isinstance(self._pending, Arrival | EnvelopedArrival) or self._pending.source is None:
             raise RuntimeError("only a receive that is complete knows its source")
         return self._pending.source
 
     _source_rank = source_rank
 
-    def get_future(self) -> "DrivenFuture":
-        if self._future is None:
-            devices = sorted({str(x.device) for x in self._results if isinstance(x, Tensor) and x.is_cuda})
-            self._future = DrivenFuture(self, devices)
-            if torch._C._current_autograd_node() is None:
-                self.wait()
-            else:
-                Variable._execution_engine.queue_callback(self.synchronize)
+    def get_future(self) -> Any:
+        if self._future is not None:
+            return self._future
+        if _ddp_asks(sys._getframe(0).f_back) and not self._is_compressed():
+            self._future = torch.futures.Future(devices=self._devices())
+            Variable._execution_engine.queue_callback(self.synchronize)
+        else:
+            self.wait()
+            self._future = self._complete_future()
         return self._future
 
+    def _devices(self) -> list[Any]:
+        return sorted({str(x.device) for x in self._results if isinstance(x, Tensor) and x.is_cuda})
 
-class DrivenFuture(torch.futures.Future):
-    """A future whose `wait` makes MPI progress, and so do those that `then` makes of it."""
+    def _is_compressed(self) -> bool:
+        """Whether DDP's own hook may have made the tensors, which looks into the future for a list as C++ has it."""
+        return any(x.dtype is torch.float16 for x in self._results)
 
-    def __init__(self, work: MpiWork, devices: list[str]) -> None:
-        super().__init__(devices=[torch.device(device) for device in devices])
-        self._work = work
-        self._devices = devices
+    def _complete_future(self) -> "torch._C.Future[Any]":
+        if self._results and not self._devices():
+            return torch._C.fork(lambda: self._results)  # with the type, in C++, that a list of tensors has
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
+        future.set_result(self._results)
+        return future
 
-    def wait(self) -> Any:
-        self._work.wait()
-        return super().wait()
 
-    def then(self, callback: Callable[[Any], Any]) -> "DrivenFuture":
-        following = DrivenFuture(self._work, self._devices)
+def _ddp_asks(caller: FrameType | None) -> bool:
+    """Whether C++ asks within a backward pass, with no function in Python between autograd's engine and us.
 
-        def follow(done: Any) -> None:
-            try:
-                following.set_result(callback(done))
-            except Exception as error:
-                following.set_exception(error)
-
-        self.add_done_callback(follow)
-        return following
+    The engine has threads of its own for GPUs, which no function in Python called.
+    """
+    return torch._C._current_autograd_node() is not None and (caller is None or caller.f_code is ENGINE)
