@@ -39,7 +39,8 @@ def export(source: Path, out: Path) -> list[str]:
     import torch
     from safetensors.torch import save_file
 
-    from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at, newest_whole
+    from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at
+    from mpi4dl.runtime.checkpoint.saved import newest_whole
     from mpi4dl.runtime.checkpoint.storage import Reader
 
     if not source.is_dir():

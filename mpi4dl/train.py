@@ -128,8 +128,7 @@ class Run:
         limit = config.training.max_steps
         steps = config.training.epochs * len(self.training)
         self.num_steps = steps if limit is None else min(steps, limit)
-        if schedule.num_steps is not None and schedule.num_steps < self.num_steps:
-            raise ValueError(f"--scheduler is for {schedule.num_steps} steps, but there will be {self.num_steps}")
+        schedule.require(self.num_steps)
         self.options = options_to_compare(config, len(images[0]))
         self.epoch, self.batch = 0, 0
         self.interval = Interval(engine, self.training)
@@ -171,7 +170,7 @@ class Run:
             self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
-        resuming.record(origin, self.engine.num_steps, config, comm, argv)
+        resuming.record(origin, self.engine.num_steps, self.config, comm, argv)
         if self.checkpoints is None and config.run.save_every != "none":
             self.open_checkpoints()
         closing.enter_context(self.folder.rank_log(comm.rank))
@@ -198,16 +197,21 @@ class Run:
         from mpi4dl.runtime import resuming
         from mpi4dl.runtime.checkpoint import load
 
-        more = resuming.compare(source, self.options)
-        extra = load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
-        self.epoch, self.batch = extra["epoch"], extra["batch"]
-        self.interval.losses = extra["losses"]
-        self.bad_images.known |= set(extra["skipped"])
-        self.evaluation = extra["evaluation"] and Evaluation(**extra["evaluation"])
+        there = resuming.Progress.at(source)
+        more = resuming.compare(source, there, self.options)
+        self.config = resuming.with_its_own(self.config, source, there)
+        resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
+        load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
+        self.epoch, self.batch = there.epoch, there.batch
+        self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT}
+        self.interval.losses = there.losses
+        self.bad_images.known |= set(there.skipped)
+        self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
         if self.schedule.scheduler is not None:
-            self.schedule.scheduler.load_state_dict(extra["scheduler"])
+            self.schedule.scheduler.load_state_dict(there.scheduler)
+        self.schedule.require(self.num_steps)
         remarks += [f"goes on from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
-        return extra["metrics_bytes"]
+        return there.metrics_bytes
 
     def state(self) -> dict[str, Any]:
         """What `go_on` needs, beside the engine's state."""

@@ -233,6 +233,11 @@ class Schedule:
         """How many steps the schedule is for; None if it goes on for ever."""
         return getattr(self.scheduler, "total_steps", None)
 
+    def require(self, num_steps: int) -> None:
+        """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule."""
+        if self.num_steps is not None and self.num_steps < num_steps:
+            raise Refusal(f"--scheduler is for {self.num_steps} steps, but there will be {num_steps}")
+
     def after_step(self) -> None:
         if type(self.scheduler).__name__ in PER_STEP:
             self.scheduler.step()

@@ -1,6 +1,8 @@
 """One job at a time writes into a folder: its lock, which the system lets go when the process ends, however it ends."""
 
+import errno
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
@@ -8,14 +10,17 @@ from pathlib import Path
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
 POLL_SECONDS = 0.05
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 
 
-def lock(folder: Path) -> int:
+def lock(folder: Path) -> int | None:
     """Lock a folder, which is there; `os.close` of what is returned lets it go.
+
+    None, with a warning, if the file system has no locks: then nothing keeps another job out.
 
     Raises:
         ValueError: another process has locked it, and does not let go within LOCK_SECONDS.
-        OSError: the folder cannot be written to.
+        OSError: the folder cannot be written to, or not be locked for a reason of the system's own.
     """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -30,5 +35,10 @@ def lock(folder: Path) -> int:
                     f"another job is writing to {folder}: wait for its end, or name another --run-folder"
                 ) from None
             time.sleep(POLL_SECONDS)
-        except OSError:  # a file system without locks
-            return file
+        except OSError as error:
+            os.close(file)
+            if error.errno not in NO_LOCKS:
+                raise OSError(error.errno, error.strerror, str(folder / LOCK)) from error
+            message = "%s is on a file system without locks (%s): see to it that no other job writes there"
+            logging.getLogger("mpi4dl").warning(message, folder, error.strerror)
+            return None

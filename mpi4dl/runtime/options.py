@@ -7,8 +7,8 @@ functions here work on any such config. The name of an option is unique over all
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -184,6 +184,23 @@ def to_toml(config: Any) -> str:
         if not item.flag_only:
             lines.append(f"{item.name} = {dump(item.kind.raw(getattr(getattr(config, section), item.name)))}")
     return "\n".join(lines) + "\n"
+
+
+def with_options(config: T, values: Mapping[str, str]) -> T:
+    """The config with other values for the options of these flags, as `shared_options` gives them.
+
+    Raises ConfigError for what no such option can be.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for item in options_of(type(config)).values():
+        if item.flag in values:
+            try:
+                value = item.kind.check(tomllib.loads(f"value = {values[item.flag]}")["value"])
+            except (ValueError, RecursionError):
+                raise ConfigError(f"{item.flag} is {values[item.flag]!r}, but must be {item.kind.wanted}") from None
+            sections.setdefault(item.section, {})[item.name] = value
+    changed = {name: replace(getattr(config, name), **found) for name, found in sections.items()}
+    return replace(config, **changed)  # type: ignore[type-var]
 
 
 def shared_options(config: Any) -> dict[str, str]:

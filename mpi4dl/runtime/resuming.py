@@ -1,21 +1,37 @@
 """Where a run of the training command is recorded, and what it goes on from: the meaning of --resume."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.runtime.checkpoint import Checkpoints
-from mpi4dl.runtime.checkpoint.manifest import STATE, candidates_at, newest_whole
+from mpi4dl.runtime.checkpoint.checkpoints import refusing
+from mpi4dl.runtime.checkpoint.likeness import unlike
+from mpi4dl.runtime.checkpoint.manifest import STATE, candidates_at
+from mpi4dl.runtime.checkpoint.node import Damaged, Node
+from mpi4dl.runtime.checkpoint.saved import Saved, newest_whole
 from mpi4dl.runtime.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.runtime.folder import RunFolder, default_path
+from mpi4dl.runtime.options import with_options
 
-SAME_ALWAYS = ("--model", "--model-options", "--optimizer", "--scheduler", "--seed")
-SAME_WITHIN_AN_EPOCH = ("--batch-size", "the number of training images")
+NUM_IMAGES = "the number of training images"
+# What weights are trained for, and which images they have never seen.
+SAME_ALWAYS = (
+    "--model",
+    "--model-options",
+    "--optimizer",
+    "--scheduler",
+    "--seed",
+    "--val-fraction",
+    "--mean",
+    "--std",
+)
+SAME_WITHIN_AN_EPOCH = ("--batch-size", NUM_IMAGES)
 FROM_CHECKPOINT = ("--lr", "--optimizer-options", "--scheduler-options")
+OF_THIS_START = ("--resume", "--dry-run", "--print-config")
 
 
 class Origin(NamedTuple):
@@ -68,7 +84,8 @@ def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) 
     if checkpoints is not None:
         found, skipped = checkpoints.newest(), checkpoints.skipped
     else:
-        found, skipped = newest_whole(origin.candidates, comm)
+        with refusing():
+            found, skipped = newest_whole(origin.candidates, comm)
     if found is None and skipped:
         raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}; start anew in another --run-folder")
     return found, [f"skipped {one}" for one in skipped]
@@ -89,31 +106,96 @@ def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: 
             folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since)
 
 
+class Progress(NamedTuple):
+    """What a run of the training command keeps beside the engine's state: see `train.Run.state`."""
+
+    epoch: int
+    batch: int
+    losses: list[float]
+    skipped: list[str]
+    evaluation: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    metrics_bytes: int
+    options: Mapping[str, str]
+
+    @classmethod
+    def at(cls, checkpoint: Path) -> "Progress":
+        """That of a checkpoint, which was found whole. Raises Refusal, alike on all ranks, for one of another loop."""
+        with Saved(checkpoint) as saved:
+            extra = Node(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
+        if "options" not in extra.entries():
+            raise Refusal(f"{checkpoint} was not written by mpi4dl.train: load it with mpi4dl.runtime.checkpoint.load")
+        try:
+            return cls(
+                extra.at("epoch").integer(),
+                extra.at("batch").integer(),
+                [loss.number() for loss in extra.at("losses").items()],
+                [name.text() for name in extra.at("skipped").items()],
+                extra.at("evaluation").optional(_evaluation),
+                extra.at("scheduler").optional(
+                    lambda node: {name: each.plain for name, each in node.entries().items()}
+                ),
+                extra.at("metrics_bytes").integer(),
+                {name: value.text() for name, value in extra.at("options").entries().items()},
+            )
+        except Damaged as problem:
+            raise Refusal(str(problem)) from None
+
+
+def _evaluation(node: Node) -> dict[str, Any]:
+    return {
+        "loss": node.at("loss").number(),
+        "accuracy": node.at("accuracy").optional(Node.number),
+        "count": node.at("count").integer(),
+    }
+
+
 def options_to_compare(config: Config, num_images: int) -> dict[str, str]:
-    """What a checkpoint remembers of the command line."""
-    names = (*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT)
-    found = {**shared_options(config), "the number of training images": str(num_images)}
-    return {name: found[name].strip('"') for name in names}
+    """What a checkpoint remembers of how its run was started: every option, as a TOML file has it."""
+    return {**shared_options(config), NUM_IMAGES: str(num_images)}
 
 
-def compare(checkpoint: Path, options: Mapping[str, str]) -> list[str]:
-    """What to say of options that are not used, since the checkpoint has others.
+def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
+    """What to say of each option that is not as it was when the checkpoint was written.
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    extra = json.loads((checkpoint / STATE).read_bytes())["extra"]
-    if "options" not in extra:
-        raise Refusal(f"{checkpoint} was not written by mpi4dl.train: load it with mpi4dl.runtime.checkpoint.load")
-    there: Mapping[str, str] = extra["options"]
-    for name in (*SAME_ALWAYS, *(SAME_WITHIN_AN_EPOCH if extra["batch"] else ())):
-        if options[name] != there[name]:
-            why = "" if name in SAME_ALWAYS else ", which must not change within an epoch"
-            raise Refusal(f"{checkpoint} was written with {name} {there[name]}, but this is {options[name]}{why}")
-    return [
-        f"{name} {options[name]} is not used: the checkpoint goes on with {there[name]}"
-        for name in FROM_CHECKPOINT
-        if options[name] != there[name]
-    ]
+    missing = next((name for name in options if name not in there.options), None)
+    if missing is not None:
+        raise Refusal(f"{checkpoint}: {STATE} does not say what {missing} was")
+    said = []
+    for name in options:
+        was, now = (each[name].strip('"') for each in (there.options, options))
+        if was == now or name in OF_THIS_START:
+            continue
+        if name in SAME_ALWAYS:
+            raise Refusal(f"{checkpoint} was written with {name} {was}, but this is {now}: go on with what it was")
+        if name in SAME_WITHIN_AN_EPOCH and there.batch:
+            raise Refusal(
+                f"{checkpoint} was written with {name} {was}, but this is {now}, which must not change within an epoch"
+            )
+        rule = f"is not used: the checkpoint goes on with {was}"
+        said.append(
+            f"{name} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
+        )
+    return said
+
+
+def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: int) -> None:
+    """Raise Refusal, alike on all ranks, unless the epoch and the schedule can go on from there."""
+    problem = f"its epoch has {there.batch} batches behind it" if there.batch > num_batches else None
+    if problem is None and scheduler is not None:
+        problem = unlike(there.scheduler or {}, scheduler.state_dict())
+    if problem is not None:
+        raise Refusal(f"{checkpoint} does not fit: {problem}")
+
+
+def with_its_own(config: Config, checkpoint: Path, there: Progress) -> Config:
+    """The configuration by which a run goes on: what the checkpoint knows better is as it was."""
+    try:
+        return with_options(config, {name: there.options[name] for name in FROM_CHECKPOINT})
+    except ConfigError as problem:
+        raise Refusal(f"{checkpoint}: {STATE}: {problem}") from None
 
 
 def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:

@@ -1,8 +1,11 @@
 """The lock of a folder: one process has it at a time, whatever becomes of that process."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,34 @@ def test_a_process_that_is_killed_lets_go(tmp_path: Path, monkeypatch: pytest.Mo
     holder.kill()
     holder.communicate()
     os.close(lock(tmp_path))
+
+
+def failing(number: int) -> Callable[..., None]:
+    def flock(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return flock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_counts_as_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    assert lock(tmp_path) is None
+    (said,) = caplog.messages
+    assert said == (
+        f"{tmp_path} is on a file system without locks ({os.strerror(number)}): see to it that no other job writes "
+        "there"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBADF])
+def test_a_lock_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        lock(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / ".lock"))
 
 
 def test_of_two_runs_that_begin_at_once_in_a_folder_one_is_refused(

@@ -1,25 +1,32 @@
 """The meaning of --resume: where a run is recorded, what it goes on from, and what must be as it was."""
 
-import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.runtime.checkpoint.manifest import STATE
-from mpi4dl.runtime.config import parse
+from mpi4dl.runtime.config import parse, shared_options
 from mpi4dl.runtime.resuming import (
     FROM_CHECKPOINT,
+    NUM_IMAGES,
+    OF_THIS_START,
     SAME_ALWAYS,
     SAME_WITHIN_AN_EPOCH,
     Origin,
+    Progress,
     command_to_go_on,
     compare,
     find_origin,
     options_to_compare,
+    require_fit,
+    with_its_own,
 )
 from tests.pool.ranks import Ranks
+from tests.runtime.checkpoint.made import write
 
 
 def make_run(path: Path, *steps: int) -> Path:
@@ -91,43 +98,102 @@ def test_a_path_without_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) ->
     assert said(ranks, "--resume", str(tmp_path)) == f"--resume {tmp_path}: there is no checkpoint in this folder"
 
 
-OPTIONS = options_to_compare(parse([]), num_images=100)
+CONFIG = parse([])
+OPTIONS = options_to_compare(CONFIG, num_images=100)
+PROGRESS = Progress(1, 0, [0.5], [], {"loss": 0.5, "accuracy": None, "count": 3}, None, 10, OPTIONS)
+PLACE = Path("run/checkpoints/step-00000007")
 
 
-def checkpoint(path: Path, batch: int) -> Path:
-    (path / STATE).write_text(json.dumps({"extra": {"options": OPTIONS, "batch": batch}}))
-    return path
+def shown(name: str) -> str:
+    return OPTIONS[name].strip('"')
 
 
-def test_what_a_checkpoint_remembers_is_written_as_on_the_command_line() -> None:
-    assert set(OPTIONS) == {*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT}
-    assert (OPTIONS["--lr"], OPTIONS["--seed"], OPTIONS["the number of training images"]) == ("0.01", "0", "100")
+def test_a_checkpoint_remembers_every_option() -> None:
+    assert {*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT, *OF_THIS_START} < set(OPTIONS)
+    assert set(OPTIONS) == {NUM_IMAGES, *shared_options(CONFIG)}
+    assert (OPTIONS["--lr"], OPTIONS["--seed"], OPTIONS[NUM_IMAGES]) == ("0.01", "0", "100")
 
 
-@pytest.mark.parametrize("name", SAME_ALWAYS)
+def test_what_is_as_it_was_is_not_said() -> None:
+    assert compare(PLACE, PROGRESS, OPTIONS) == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("batch", [0, 3])
-def test_some_options_must_be_as_they_were(tmp_path: Path, name: str, batch: int) -> None:
-    with pytest.raises(Refusal) as caught:
-        compare(checkpoint(tmp_path, batch), {**OPTIONS, name: "other"})
-    assert str(caught.value) == f"{tmp_path} was written with {name} {OPTIONS[name]}, but this is other"
+def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> None:
+    there, here = PROGRESS._replace(batch=batch), {**OPTIONS, name: '"other"'}
+    was = f"{PLACE} was written with {name} {shown(name)}, but this is other"
+    if name in SAME_ALWAYS or (batch and name in SAME_WITHIN_AN_EPOCH):
+        with pytest.raises(Refusal) as caught:
+            compare(PLACE, there, here)
+        rule = ": go on with what it was" if name in SAME_ALWAYS else ", which must not change within an epoch"
+        assert str(caught.value) == was + rule
+    elif name in FROM_CHECKPOINT:
+        said = f"{name} other is not used: the checkpoint goes on with {shown(name)}"
+        assert compare(PLACE, there, here) == [said]
+    elif name in OF_THIS_START:
+        assert compare(PLACE, there, here) == []
+    else:
+        said = f"{name} other is new: the checkpoint was written with {shown(name)}"
+        assert compare(PLACE, there, here) == [said]
 
 
-@pytest.mark.parametrize("name", SAME_WITHIN_AN_EPOCH)
-def test_images_and_batches_may_only_change_between_epochs(tmp_path: Path, name: str) -> None:
-    assert compare(checkpoint(tmp_path, 0), {**OPTIONS, name: "7"}) == []
-    with pytest.raises(Refusal, match=r", but this is 7, which must not change within an epoch$"):
-        compare(checkpoint(tmp_path, 3), {**OPTIONS, name: "7"})
+def test_an_option_of_which_nothing_is_known_is_refused() -> None:
+    known = {name: value for name, value in OPTIONS.items() if name != "--mean"}
+    with pytest.raises(Refusal, match=r"step-00000007: state.json does not say what --mean was$"):
+        compare(PLACE, PROGRESS._replace(options=known), OPTIONS)
 
 
-def test_what_the_checkpoint_knows_better_is_said(tmp_path: Path) -> None:
-    (line,) = compare(checkpoint(tmp_path, 0), {**OPTIONS, "--lr": "0.5"})
-    assert line == "--lr 0.5 is not used: the checkpoint goes on with 0.01"
+def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() -> None:
+    options = {**OPTIONS, "--lr": "0.5", "--optimizer-options": "{ betas = [0.8, 0.9] }", "--mean": "0.25"}
+    found = with_its_own(CONFIG, PLACE, PROGRESS._replace(options=options))
+    assert found.optimizer == replace(CONFIG.optimizer, lr=0.5, optimizer_options={"betas": [0.8, 0.9]})
+    assert replace(found, optimizer=CONFIG.optimizer) == CONFIG
+    with pytest.raises(Refusal, match=r"step-00000007: state.json: --lr is 'fast', but must be a number of at least 0"):
+        with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "--lr": "fast"}))
+
+
+def test_progress_comes_back(tmp_path: Path) -> None:
+    assert Progress.at(write(tmp_path, 1, extra=PROGRESS._asdict())) == PROGRESS
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("epoch", -1, "'epoch' is -1, but must be a whole number"),
+        ("losses", [0.5, "x"], r"'losses'\[1\] is 'x', but must be a number"),
+        ("skipped", "x", "'skipped' is 'x', but must be a list"),
+        ("evaluation", {"loss": 1.0, "count": 3}, "'evaluation' has no 'accuracy'"),
+        ("scheduler", 3, "'scheduler' is 3, but must be an object"),
+        ("options", {"--lr": 0.1}, "'options': '--lr' is 0.1, but must be text"),
+    ],
+)
+def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value: Any, complaint: str) -> None:
+    path = write(tmp_path, 1, extra={**PROGRESS._asdict(), field: value})
+    with pytest.raises(Refusal, match=f"^{path}: state.json: 'extra': {complaint}"):
+        Progress.at(path)
 
 
 def test_a_checkpoint_of_a_script_is_not_one_of_the_command(tmp_path: Path) -> None:
-    (tmp_path / STATE).write_text(json.dumps({"extra": {"epoch": 1}}))
+    path = write(tmp_path, 1, extra={"epoch": 1})
     with pytest.raises(Refusal, match=r"was not written by mpi4dl.train: load it with mpi4dl.runtime.checkpoint.load$"):
-        compare(tmp_path, OPTIONS)
+        Progress.at(path)
+
+
+def test_a_schedule_and_an_epoch_of_another_run_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    good = PROGRESS._replace(batch=5, scheduler=scheduler.state_dict())
+    require_fit(PLACE, good, scheduler, num_batches=5)
+    require_fit(PLACE, good, None, num_batches=5)
+    with pytest.raises(Refusal, match="its epoch has 5 batches behind it"):
+        require_fit(PLACE, good, scheduler, num_batches=4)
+    for wrong in ({"last_epoch": "x"}, {"base_lrs": []}, {"base_lrs": [None]}, {"_last_lr": 3}):
+        (name,) = wrong
+        with pytest.raises(Refusal, match=f"does not fit: '{name}' is .*, which cannot stand for "):
+            require_fit(PLACE, good._replace(scheduler={**scheduler.state_dict(), **wrong}), scheduler, 5)
+    with pytest.raises(Refusal, match=r"is missing$"):
+        require_fit(PLACE, good._replace(scheduler=None), scheduler, 5)
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,27 @@
     checkpoints.save(engine, {"epoch": 1})      # now and then
     checkpoints.close()
 
-A checkpoint is what one process would have written, whatever plan its ranks had.
+A checkpoint is what one process would have written, whatever plan its ranks had. A folder is for one run: checkpoints
+from which this one did not go on by `load` are moved out of its way, and stay.
 """
 
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.runtime.checkpoint import storage
-from mpi4dl.runtime.checkpoint.manifest import MODEL, Saved, checkpoints_in, name_of, newest_whole
+from mpi4dl.runtime.checkpoint.manifest import MODEL, checkpoints_in, name_of, step_of
+from mpi4dl.runtime.checkpoint.node import Damaged, Unreadable
+from mpi4dl.runtime.checkpoint.saved import Saved, newest_whole, require_whole
 from mpi4dl.runtime.checkpoint.state import capture, model_values, restore
 from mpi4dl.runtime.checkpoint.writer import TEMPORARY, Writing, clean
-from mpi4dl.runtime.folder import naming
+from mpi4dl.runtime.folder import LOGGER_NAME, naming
 from mpi4dl.runtime.lock import LOCK, POLL_SECONDS, lock
 
 SIGHT_SECONDS = 10.0  # for what rank 0 made to be seen through a shared file system
@@ -31,7 +36,9 @@ SIGHT_SECONDS = 10.0  # for what rank 0 made to be seen through a shared file sy
 class Checkpoints:
     """The checkpoints in one folder, of which the newest `keep` stay. Every method is collective but `failed`.
 
-    `skipped` says what was wrong with those that `newest` passed over. Only one job at a time may use a folder.
+    `skipped` says what was wrong with those that `newest` passed over. Only one job at a time may use a folder. Before
+    its first `save`, a run that did not `load` from this folder moves what it finds there into a folder earlier-...
+    beside its own checkpoints, where nothing deletes it; one that did moves what is newer than what it loaded.
 
     Raises:
         Refusal: on all ranks: another job uses the folder, it cannot be made, or not all ranks see it.
@@ -43,6 +50,8 @@ class Checkpoints:
         self._lock: int | None = None
         self._writing: Writing | None = None
         self._saved: int | None = None
+        self._began_at = -1  # the step of the checkpoint of this folder from which the run goes on
+        self._alone = False  # what was of other runs is out of the way
         with comm.together():
             if comm.rank == 0:
                 self._prepare()
@@ -65,8 +74,13 @@ class Checkpoints:
             time.sleep(POLL_SECONDS)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole. Those that are not, and are newer, are put aside for good."""
-        found, self.skipped = newest_whole(checkpoints_in(self.folder), self.comm)
+        """The newest checkpoint that is whole. Those that are damaged, and newer, are put aside for good.
+
+        Raises:
+            Refusal: on all ranks: the newest that is not damaged cannot be read. Nothing is put aside then.
+        """
+        with refusing():
+            found, self.skipped = newest_whole(checkpoints_in(self.folder), self.comm)
         with self.comm.together():
             for path in checkpoints_in(self.folder) if self.comm.rank == 0 and found else ():
                 if path == found:
@@ -84,11 +98,31 @@ class Checkpoints:
             Refusal: on all ranks: the last checkpoint could not be written.
         """
         self.wait()
+        if not self._alone:
+            with self.comm.together():
+                if self.comm.rank == 0:
+                    self._put_aside()
+            self._alone = True
         if engine.num_steps != self._saved:
             with self.comm.together((ValueError,)):
                 job = capture(engine, extra)
             self._writing = Writing(self.folder, job, self.comm.rank, self.comm.size, self.keep)
             self._saved = engine.num_steps
+
+    def _put_aside(self) -> None:
+        others = [path for path in checkpoints_in(self.folder) if (step_of(path) or 0) > self._began_at]
+        if not others:
+            return
+        aside = self.folder / f"earlier-{time.time_ns()}"
+        aside.mkdir()
+        for path in others:
+            path.rename(aside / path.name)
+        logging.getLogger(LOGGER_NAME).warning(
+            "%s held checkpoints from which this run does not go on, the newest %s: they are in %s now",
+            self.folder,
+            others[0].name,
+            aside.name,
+        )
 
     @property
     def failed(self) -> bool:
@@ -127,7 +161,9 @@ class Checkpoints:
     def load(self, engine: Any, path: Path) -> dict[str, Any]:
         """Go on from one of these checkpoints; returns the `extra` it was saved with. Raises Refusal as `load` does."""
         extra = load(engine, path)
-        self._saved = engine.num_steps
+        if path.resolve().parent == self.folder.resolve():
+            self._saved = self._began_at = engine.num_steps
+            self._alone = False
         return extra
 
     def close(self) -> None:
@@ -149,13 +185,27 @@ class Checkpoints:
         self.close()
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What all ranks alike find wrong with a checkpoint becomes a Refusal."""
+    try:
+        yield
+    except (Damaged, Unreadable) as problem:
+        raise Refusal(str(problem)) from problem
+
+
 def load(engine: Any, path: Path) -> dict[str, Any]:
-    """Go on from the checkpoint in `path`, which was found whole; returns the `extra` it was saved with. Collective.
+    """Go on from the checkpoint in `path`; returns the `extra` it was saved with. Collective.
 
     Raises:
-        Refusal: on all ranks, with the engine as it was, if the checkpoint is of another model or optimizer.
+        Refusal: on all ranks, with the engine as it was, if the checkpoint is damaged, cannot be read, or is of
+            another model or optimizer.
     """
-    with Saved(path) as saved:
+    with refusing():
+        require_whole(path, engine.comm)
+    with engine.comm.together():
+        saved = Saved(path)
+    with saved:
         return restore(engine, saved)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and whether they are whole: the manifest has a checksum of every byte.
+"""Which checkpoints a folder holds, and their manifests, which have a checksum of every byte.
 
 checkpoints/step-00001200/
     model.safetensors       all weights and buffers, under the model's own names
@@ -12,19 +12,19 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from mpi4dl.runtime.checkpoint.storage import Damaged, Range, Reader, verify
-
-if TYPE_CHECKING:
-    from mpi4dl.comm import Communicator
+from mpi4dl.runtime.checkpoint.node import Damaged, Node, Unreadable, parse
+from mpi4dl.runtime.checkpoint.storage import Range, uncovered
+from mpi4dl.runtime.files import read_regular
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
-FORMAT = 1
+FILES = (MODEL, OPTIMIZER, STATE)
+FORMAT = 2
 
 
 class Written(NamedTuple):
@@ -38,21 +38,23 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
-    return int(path.name.partition("-")[2])
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name tells of; None if it is not named like a checkpoint."""
+    found = re.fullmatch(r"step-(\d{8,})", path.name, re.ASCII)
+    return None if found is None else int(found[1])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders that are named like checkpoints, newest first; none if there is no such folder."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    found = {path: step for path in folder.iterdir() if (step := step_of(path)) is not None}
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def candidates_at(path: Path) -> list[Path]:
     """The checkpoints that `path` stands for, the newest first: itself, or those in it, or those of a run."""
-    if (path / MANIFEST).exists() or re.fullmatch(r"step-\d{8,}", path.name):
+    if (path / MANIFEST).exists() or step_of(path) is not None:
         return [path]
     return checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
 
@@ -67,73 +69,29 @@ def _crc32(files: Any) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Written]:
-    """Raises Damaged if it is not there, or not as it was written."""
+    """The files of a checkpoint. Raises OSError, Unreadable for another format, and Damaged for what nobody wrote."""
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
-        if found["format"] != FORMAT:
-            raise Damaged(f"its format is {found['format']}, but this version of mpi4dl reads {FORMAT}")
-        if found["crc32"] != _crc32(found["files"]):
-            raise Damaged(f"{MANIFEST} is not as it was written")
-        files = found["files"].items()
-        return {name: Written(size, [Range(*each) for each in ranges]) for name, (size, ranges) in files}
+        root = parse(read_regular(path / MANIFEST), MANIFEST)
     except FileNotFoundError:
         raise Damaged(f"it has no {MANIFEST}") from None
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
+    version, files = root.at("format").integer(), root.at("files")
+    if version != FORMAT:
+        raise Unreadable(
+            f"its format is {version}, but this version of mpi4dl reads {FORMAT}: go on with the one that wrote it"
+        )
+    if root.at("crc32").integer() != _crc32(files.plain):
+        raise Damaged(f"{MANIFEST} is not as it was written")
+    entries = files.entries()
+    for name in (*FILES, *entries):
+        if name not in entries or name not in FILES:
+            raise Damaged(f"{MANIFEST} {'names' if name in entries else 'does not name'} {name!r}")
+    return {name: _written(name, entry) for name, entry in entries.items()}
 
 
-def check(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Raise Damaged unless the checkpoint is whole: sizes, and part number `part` of the checksums out of `parts`."""
-    try:
-        manifest = read_manifest(path)
-        for name in (MODEL, OPTIMIZER, STATE):
-            if name not in manifest:
-                raise Damaged(f"{MANIFEST} does not name {name}")
-        for name, written in manifest.items():
-            if not (path / name).is_file():
-                raise Damaged(f"{name} is missing")
-            size = (path / name).stat().st_size
-            if size != written.size:
-                raise Damaged(f"{name} has {size:,} bytes instead of {written.size:,}")
-        for name, written in manifest.items():
-            verify(path / name, written.ranges[part::parts])
-    except OSError as error:
-        raise Damaged(f"{error.filename}: {error.strerror}") from None
-
-
-class Saved:
-    """A checkpoint that was found whole, opened for reading."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
-        self.model = Reader(path / MODEL)
-        self.optimizer = Reader(path / OPTIMIZER)
-
-    def __enter__(self) -> "Saved":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.model.close()
-        self.optimizer.close()
-
-
-def newest_whole(candidates: Sequence[Path], comm: "Communicator | None" = None) -> tuple[Path | None, list[str]]:
-    """The first of these checkpoints that is whole, and what is wrong with those before it. Collective over `comm`.
-
-    Each rank of `comm` verifies a share of every checkpoint; `candidates` of rank 0 count.
-    """
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    skipped: list[str] = []
-    for path in candidates if comm is None else comm.broadcast_object(list(candidates)):
-        problem = None
-        try:
-            check(path, rank, size)
-        except Damaged as damaged:
-            problem = str(damaged)
-        problems = [problem] if comm is None else comm.all_gather_object(problem)
-        problem = next((text for text in problems if text is not None), None)
-        if problem is None:
-            return path, skipped
-        skipped.append(f"{path}: {problem}")
-    return None, skipped
+def _written(name: str, entry: Node) -> Written:
+    size, ranges = entry.items(2)
+    found = Written(size.integer(), [Range(*(n.integer() for n in each.items(3))) for each in ranges.items()])
+    gap = uncovered(found.ranges, found.size)
+    if gap is not None:
+        raise Damaged(f"{MANIFEST} has no checksum of all of {name}: {gap}")
+    return found

@@ -2,10 +2,17 @@
 
 import base64
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from mpi4dl.runtime.checkpoint.node import Node
+
+NUMPY_WORDS = 624  # of the Mersenne twister
+T = TypeVar("T")
 
 
 def random_state() -> dict[str, Any]:
@@ -21,20 +28,72 @@ def random_state() -> dict[str, Any]:
     return found
 
 
+class Randomness:
+    """States of all generators that can be gone on from; `set` does. Raises Damaged if `node` does not hold such.
+
+    The GPU's generator is set where both processes have a GPU.
+    """
+
+    def __init__(self, node: Node) -> None:
+        entries = node.entries()
+        self._torch = _read(node.at("torch"), _torch_state)
+        self._python = _read(node.at("python"), _python_state)
+        self._numpy = _read(node.at("numpy"), _numpy_state)
+        here = "cuda" in entries and torch.cuda.is_available()
+        self._cuda = _read(entries["cuda"], _cuda_state) if here else None
+
+    def set(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on as the process did from which `random_state` is. The GPU's generator is set where both have a GPU."""
-    torch.set_rng_state(torch.frombuffer(_bytes(state["torch"]), dtype=torch.uint8))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(np.frombuffer(_bytes(words), np.uint32).tolist()), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(_bytes(state["cuda"]), dtype=torch.uint8))
+    """Go on as this process did when `random_state` returned this."""
+    Randomness(Node(state, "the random state")).set()
+
+
+def _read(node: Node, read: Callable[[Node], T]) -> T:
+    """A state, which a generator of its own has been given to see whether it takes it."""
+    try:
+        return read(node)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # of which Damaged is one: a state is of one piece
+        raise node.wrong("the state of a generator of random numbers") from None
+
+
+def _torch_state(node: Node) -> Tensor:
+    state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
+    torch.Generator().set_state(state)
+    return state
+
+
+def _cuda_state(node: Node) -> Tensor:
+    state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
+    torch.Generator("cuda").set_state(state)
+    return state
+
+
+def _python_state(node: Node) -> tuple[Any, ...]:
+    version, words, gauss = node.items(3)
+    state = (version.integer(), tuple(np.frombuffer(_bytes(words), np.uint32).tolist()), gauss.optional(Node.number))
+    random.Random().setstate(state)
+    return state
+
+
+def _numpy_state(node: Node) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, cached = node.items(5)
+    # NumPy itself does not look at the position, and would read beyond its state.
+    where, has = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1)
+    state = (kind.text(), np.frombuffer(_bytes(keys), np.uint32), where, has, cached.number())
+    np.random.RandomState().set_state(state)
+    return state
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(text: str) -> bytearray:
-    return bytearray(base64.b64decode(text))
+def _bytes(node: Node) -> bytearray:
+    return bytearray(base64.b64decode(node.text(), validate=True))

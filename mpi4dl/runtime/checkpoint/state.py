@@ -11,9 +11,11 @@ from torch import Tensor
 
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.replicas.update import options_of
-from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, Saved
-from mpi4dl.runtime.checkpoint.plain import decode, encode
-from mpi4dl.runtime.checkpoint.randomness import random_state, set_random_state
+from mpi4dl.runtime.checkpoint.likeness import unlike
+from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER
+from mpi4dl.runtime.checkpoint.plain import encode
+from mpi4dl.runtime.checkpoint.randomness import random_state
+from mpi4dl.runtime.checkpoint.saved import Saved, slots_of
 from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Spec
 from mpi4dl.runtime.checkpoint.writer import Job
 
@@ -43,7 +45,8 @@ def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
         "scaler": {"scale": scaler.scale, "finite_steps": scaler.finite_steps} if scaler.enabled else None,
         "optimizer": {
             "class": type(engine.optimizer).__name__,
-            "groups": [{k: encode(v) for k, v in options_of(g).items()} for g in engine.optimizer.param_groups],
+            "groups": [encode(options_of(group)) for group in engine.optimizer.param_groups],
+            "slots": slots_of(optimizer[0]),
         },
         "extra": encode(extra),
     }
@@ -114,11 +117,10 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
     Under the plan that wrote it, every rank takes its own random state; under another one, all take that of rank 0.
     Raises Refusal on all ranks, before anything is changed, if the checkpoint is of another model or optimizer.
     """
-    state = saved.state
     _fits(engine, saved)
     held, optimizer = engine.held, engine.optimizer
-    for group, known in zip(optimizer.param_groups, state["optimizer"]["groups"], strict=True):
-        group.update({name: decode(value) for name, value in known.items()})
+    for group, known in zip(optimizer.param_groups, saved.groups, strict=True):
+        group.update(known)
     trained = _trained(engine)
     for module in held.modules_of.values():
         names = {name: _own_name(engine, name) for name in module.state_dict()}
@@ -139,26 +141,33 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
         return saved.model.read(own, start, stop), found
 
     engine.load_shards(read)
-    engine.num_steps = state["step"]
-    engine.executor.seed, engine.executor.num_runs = state["seed"], state["num_runs"]
-    if engine.scaler.enabled and state["scaler"] is not None:
-        engine.scaler.scale, engine.scaler.finite_steps = state["scaler"]["scale"], state["scaler"]["finite_steps"]
-    same_plan = state["plan"] == engine.plan.describe() and len(state["ranks"]) == engine.comm.size
-    set_random_state(state["ranks"][engine.comm.rank if same_plan else 0])
-    return decode(state["extra"])
+    engine.num_steps = saved.step
+    engine.executor.seed, engine.executor.num_runs = saved.seed, saved.num_runs
+    if engine.scaler.enabled and saved.scaler is not None:
+        engine.scaler.scale, engine.scaler.finite_steps = saved.scaler
+    same_plan = saved.plan == engine.plan.describe() and len(saved.ranks) == engine.comm.size
+    saved.ranks[engine.comm.rank if same_plan else 0].set()
+    return saved.extra
 
 
 def _fits(engine: Any, saved: Saved) -> None:
-    held, path = engine.held, saved.path
-    there = {name: spec.shape for name, spec in saved.model.layout.specs.items()}
-    here = {name: shape for name, (shape, _) in held.shapes.items() if name not in held.ties}
+    held, path, optimizer = engine.held, saved.path, engine.optimizer
+    there = saved.model.layout.specs
+    here = {name: Spec(*spec) for name, spec in held.shapes.items() if name not in held.ties}
     for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            in_it, wanted = (f"shape {d[name]}" if name in d else "no such value" for d in (there, here))
-            raise Refusal(f"{path} is of another model: {name} has {in_it} there, but {wanted} here")
-    known, optimizer = saved.state["optimizer"], engine.optimizer
-    if known["class"] != type(optimizer).__name__:
-        raise Refusal(f"{path} was written with the optimizer {known['class']}, but this is {type(optimizer).__name__}")
-    if len(known["groups"]) != len(optimizer.param_groups):
-        has, wants = len(known["groups"]), len(optimizer.param_groups)
+        shapes = [f"shape {specs[name].shape}" if name in specs else "no such value" for specs in (there, here)]
+        if shapes[0] != shapes[1]:
+            raise Refusal(f"{path} is of another model: {name} has {shapes[0]} there, but {shapes[1]} here")
+        kinds = [specs[name].dtype for specs in (there, here)]
+        if kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds):  # masters may be wider
+            raise Refusal(f"{path} is of another model: {name} is {kinds[0]} there, but {kinds[1]} here")
+    if saved.optimizer_class != type(optimizer).__name__:
+        known = saved.optimizer_class
+        raise Refusal(f"{path} was written with the optimizer {known}, but this is {type(optimizer).__name__}")
+    if len(saved.groups) != len(optimizer.param_groups):
+        has, wants = len(saved.groups), len(optimizer.param_groups)
         raise Refusal(f"{path} was written with {has} groups of parameters, but the optimizer has {wants}")
+    for known_options, group in zip(saved.groups, optimizer.param_groups, strict=True):
+        problem = unlike(known_options, options_of(group), optional=set(group) - set(optimizer.defaults))
+        if problem is not None:
+            raise Refusal(f"{path} does not fit: of the options of {type(optimizer).__name__}, {problem}")

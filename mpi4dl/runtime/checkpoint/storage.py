@@ -19,6 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpi4dl.runtime.checkpoint.node import MOST, Damaged, Node, parse
+from mpi4dl.runtime.files import open_regular
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,10 +40,7 @@ LENGTH_BYTES = 8
 RANGE_BYTES = 64 << 20  # of one checksum at most, so that ranks can share the work of verifying a large value
 READ_BYTES = 4 << 20
 METADATA = "__metadata__"
-
-
-class Damaged(ValueError):
-    """A file does not hold what was written to it; the message says what is wrong."""
+MOST_BYTES = max(dtype.itemsize for dtype in NAMES)
 
 
 class Spec(NamedTuple):
@@ -52,6 +52,14 @@ class Spec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The dtype, as safetensors calls it."""
+        return NAMES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
 
 
 class Piece(NamedTuple):
@@ -104,28 +112,51 @@ class Layout:
         return cls(dict(specs), absolute, dict(metadata or {}), header, len(header) + begin)
 
     @classmethod
-    def read(cls, path: Path) -> "Layout":
-        """The layout of a file. Raises OSError, and Damaged if it is not one of safetensors."""
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if not 0 < length <= path.stat().st_size - LENGTH_BYTES:
-                raise Damaged(f"{path.name}: this is no safetensors file, or it is cut")
-            text = file.read(length)
-        try:
-            entries = json.loads(text)
-            metadata = entries.pop(METADATA, {})
-            specs = {name: Spec(tuple(e["shape"]), DTYPES[e["dtype"]]) for name, e in entries.items()}
-            begin = LENGTH_BYTES + length
-            offsets = {name: begin + e["data_offsets"][0] for name, e in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise Damaged(f"{path.name}: its header cannot be read: {error}") from None
-        size = max((offsets[name] + specs[name].nbytes for name in specs), default=begin)
+    def read(cls, file: int, name: str) -> "Layout":
+        """The layout of an open file. Raises OSError, and Damaged unless its values fill it, one behind the other."""
+        size = os.fstat(file).st_size
+        length = int.from_bytes(os.pread(file, LENGTH_BYTES, 0), "little")
+        if not 0 < length <= size - LENGTH_BYTES:
+            raise Damaged(f"{name}: this is no safetensors file, or it is cut")
+        begin = LENGTH_BYTES + length
+        text = b"".join(pread(file, LENGTH_BYTES, begin))
+        entries = parse(text, f"{name}: its header").entries()
+        tied = entries.pop(METADATA, Node({}, METADATA)).entries()
+        specs: dict[str, Spec] = {}
+        places = []
+        for key, entry in entries.items():
+            specs[key] = _spec(entry.at("dtype"), entry.at("shape"))
+            first, last = (each.integer() for each in entry.at("data_offsets").items(2))
+            if last - first != specs[key].nbytes:
+                raise Damaged(
+                    f"{entry.where} has bytes {first} to {last}, but {specs[key]} has {specs[key].nbytes:,} of them"
+                )
+            places.append((first, last, key))
+        at = 0
+        for first, last, key in sorted(places):
+            if first != at:
+                raise Damaged(f"{entries[key].where} begins at byte {first}, but the value before it ends at {at}")
+            at = last
+        if begin + at != size:
+            raise Damaged(f"{name} has {size:,} bytes, but its header tells of {begin + at:,}")
+        metadata = {key: value.text() for key, value in tied.items()}
+        offsets = {key: begin + first for first, _, key in places}
         return cls(specs, offsets, metadata, length.to_bytes(LENGTH_BYTES, "little") + text, size)
 
     def place(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The bytes of the elements from `start` up to `stop` of a flattened value."""
         width, offset = self.specs[name].dtype.itemsize, self.offsets[name]
         return offset + start * width, offset + stop * width
+
+
+def _spec(dtype: Node, shape: Node) -> Spec:
+    """Raises Damaged for what no tensor can be."""
+    if dtype.text() not in DTYPES:
+        raise dtype.wrong(f"one of {', '.join(DTYPES)}")
+    sizes = tuple(size.integer() for size in shape.items())
+    if math.prod(max(size, 1) for size in sizes) > MOST // MOST_BYTES:
+        raise shape.wrong("the shape of a tensor that could be")
+    return Spec(sizes, DTYPES[dtype.text()])
 
 
 def write(
@@ -193,8 +224,12 @@ class Reader:
     """Reads pieces of the values of a file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.layout = path, Layout.read(path)
-        self._file = os.open(path, os.O_RDONLY)
+        self.path, self._file = path, open_regular(path)
+        try:
+            self.layout = Layout.read(self._file, path.name)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> "Reader":
         return self
@@ -234,7 +269,7 @@ def pread(file: int, start: int, stop: int) -> Iterator[bytes]:
 
 def verify(path: Path, ranges: Iterable[Range]) -> None:
     """Raise Damaged at the first range that does not hold what was written to it, and OSError."""
-    file = os.open(path, os.O_RDONLY)
+    file = open_regular(path)
     try:
         for start, stop, expected in ranges:
             crc32 = 0

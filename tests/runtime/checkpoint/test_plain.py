@@ -10,23 +10,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.runtime.checkpoint.plain import decode, encode
+from mpi4dl.runtime.checkpoint.node import LARGEST, Damaged, parse
+from mpi4dl.runtime.checkpoint.plain import DEEPEST, decode, encode
 from tests.brute_force import patient
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+LEAVES = st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False) | st.text(max_size=5)
 NESTS = st.recursive(
     LEAVES,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=7) | st.integers() | st.sampled_from(["tuple", "pairs", "float"]), inner)
+        | st.dictionaries(
+            st.text(max_size=7) | st.integers(-LARGEST, LARGEST) | st.sampled_from(["tuple", "pairs", "float"]), inner
+        )
     ),
     max_leaves=8,
 )
 
 
 def there_and_back(value: Any) -> Any:
-    return decode(json.loads(json.dumps(encode(value), allow_nan=False)))
+    return decode(parse(json.dumps(encode(value), allow_nan=False).encode(), "file"))
 
 
 @patient
@@ -49,6 +52,44 @@ def test_numbers_that_json_lacks_come_back() -> None:
 def test_what_has_no_such_form_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot be kept in a checkpoint: only numbers, text, tensors and nests"):
         encode({"anneal": lambda x: x})
+
+
+def nested(levels: int, inner: Any) -> Any:
+    return [nested(levels - 1, inner)] if levels else inner
+
+
+def test_what_could_not_be_read_again_is_refused() -> None:
+    pairs: dict[Any, Any] = {}
+    for _ in range(DEEPEST - 2):
+        pairs = {1: pairs}
+    for deep in (nested(DEEPEST, 1), pairs, torch.zeros((1,) * 60)):
+        assert repr(there_and_back(deep)) == repr(deep)
+    with pytest.raises(ValueError, match=f"nested more than {DEEPEST} deep"):
+        encode(nested(DEEPEST + 1, 1))
+    with pytest.raises(ValueError, match="a number of 65 bits cannot be kept"):
+        encode({"n": LARGEST + 1})
+
+
+FORGED = [
+    {"tuple": 3},
+    {"float": "1e3"},
+    {"float": 3},
+    {"pairs": {"a": 1}},
+    {"pairs": [[1]]},
+    {"pairs": [[[], 1]]},
+    {"counter": [["a", "b"]]},
+    {"tensor": [1]},
+    {"tensor": {"dtype": "nn", "values": 1}},
+    {"tensor": {"dtype": "float32", "values": [[1], [1, 2]]}},
+    {"tensor": {"dtype": "float32", "values": "1"}},
+    {"tensor": {"dtype": "int8", "values": 1000}},
+]
+
+
+@pytest.mark.parametrize("plain", FORGED, ids=json.dumps)
+def test_what_nobody_encoded_is_damaged(plain: Any) -> None:
+    with pytest.raises(Damaged, match=r"^file: 'a'.* must be |^file: 'a'.* has no "):
+        decode(parse(json.dumps({"a": plain}).encode(), "file"))
 
 
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [

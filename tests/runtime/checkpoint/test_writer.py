@@ -1,5 +1,6 @@
 """Writing a checkpoint in the background: threads stand for ranks, since nothing here speaks MPI."""
 
+import errno
 import json
 import os
 import re
@@ -14,47 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from mpi4dl.runtime.checkpoint import storage, writer
-from mpi4dl.runtime.checkpoint.manifest import (
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    candidates_at,
-    checkpoints_in,
-    name_of,
-    newest_whole,
-)
-from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Spec
-from mpi4dl.runtime.checkpoint.writer import Job, Writing, clean
-
-NUM_RANKS = 3
-WEIGHT = torch.arange(12, dtype=torch.float32)
-
-
-def job(step: int, rank: int, num_ranks: int = NUM_RANKS) -> Job:
-    """A weight of which every rank has a part, and a buffer of rank 1."""
-    model = Layout.of({"weight": Spec((3, 4), torch.float32), "count": Spec((), torch.int64)})
-    optimizer = Layout.of({"momentum/weight": Spec((3, 4), torch.float32)})
-    start, stop = (12 * i // num_ranks for i in (rank, rank + 1))
-    pieces = [Piece("weight", start, WEIGHT[start:stop] + step)]
-    momentum = [Piece("momentum/weight", start, -WEIGHT[start:stop])]
-    if rank == 1 % num_ranks:
-        pieces.append(Piece("count", 0, torch.tensor([step])))
-    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, {"step": step}, {"rank": rank})
-
-
-def start(folder: Path, step: int, keep: int = 2) -> list[Writing]:
-    return [Writing(folder, job(step, rank), rank, NUM_RANKS, keep) for rank in range(NUM_RANKS)]
-
-
-def write(folder: Path, step: int, keep: int = 2) -> Path:
-    ranks = start(folder, step, keep)
-    for rank in ranks:
-        assert rank.written.wait(10)
-    for rank in ranks:
-        rank.finish()
-        assert rank.error is None
-    return folder / name_of(step)
+from mpi4dl.runtime.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, STATE, candidates_at, checkpoints_in
+from mpi4dl.runtime.checkpoint.node import Unreadable
+from mpi4dl.runtime.checkpoint.saved import newest_whole
+from mpi4dl.runtime.checkpoint.writer import Writing, clean
+from tests.runtime.checkpoint.made import NUM_RANKS, WEIGHT, job, write
 
 
 def test_a_checkpoint_is_what_one_process_would_have_written(tmp_path: Path) -> None:
@@ -64,7 +29,8 @@ def test_a_checkpoint_is_what_one_process_would_have_written(tmp_path: Path) -> 
     assert torch.equal(model["weight"], (WEIGHT + 7).reshape(3, 4))
     assert int(model["count"]) == 7
     assert torch.equal(load_file(path / OPTIMIZER)["momentum/weight"], -WEIGHT.reshape(3, 4))
-    assert json.loads((path / STATE).read_text()) == {"step": 7, "ranks": [{"rank": 0}, {"rank": 1}, {"rank": 2}]}
+    state = json.loads((path / STATE).read_text())
+    assert (state["step"], len(state["ranks"])) == (7, NUM_RANKS)
     assert newest_whole([path]) == (path, [])
 
 
@@ -106,12 +72,8 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda path: path.write_text(path.read_text().replace("184", "185")),
         "manifest.json is not as it was written",
     ),
-    (
-        MANIFEST,
-        lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 2')),
-        "its format is 2, but this version of mpi4dl reads 1",
-    ),
-    (MANIFEST, lambda path: path.write_text("[]"), "manifest.json cannot be read: .*"),
+    (MANIFEST, lambda path: path.write_text("[]"), r"manifest.json is \[\], but must be an object"),
+    (STATE, lambda path: (path.unlink(), path.mkdir()), "state.json is missing"),
 ]
 
 
@@ -136,6 +98,53 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert re.fullmatch(complaint, problem), problem
     damage(older / file)
     assert newest_whole([newer, older])[0] is None
+
+
+def another_format(path: Path) -> None:
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+UNREADABLE: list[tuple[Callable[[Path], Any], str]] = [
+    (another_format, "its format is 3, but this version of mpi4dl reads 2: go on with the one that wrote it"),
+    (pipe, "manifest.json: it is no regular file"),
+    (endless, "manifest.json: Too many levels of symbolic links"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), UNREADABLE, ids=["format", "pipe", "endless"])
+def test_what_may_be_whole_but_cannot_be_read_is_not_passed_over(
+    two: Path, tmp_path: Path, change: Callable[[Path], Any], complaint: str
+) -> None:
+    shutil.copytree(two, tmp_path / "copy")
+    newer, older = checkpoints_in(tmp_path / "copy")
+    change(newer / MANIFEST)
+    with pytest.raises(Unreadable) as caught:
+        newest_whole([newer, older])
+    assert str(caught.value) == f"{newer}: {complaint}; nothing was changed: mend that, or name another checkpoint"
+    assert newest_whole([older, newer]) == (older, [])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_read_error_is_no_damage(two: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    newer, older = checkpoints_in(two)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(Unreadable, match=f"{os.strerror(number)}; nothing was changed"):
+        newest_whole([newer, older])
 
 
 def test_a_path_stands_for_a_checkpoint_a_folder_of_them_or_a_run(two: Path, tmp_path: Path) -> None:
