@@ -155,6 +155,13 @@ def owned(x: SpatialTensor) -> Tensor:
     return narrow(x.local, layout.dims, layout.held, layout.owned)
 
 
+def place_of(dim: int, ndim: int) -> int:
+    """A dim of a tensor of `ndim` dims as a number that is not negative. Raises IndexError if there is no such dim."""
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim % max(ndim, 1)
+
+
 def function_name(function: Any) -> str:
     """A function's name as a user would write it."""
     name = getattr(function, "__name__", str(function))

@@ -58,12 +58,20 @@ ARRANGEMENTS = [
 ]
 
 
+def as_drawn(image: Tensor) -> Tensor:
+    return image
+
+
 class Case(NamedTuple):
-    """What makes the function, the shapes of image to try it on, and whether its result must stay spread over ranks."""
+    """What makes the function, the shapes of image to try it on, and whether its result must stay spread over ranks.
+
+    `image` makes the image out of one of normal random numbers: one of equal pixels, or with infinities.
+    """
 
     make: Callable[[], Function]
     shapes: tuple[Shape, ...]
     spread: bool = True
+    image: Callable[[Tensor], Tensor] = as_drawn
 
 
 def modules(
@@ -125,7 +133,7 @@ def compare(comm: Communicator, case: Case, shape: Shape, arrangement: Arrangeme
     torch.manual_seed(1)
     function = case.make()
     plain_function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
-    image = torch.randn(shape)
+    image = case.image(torch.randn(shape))
     plain_image, our_image = image.clone().requires_grad_(), image.clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as PyTorch's of what padding="same" costs

@@ -4,9 +4,11 @@ Importing a module registers its rules.
 """
 
 import mpi4dl.parallel.spatial.rules.adaptive
+import mpi4dl.parallel.spatial.rules.along_dim
 import mpi4dl.parallel.spatial.rules.attention
 import mpi4dl.parallel.spatial.rules.attributes
 import mpi4dl.parallel.spatial.rules.convolution
+import mpi4dl.parallel.spatial.rules.extrema
 import mpi4dl.parallel.spatial.rules.indexing
 import mpi4dl.parallel.spatial.rules.losses
 import mpi4dl.parallel.spatial.rules.normalization
@@ -16,4 +18,5 @@ import mpi4dl.parallel.spatial.rules.pooling
 import mpi4dl.parallel.spatial.rules.randomness
 import mpi4dl.parallel.spatial.rules.reductions
 import mpi4dl.parallel.spatial.rules.resampling
+import mpi4dl.parallel.spatial.rules.unfolding
 import mpi4dl.parallel.spatial.rules.views

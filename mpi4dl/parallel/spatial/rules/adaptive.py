@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator, collectives
-from mpi4dl.geometry import BATCH, COLS, ROWS
+from mpi4dl.comm import collectives
+from mpi4dl.geometry import BATCH, COLS, ROWS, Interval, ceil_div
 from mpi4dl.parallel.spatial.grid import Dims
-from mpi4dl.parallel.spatial.rules.reductions import agree_on_extremum, mean, owned_along
+from mpi4dl.parallel.spatial.rules.extrema import NOWHERE, first_of, take, worst
+from mpi4dl.parallel.spatial.rules.reductions import mean, owned_along
 from mpi4dl.parallel.spatial.rules.windows import check_image
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
 
 
 @register(F.adaptive_avg_pool2d)
@@ -38,7 +39,7 @@ def _bins(x: SpatialTensor, size: tuple[int, int]) -> list[Tensor]:
         mine = x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, pixels)
         weight = torch.zeros(count, pixels, dtype=_wide_dtype(x), device=x.device)
         for i in range(count):
-            start, stop = i * pixels // count, -(-(i + 1) * pixels // count)
+            start, stop = _bin(i, pixels, count)
             weight[i, start:stop] = 1 / (stop - start)
         weights.append(weight[:, mine[0] : mine[1]])
     return weights
@@ -60,57 +61,68 @@ def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
 
 
 @register(*named("adaptive_max_pool2d"))
-def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Tensor:
-    """Maxima over bins. Of equal pixels the first in reading order gets the gradient, as in PyTorch."""
-    if return_indices:
-        raise refusal(
-            "torch.nn.functional.adaptive_max_pool2d(return_indices=True)", "indices would count within a tile"
-        )
+def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
+    """Maxima over bins, of equal pixels the first in reading order as in PyTorch; indices are those of the whole."""
     x = check_image(input, "torch.nn.functional.adaptive_max_pool2d")
-    rows, cols = _output_size(x, output_size)
+    size, image = _output_size(x, output_size), (x.shape[-2], x.shape[-1])
+    F.adaptive_max_pool2d(torch.empty(x.shape, dtype=x.dtype, device="meta"), size)  # raises what PyTorch raises
     axes = tuple(axis for axis in (ROWS, COLS) if x.layout.dims[axis] is not None)
-    part = owned_along(x, axes)
-    comm = x.layout.grid.along(axes)
-    height, width = x.shape[-2], x.shape[-1]
-    mine = [
-        x.layout.owned[axis] if x.layout.dims[axis] is not None else (0, x.shape[axis - 3]) for axis in (ROWS, COLS)
-    ]
-    top, left = mine[0][0], mine[1][0]
-    results = []
-    for i in range(rows):
-        for j in range(cols):
-            r0, r1 = max(i * height // rows, top), min(-(-(i + 1) * height // rows), mine[0][1])
-            c0, c1 = max(j * width // cols, left), min(-(-(j + 1) * width // cols), mine[1][1])
-            block = part[..., max(r0 - top, 0) : max(r1 - top, 0), max(c0 - left, 0) : max(c1 - left, 0)]
-            results.append(_first_maximum(block, (r0, c0), width, comm))
-    y = torch.stack(results, -1).reshape(*x.local.shape[:-2], rows, cols)
-    return wrap(y, x.layout.with_dims((x.layout.dims[BATCH], None, None)))
+    comm, part = x.layout.grid.along(axes), owned_along(x, axes)
+    rows, cols = (
+        x.layout.owned[axis] if x.layout.dims[axis] is not None else Interval(0, image[axis - ROWS])
+        for axis in (ROWS, COLS)
+    )
+    with torch.no_grad():
+        found = []
+        for i in range(size[0]):
+            for j in range(size[1]):
+                box = _bin(i, image[0], size[0]).intersect(rows), _bin(j, image[1], size[1]).intersect(cols)
+                found.append(_first_in(part, box, (rows.start, cols.start), image[1]))
+        shape = (*part.shape[:-2], *size)
+        values, places = (torch.stack(list(each), -1).reshape(shape) for each in zip(*found, strict=True))
+        best, first = first_of(values, places, comm)
+        first = torch.where(first < 0, -1 - first, first)
+
+    def hand_out(gradient: Tensor) -> Tensor:
+        given = part.new_zeros(part.shape)
+        if rows.empty or cols.empty:
+            return given
+        row, col = first // image[1] - rows.start, first % image[1] - cols.start
+        mine = (row >= 0) & (row < rows.length) & (col >= 0) & (col < cols.length)
+        index = (row * cols.length + col).where(mine, 0).flatten(-2)
+        return given.flatten(-2).scatter_add_(-1, index, gradient.where(mine, 0).flatten(-2)).view(given.shape)
+
+    layout = x.layout.with_dims((x.layout.dims[BATCH], None, None))
+    y = wrap(take(part, best, hand_out, comm), layout)
+    return (y, wrap(first, layout)) if return_indices else y
+
+
+def _bin(number: int, pixels: int, bins: int) -> Interval:
+    """The pixels of one of so many bins, which may overlap."""
+    return Interval(number * pixels // bins, ceil_div((number + 1) * pixels, bins))
+
+
+def _first_in(
+    part: Tensor, box: tuple[Interval, Interval], corner: tuple[int, int], width: int
+) -> tuple[Tensor, Tensor]:
+    """The maximum over a box of rows and columns of a part that begins at `corner`, and its index in an image that is
+    so wide. Of what is no number PyTorch takes the last here: -1 minus its index, so that the last comes first.
+    """
+    (rows, cols), shape = box, part.shape[:-2]
+    if rows.empty or cols.empty:
+        places = part.new_full(shape, NOWHERE, dtype=torch.int64)
+        return part.new_full(shape, worst(part, maximum=True)), places
+    block = part.narrow(-2, rows.start - corner[0], rows.length).narrow(-1, cols.start - corner[1], cols.length)
+    values, places = block.flatten(-2).max(-1)
+    strange = values.isnan()
+    last = rows.length * cols.length - 1 - block.flatten(-2).isnan().flip(-1).int().argmax(-1)
+    places = torch.where(strange, last, places)
+    places = (rows.start + places // cols.length) * width + cols.start + places % cols.length
+    return values, torch.where(strange, -1 - places, places)
 
 
 @register(F.adaptive_max_pool2d_with_indices)
-def adaptive_max_pool2d_with_indices(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return adaptive_max_pool2d(input, 1, return_indices=True)
-
-
-def _first_maximum(block: Tensor, corner: tuple[int, int], width: int, comm: Communicator) -> Tensor:
-    """The maximum over the last two dims of all ranks' blocks, taken from the first pixel that has it."""
-    flat = block.flatten(-2)
-    none = torch.iinfo(torch.int64).max
-    with torch.no_grad():
-        if flat.shape[-1]:
-            value, at = flat.max(-1)
-            row, col = at // block.shape[-1] + corner[0], at % block.shape[-1] + corner[1]
-            position = row * width + col
-        else:
-            value = flat.new_full(flat.shape[:-1], float("-inf"))
-            position = torch.full(flat.shape[:-1], none, dtype=torch.int64, device=flat.device)
-        best = agree_on_extremum(value, comm, "max")
-        strange = best.isnan()
-        position = torch.where(value == best, position, none)
-        winner = comm.all_reduce(position.clone(), "min") == position
-    if not flat.shape[-1]:
-        total = collectives.all_reduce(flat.sum(-1), comm)
-    else:
-        mine = flat.gather(-1, at.unsqueeze(-1)).squeeze(-1)
-        total = collectives.all_reduce(torch.where(winner, mine, 0), comm)
-    return torch.where(strange, float("nan"), total)
+def adaptive_max_pool2d_with_indices(
+    input: SpatialTensor, output_size: Any, return_indices: bool = False
+) -> tuple[Tensor, Tensor]:
+    return adaptive_max_pool2d(input, output_size, True)

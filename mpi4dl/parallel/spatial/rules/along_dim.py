@@ -1,0 +1,221 @@
+"""Functions that work along one dim and treat all others alike: local, where ranks do not share that dim.
+
+Where they do, softmax and its like are made of sums and maxima over ranks, products of the ranks' products. An order of
+pixels (sort, topk, median) cannot be had by parts: for it the dim is gathered, and what keeps the dim is cut again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm import collectives
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import Interval, Split
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather, gather_axes
+from mpi4dl.parallel.spatial.rules.extrema import extremum
+from mpi4dl.parallel.spatial.rules.pointwise import shift
+from mpi4dl.parallel.spatial.rules.reductions import (
+    DimsArgument,
+    check_reduction,
+    normalize_dims,
+    owned_along,
+    reduced_axes,
+    reduced_layout,
+    total,
+)
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+
+Shared = Callable[..., Any]
+
+# Where `dim` stands among the arguments behind the input, and what it is if it is not given.
+DIM_POSITION = {"norm": 1, "normalize": 1, "renorm": 1, "topk": 1, "kthvalue": 1, "vector_norm": 1}
+DEFAULT_DIM = {"normalize": 1, **dict.fromkeys(("glu", "topk", "sort", "argsort", "mode", "kthvalue"), -1), "msort": 0}
+
+
+def along_dim(function: Any, shared: Shared | None = None) -> Callable[..., Any]:
+    """The rule of a function along one dim. Where ranks share that dim, or it works along all dims at once, `shared` is
+    called with the dim (or None) and the function's own arguments; without it that is refused.
+    """
+    name = function_name(function)
+    short = name.rsplit(".", 1)[-1].removeprefix("linalg_")
+
+    def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
+        position = DIM_POSITION.get(short, 0)
+        dim = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIM.get(short))
+        if isinstance(dim, list | tuple) and len(dim) == 1:
+            dim = dim[0]
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            if shared is not None:
+                return shared(input, dim, *args, **kwargs)
+            raise refusal(name, "it works along all dims at once")
+        dim = place_of(dim, input.dim())
+        if input.layout.cut(dim):
+            if shared is not None:
+                return shared(input, dim, *args, **kwargs)
+            raise refusal(name, f"dim {dim} is spread over ranks")
+        return _apply(function, input, dim, *args, **kwargs)
+
+    return rule
+
+
+def _apply(function: Any, x: Tensor, dim: int, /, *args: Any, **kwargs: Any) -> Any:
+    """The function of this rank's part, along a dim that it has whole, in its place in the whole."""
+    if not isinstance(x, SpatialTensor):
+        return function(x, *args, **kwargs)
+    result = function(_with_pixels(x), *args, **kwargs)
+
+    def place(y: Tensor) -> Tensor:
+        removed = y.dim() < x.dim()
+        layout = reduced_layout(x.layout, [dim], False) if removed else x.layout
+        if not removed and dim in x.layout.dims and y.shape[dim] != x.shape[dim]:
+            layout = reduced_layout(x.layout, [dim], True)
+        return wrap_some(y, layout)
+
+    return place(result) if isinstance(result, Tensor) else type(result)([place(y) for y in result])
+
+
+def _with_pixels(x: SpatialTensor) -> Tensor:
+    """This rank's part, with a pixel where it has none: many functions refuse what is empty. See `wrap_some`."""
+    local = x.local
+    for axis, dim in enumerate(x.layout.dims):
+        if dim is not None and x.layout.held[axis].empty and x.shape[dim]:
+            local = torch.cat([local, local.new_ones([1 if d == dim else n for d, n in enumerate(local.shape)])], dim)
+    return local
+
+
+def wrap_some(y: Tensor, layout: Layout) -> Tensor:
+    """y as this rank's part, without the pixels that are not there."""
+    for axis, dim in enumerate(layout.dims):
+        if dim is not None and layout.held[axis].empty:
+            y = y.narrow(dim, 0, 0)
+    return wrap(y, layout)
+
+
+for function in named("cumsum", "cumprod", "norm", "normalize", "glu", "vector_norm"):
+    register(function)(along_dim(function))
+
+
+def _by_order(function: Any) -> Shared:
+    """An order of pixels: the dim is gathered; a result of as many pixels is cut again."""
+
+    def shared(x: SpatialTensor, dim: int | None, /, *args: Any, **kwargs: Any) -> Any:
+        if dim is None:
+            return function(gather(x), *args, **kwargs)
+        axis = x.layout.axis(dim)
+        assert axis is not None
+        results = _apply(function, gather_axes(x, [axis]), dim, *args, **kwargs)
+        if isinstance(results, Tensor):
+            return _cut_again(results, x, dim)
+        return type(results)([_cut_again(y, x, dim) for y in results])
+
+    return shared
+
+
+def _cut_again(y: Tensor, x: SpatialTensor, dim: int) -> Tensor:
+    """This rank's part of y, if it has all the pixels of x along a dim that is cut there and not here."""
+    if y.shape != x.shape:
+        return y
+    local, layout = (y.local, y.layout) if isinstance(y, SpatialTensor) else (y, x.layout.with_dims((None, None, None)))
+    axis = x.layout.axis(dim)
+    assert axis is not None
+    split = x.layout.tiling.splits[axis]
+    dims = list(layout.dims)
+    dims[axis] = dim
+    whole = layout.tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * split.parts))
+    place = Layout(layout.grid, whole.replace(axis, split), (dims[0], dims[1], dims[2]))
+    return wrap(narrow(local, place.dims, whole.held(layout.grid.rank), place.held), place)
+
+
+for function in named(*"topk kthvalue sort argsort msort median nanmedian mode".split()):
+    register(function)(along_dim(function, _by_order(function)))
+
+
+def _quantile(function: Any) -> Callable[..., Any]:
+    def rule(input: SpatialTensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        if dim is None:
+            return function(gather(input), q, None, keepdim, **kwargs)
+        dim = place_of(dim, input.dim())
+        lines = gather_axes(input, [axis for axis in reduced_axes(input.layout, [dim]) if input.layout.cut(dim)])
+        if not isinstance(lines, SpatialTensor):
+            return function(lines, q, dim, keepdim, **kwargs)
+        layout = reduced_layout(lines.layout, [dim], keepdim)
+        if isinstance(q, Tensor) and q.dim():
+            layout = replace(layout, dims=shift(layout.dims, 0, 1))  # the quantiles come first
+        return wrap_some(function(_with_pixels(lines), q, dim, keepdim, **kwargs), layout)
+
+    return rule
+
+
+for function in named("quantile", "nanquantile"):
+    register(function)(_quantile(function))
+
+
+def _softmax(function: Any, sign: int, logarithm: bool) -> Shared:
+    """exp(x) over its sum, or the logarithm of it, with the maximum taken off first."""
+
+    def shared(x: SpatialTensor, dim: int | None, /, *args: Any, dtype: Any = None, **_: Any) -> Tensor:
+        if dim is None:
+            raise refusal(function_name(function), "name the dim")
+        dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
+        kind = dtype or x.dtype
+        y = x.to(torch.float32 if kind in (torch.float16, torch.bfloat16) else kind) * sign
+        y = y - extremum(y.detach(), (dim,), True, maximum=True)  # type: ignore[arg-type]
+        powers = y.exp()
+        sums = total(powers, [dim], True)  # type: ignore[arg-type]
+        return (y - sums.log() if logarithm else powers / sums).to(kind)
+
+    return shared
+
+
+for name, sign, logarithm in (("softmax", 1, False), ("softmin", -1, False), ("log_softmax", 1, True)):
+    for function in named(name):
+        register(function)(along_dim(function, _softmax(function, sign, logarithm)))
+
+
+@register(*named("logsumexp"))
+def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) -> Tensor:
+    """Over any dims. Backward gives each pixel its share exp(x - y) of the gradient, as PyTorch does."""
+    check_reduction(torch.logsumexp, input, dim, keepdim)
+    dims = normalize_dims(input, dim)
+    if not any(input.layout.cut(d) for d in dims):
+        return wrap(torch.logsumexp(input.local, dims, keepdim), reduced_layout(input.layout, dims, keepdim))
+    axes = reduced_axes(input.layout, dims)
+    comm, part = input.layout.grid.along(axes), owned_along(input, axes)
+    part = part.float() if part.itemsize < 4 else part
+    with torch.no_grad():
+        most = _local(extremum(input, dims, True, maximum=True))
+        most = most.masked_fill(most.isinf(), 0)
+        y = comm.all_reduce((part - most).exp().sum(dims, keepdim=True)).log() + most
+
+    def hand_out(gradient: Tensor) -> Tensor:
+        return comm.all_reduce(gradient.contiguous().clone()) * (part - y).exp()
+
+    result = collectives.linear(part, lambda _: y, hand_out)
+    shape = [n for d, n in enumerate(result.shape) if keepdim or d not in dims]
+    return wrap(result.reshape(shape).to(input.dtype), reduced_layout(input.layout, dims, keepdim))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.local if isinstance(x, SpatialTensor) else x
+
+
+@register(*named("prod"))
+def prod(input: SpatialTensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The product of the products of all ranks' parts, which are gathered."""
+    dims = normalize_dims(input, dim)
+    y: Tensor = input.to(dtype) if dtype is not None else input
+    for d in dims:
+        if isinstance(y, SpatialTensor) and y.layout.cut(d):
+            axis = y.layout.axis(d)
+            assert axis is not None
+            own, one_each = owned_along(y, [axis]).prod(d, True), y.layout.tiling.drop(axis)
+            y = gather_axes(SpatialTensor(own, Layout(y.layout.grid, one_each, y.layout.dims)), [axis])
+        y = _apply(torch.prod, y, d, d, True)
+    if not keepdim:
+        for d in reversed(dims):
+            y = y.squeeze(d)
+    return y

@@ -1,0 +1,49 @@
+"""Windows laid out side by side: along one dim as a view of neighbours, or all windows of an image as columns."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.geometry import Window
+from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
+
+Size = int | Sequence[int]
+
+
+@register(Tensor.unfold)
+def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, as a new last dim."""
+    x = input
+    assert isinstance(x, SpatialTensor)
+    dim = dimension % x.dim()
+    axis = x.layout.axis(dim)
+    if axis is None:
+        return wrap(x.local.unfold(dim, size, step), x.layout)
+    if axis not in IMAGE_AXES:
+        raise refusal("Tensor.unfold", "a batch that is cut cannot be unfolded")
+    reached = reach(x, {axis: Window(size, step)})
+    local = reached.fetch(x.local)
+    if reached.output.held[axis].empty:
+        shape = [*local.shape, size]
+        shape[dim] = 0
+        windows = local.sum() * local.new_zeros(shape)
+    else:
+        windows = local.unfold(dim, size, step)
+    y = SpatialTensor(windows, reached.output)
+    y.is_copy = True
+    return y
+
+
+@register(F.unfold)
+def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size = 0, stride: Size = 1) -> Tensor:
+    """All windows as columns, (N, C * kernel, L). L counts over the whole image, so the result is gathered."""
+    x = check_image(input, "torch.nn.functional.unfold")
+    if pair(dilation) != (1, 1):
+        raise refusal("torch.nn.functional.unfold(dilation > 1)")
+    (kh, kw), (ph, pw), (sh, sw) = pair(kernel_size), pair(padding), pair(stride)
+    windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, kh, sh).unfold(3, kw, sw)  # (N, C, H', W', kh, kw)
+    n, c, h, w = windows.shape[:4]
+    return windows.permute(0, 1, 4, 5, 2, 3).reshape(n, c * kh * kw, h * w)
