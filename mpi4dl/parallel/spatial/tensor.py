@@ -12,7 +12,9 @@ rule raises `NoRule`. Its `shape` is the shape of the whole.
 """
 
 import functools
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.memory import Memory, countable, same_memory, writes
 
 Rule = Callable[..., Any]
 RuleT = TypeVar("RuleT", bound=Rule)
@@ -46,11 +49,26 @@ def register(*functions: Any) -> Callable[[RuleT], RuleT]:
 
     def add(rule: RuleT) -> RuleT:
         for function in functions:
-            _rules[function] = rule
+            _rules[function] = _of_spread_first(rule, function)
         find_rule.cache_clear()
         return rule
 
     return add
+
+
+def _of_spread_first(rule: Rule, function: Any) -> Rule:
+    """The rule; if it says that its first argument is a SpatialTensor, a plain one there is refused."""
+    first = next(iter(inspect.signature(rule).parameters.values()), None)
+    if first is None or first.annotation is not SpatialTensor:
+        return rule
+
+    @functools.wraps(rule)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(args[0] if args else kwargs.get(first.name), SpatialTensor):
+            raise refusal(function_name(function), "its first argument is a plain tensor, but another one is spread")
+        return rule(*args, **kwargs)
+
+    return checked
 
 
 def register_fallback(choose: Callable[[Any], Rule | None]) -> None:
@@ -75,13 +93,12 @@ class SpatialTensor(Tensor):
     """A tensor whose height and width (and batch) are spread over the ranks of a grid.
 
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
-    with `shard` or `from_tile`, and the whole of one with `gather`. `is_copy` says that PyTorch would have made a view
-    of another tensor here, so that writing in place would have to change both.
+    with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`.
     """
 
     _local: Tensor
     _layout: Layout
-    is_copy: bool
+    memory: Memory
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
@@ -92,7 +109,8 @@ class SpatialTensor(Tensor):
         )
         self._local = local
         self._layout = layout
-        self.is_copy = False
+        self.memory = Memory()
+        self.memory.tensors.append(weakref.ref(self))
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)
@@ -105,6 +123,8 @@ class SpatialTensor(Tensor):
             escaped = self.grad_fn is not None
         if escaped:
             raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
+        if self.memory.copies and (problem := self.memory.problem_of_reading()):
+            raise refusal("a tensor", problem)
         return self._local
 
     @property
@@ -113,9 +133,7 @@ class SpatialTensor(Tensor):
 
     def like(self, local: Tensor) -> "SpatialTensor":
         """A tensor of the same layout whose part on this rank is `local`."""
-        other = SpatialTensor(local, self._layout)
-        other.is_copy = self.is_copy
-        return other
+        return SpatialTensor(local, self._layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -128,16 +146,60 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = find_rule(function)
+        rule, options = find_rule(function), kwargs or {}
         if rule is None:
             raise refusal(function_name(function))
-        return rule(*args, **(kwargs or {}))
+        if options.get("out") is not None:
+            raise refusal(function_name(function), "it was given out=")
+        if writes(function, options):
+            return _write(function, rule, args, options)
+        result = rule(*args, **options)
+        spread = [x for x in args if isinstance(x, SpatialTensor)]
+        if len(spread) > 0:
+            for y in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(y, SpatialTensor):
+                    _share_memory(y, spread[0])
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))
+
+
+def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
+    """Let a result and what it was made of know each other, if one is a view of the other."""
+    if view.memory is not x.memory and same_memory(view._local, x._local):
+        view.memory = x.memory
+        view.memory.tensors.append(weakref.ref(view))
+
+
+def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Call what writes to its first argument, unless that is a copy or has one."""
+    target = args[0] if args else options.get("input")
+    if not isinstance(target, SpatialTensor):
+        return rule(*args, **options)
+    if problem := target.memory.problem_of_writing():
+        raise refusal(function_name(function), problem)
+    result = rule(*args, **options)
+    # What was written may bring a gradient: all views of it notice from now on if a custom function takes them.
+    with torch._C.DisableTorchFunctionSubclass():
+        for known in target.memory.tensors:
+            x = known()
+            if x is not None and x._local.requires_grad and not x.requires_grad:
+                x.requires_grad_().register_hook(_refuse_gradient)
+    return result
+
+
+def copied(copy: Tensor, source: SpatialTensor) -> Tensor:
+    """`copy`, of which PyTorch would have made a view of `source`: writes to either of them are not lost in silence."""
+    if isinstance(copy, SpatialTensor):
+        source.memory.add_copy(copy._local, copy.memory)
+    else:
+        copy = countable(copy)
+        source.memory.add_copy(copy)
+    return copy
 
 
 def _refuse_gradient(gradient: Tensor) -> None:

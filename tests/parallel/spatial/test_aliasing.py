@@ -1,6 +1,7 @@
 """What an in-place operator changes is what it changes in plain PyTorch, or it is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,21 @@ def add_to_channels(x: Tensor) -> Tensor:
     x[:, 1:3] += 1
     x[:, 1:3] *= x[:, :1]
     x[:, 0] = 3
+    return x
+
+
+def write_rows(x: Tensor) -> Tensor:
+    x[:, :, 1:5] = 3
+    x[..., 2:4] *= x[..., 5:7]
+    x[:, 1, 2] = 5
+    x[:, :, :, -1] = 7
+    x[:, 1:3, ::2] = torch.arange(9.0)
+    return x
+
+
+def write_by_mask(x: Tensor) -> Tensor:
+    x[x > 0.5] = 0
+    x[torch.arange(8.0).view(8, 1).expand(2, 4, 8, 9) == 3] = -1
     return x
 
 
@@ -43,13 +59,25 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "written channels": add_to_channels,
     "copy_": lambda x: x.copy_(torch.ones(2, 4, 8, 9)),
     "masked_fill_": lambda x: x.masked_fill_(x > 0, 3.0),
-}
-REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x[:, :, 1:3],
-    "columns": lambda x: x[..., 2:],
+    "every second row of the last columns": lambda x: x[:, :, ::2, 5:],
     "narrow": lambda x: x.narrow(2, 1, 4),
     "a chunk of rows": lambda x: x.chunk(2, 2)[0],
+    "relu of rows in place": lambda x: F.relu(x[:, :, 2:6], inplace=True),
+    "a view of rows": lambda x: x[:, :, 2:6].unsqueeze(0).permute(0, 3, 4, 2, 1),
+    "written rows": write_rows,
+    "a mask": write_by_mask,
+}
+# What is a copy where PyTorch makes a view: to write to it is refused, or to read what it is a copy of.
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "windows of rows": lambda x: x.unfold(2, 3, 1),
+    "a view of windows": lambda x: x.unfold(2, 3, 2).unsqueeze(0),
+    "a view of a view of windows": lambda x: x.unfold(2, 3, 1).transpose(0, 1)[:, 1:],
+    "windows of windows": lambda x: x.unfold(2, 3, 1).unfold(3, 2, 2),
+    "pixels in one dim": lambda x: x.flatten(2),
+    "pixels as tokens": lambda x: x.flatten(2).transpose(1, 2),
+    "all in one dim": lambda x: x.view(-1),
+    "one row": lambda x: x[:, :, 3:4].squeeze(2),
 }
 
 
@@ -64,13 +92,13 @@ def change_in_place(comm: Communicator, arrangement: Arrangement) -> list[str]:
         plain_result.add_(1)
         same = torch.equal(spatial.gather(ours), plain) and torch.equal(spatial.gather(our_result), plain_result)
         wrong += [] if same else [name]
-    for name, function in REFUSED.items():
+    for function in REFUSED.values():
         x = arrange(image, comm, arrangement) * 1
-        try:
-            function(x).add_(1)
-        except spatial.NoRule:
-            continue
-        wrong.append(name)
+        copy = function(x)
+        with pytest.raises(spatial.NoRule, match="a copy"):
+            x.add_(1)
+        with pytest.raises(spatial.NoRule, match="copy"):
+            spatial.gather(x + copy.add_(1).sum())
     return wrong
 
 
@@ -97,3 +125,62 @@ def change_what_is_broadcast(comm: Communicator) -> None:
 
 def test_the_operand_that_is_written_keeps_its_tiles(ranks: Ranks) -> None:
     ranks(2).run(change_what_is_broadcast)
+
+
+def forget_copies(comm: Communicator) -> None:
+    """A copy that is there no longer, or that nobody reads the source of, is in nobody's way."""
+    image = torch.randn(2, 4, 8, 9)
+    x = spatial.shard(image, spatial.Grid(comm, rows=2)) * 1
+    tokens = x.flatten(2)
+    tokens.mul_(2)
+    assert torch.equal(tokens, 2 * image.flatten(2))
+    with pytest.raises(spatial.NoRule, match="was written in place"):
+        x + 1
+    y = spatial.shard(image, spatial.Grid(comm, rows=2)) * 1
+    assert y.flatten(2).shape == (2, 4, 72)
+    y.add_(1)
+    assert torch.equal(spatial.gather(y), image + 1)
+    y.unfold(2, 2, 2).unsqueeze(0).add_(1)  # windows of own rows, side by side, are a view
+    assert torch.equal(spatial.gather(y), image + 2)
+    with torch.inference_mode():
+        z = spatial.shard(image, spatial.Grid(comm, rows=2)) * 1
+        z.flatten(2).add_(1)
+        with pytest.raises(spatial.NoRule, match="was written in place"):
+            z + 1
+
+
+def test_copies_count_as_long_as_they_matter(ranks: Ranks) -> None:
+    ranks(2).run(forget_copies)
+
+
+def write_what_has_gradients(comm: Communicator) -> None:
+    """Gradients of what was written arrive, and a custom function that would swallow them is still refused."""
+    image, weight = (
+        torch.randn(1, 4, 8, 8, dtype=torch.float64),
+        torch.ones((), dtype=torch.float64, requires_grad=True),
+    )
+    x = spatial.shard(image, spatial.Grid(comm, rows=2, cols=2))
+    canvas, expected = torch.zeros_like(x), torch.zeros_like(image)
+    canvas[:, :2] = x[:, :2] * weight
+    canvas[:, :, 3:6, 2:7].mul_(2)
+    expected[:, :2] = image[:, :2] * weight
+    expected[:, :, 3:6, 2:7].mul_(2)
+    assert torch.equal(spatial.gather(canvas), expected)
+    gradient = torch.autograd.grad((canvas * canvas).sum() / comm.size, weight)[0]
+    assert torch.allclose(comm.all_reduce(gradient), torch.autograd.grad((expected * expected).sum(), weight)[0])
+    with pytest.raises(spatial.NoRule, match=r"autograd\.Function"):
+        spatial.gather(Identity.apply(canvas)).sum().backward()
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_is_written_in_place_keeps_its_gradients(ranks: Ranks) -> None:
+    ranks(4).run(write_what_has_gradients)

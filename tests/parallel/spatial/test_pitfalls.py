@@ -21,6 +21,27 @@ CASES = {
         }
     ),
     **functions(
+        {
+            "one pixel, flattened": lambda x: F.avg_pool2d(x, x.shape[2:]).flatten(2),
+            "one pixel, flattened from the channels": lambda x: F.avg_pool2d(x, x.shape[2:]).flatten(1),
+            "one pixel, flattened, a new dim": lambda x: F.max_pool2d(x, x.shape[2:]).flatten(2).unsqueeze(2),
+            "one pixel, its view": lambda x: F.avg_pool2d(x, x.shape[2:]).view(x.shape[0], x.shape[1], -1),
+            "one pixel, dims of one more": lambda x: F.avg_pool2d(x, x.shape[2:]).reshape(1, -1, 1, 1, 1, 1),
+            "one pixel, squeezed": lambda x: F.avg_pool2d(x, x.shape[2:]).squeeze(),
+            "one row, squeezed": lambda x: F.avg_pool2d(x, (x.shape[2], 1)).squeeze(2),
+            "one column, flattened": lambda x: F.avg_pool2d(x, (1, x.shape[3])).flatten(2),
+            "one row, flattened with the channels": lambda x: x[:, :, 2:3].flatten(1, 2),
+            "one window": lambda x: F.unfold(x, x.shape[2:]),
+            "one window of one image": lambda x: F.unfold(x[0], x.shape[2:]),
+            "no image, unfolded": lambda x: F.unfold(x[:, :, :4, :4], 2)[:0],
+            "squeeze and excite by a window": lambda x: (
+                x * F.avg_pool2d(x, x.shape[2:]).flatten(1).softmax(1).view(*x.shape[:2], 1, 1)
+            ),
+            "no channels": lambda x: x[:, :0].reshape(x.shape[0], 0, -1),
+        },
+        spread=False,
+    ),
+    **functions(
         {"one pixel against plain ones": lambda x: F.avg_pool2d(x, x.shape[2:]) * x.new_ones(3, 4, 5, 6)}, spread=False
     ),
 }

@@ -62,6 +62,11 @@ for function in OF_THE_PART:
     register(function)(_of_the_part(function))
 
 
+@register(Tensor.__format__)
+def format_(x: SpatialTensor, specification: str) -> str:
+    return repr(x)
+
+
 @register(Tensor.requires_grad_)
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     x.local.requires_grad_(requires_grad)

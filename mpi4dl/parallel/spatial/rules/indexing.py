@@ -8,7 +8,7 @@ from torch import Tensor
 from mpi4dl.geometry import BATCH, Window
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, refusal, register, wrap
 
 
 def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
@@ -26,9 +26,7 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
     local = reached.fetch(x.local)
     result = wrap(local[(slice(None),) * dim + (slice(None, None, step),)], reached.output)
-    if isinstance(result, SpatialTensor):
-        result.is_copy = True
-    return result
+    return result if reached.exchange is None else copied(result, x)
 
 
 @register(Tensor.__getitem__)
@@ -39,7 +37,7 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
     if any(not isinstance(i, int | slice) and i is not None and i is not Ellipsis for i in indices):
         if len(indices) == 1 and isinstance(indices[0], Tensor):
             raise refusal("Tensor.__getitem__", "a mask or a tensor of indices selects pixels")
-        raise refusal("Tensor.__getitem__", f"the index {index}")
+        raise refusal("Tensor.__getitem__", "an index is neither a number nor a slice")
     if Ellipsis in indices:
         at = indices.index(Ellipsis)
         missing = x.dim() - sum(i is not None and i is not Ellipsis for i in indices)
@@ -107,18 +105,24 @@ def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
 
 @register(Tensor.__setitem__)
 def setitem(input: SpatialTensor, index: Any, value: Any) -> None:
-    """Writing along dims that are not spread over ranks."""
+    """Writing to what the same index reads, if that is a view; and a number, where a mask says so."""
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        if isinstance(value, Tensor) and value.dim():
+            raise refusal("Tensor.__setitem__", "which pixel gets which value depends on the mask")
+        input.masked_fill_(index[(...,) + (None,) * (input.dim() - index.dim())], value)
+        return
+    number = not isinstance(value, Tensor) or value.dim() == 0
+    target = input[_rows_for_numbers(input, index) if number else index]
+    if not isinstance(target, SpatialTensor) or target.memory is not input.memory:
+        raise refusal("Tensor.__setitem__", "what it would write to is a copy")
+    target.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=input.dtype, device=input.device))
+
+
+def _rows_for_numbers(x: SpatialTensor, index: Any) -> Any:
+    """The index, where a number stands for a dim that is spread over ranks as a slice of one."""
     indices = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, int | slice) for i in indices):
-        raise refusal("Tensor.__setitem__", f"the index {index}")
-    for dim, i in enumerate(indices):
-        if input.layout.axis(dim) is not None and i != slice(None):
-            raise refusal("Tensor.__setitem__", f"dim {dim} is spread over ranks")
-    if isinstance(value, SpatialTensor):
-        removed = [dim for dim, i in enumerate(indices) if isinstance(i, int)]
-        if value.layout != reduced_layout(input.layout, removed, False):
-            raise refusal("Tensor.__setitem__", "the value is spread otherwise")
-        value = value.local
-    elif isinstance(value, Tensor) and value.dim():
-        raise refusal("Tensor.__setitem__", "the value is a plain tensor")
-    input.local[index] = value
+        return index
+    return tuple(
+        slice(i, i + 1 or None) if isinstance(i, int) and x.layout.cut(dim) else i for dim, i in enumerate(indices)
+    )

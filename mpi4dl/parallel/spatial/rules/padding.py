@@ -35,13 +35,12 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
     if axis == BATCH:
         raise refusal("torch.nn.functional.pad", "a batch that is cut cannot be padded")
     window = Window(1, 1, before, after)
+    if x.shape[dim] + before + after < 1:
+        raise RuntimeError(f"padding of ({before}, {after}) leaves nothing of {x.shape[dim]} pixels along dim {dim}")
     if mode == "constant" or (before <= 0 and after <= 0):
         reached = reach(x, {axis: window}, float(value or 0.0))
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
-    if before < 0 or after < 0:
-        x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
-        return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
     return _mirrored(x, dim, axis, window, mode)
 
 

@@ -13,6 +13,7 @@ from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.memory import writes
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
     SpatialTensor,
@@ -147,16 +148,10 @@ def pointwise(function: Any) -> Rule:
     """The rule of a function that computes each pixel of its result from the same pixel of its arguments."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        if "out" in kwargs:
-            raise refusal(function_name(function), "it was given out=")
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        name = getattr(function, "__name__", "")
-        in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
-        in_place = in_place or kwargs.get("inplace") is True
+        in_place = writes(function, kwargs)
         operands = [leaves[i] for i in places]
-        if in_place and isinstance(operands[0], SpatialTensor) and operands[0].is_copy:
-            raise refusal(function_name(function), "it would write in place to a slice of another tensor")
         if len(operands) == 1 and isinstance(operands[0], SpatialTensor):
             parts, layout = [operands[0].local], operands[0].layout
         else:
@@ -237,8 +232,6 @@ def shift(dims: Dims, at: int, by: int) -> Dims:
 
 @register(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
-    if kwargs.get("out") is not None:
-        raise refusal("torch.cat", "it was given out=")
     return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from mpi4dl.geometry import Window
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, place_of, refusal, register, wrap
 
 Size = int | Sequence[int]
 
@@ -18,7 +18,7 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
     """Windows along one dim, as a new last dim."""
     x = input
     assert isinstance(x, SpatialTensor)
-    dim = dimension % x.dim()
+    dim = place_of(dimension, x.dim())
     axis = x.layout.axis(dim)
     if axis is None:
         return wrap(x.local.unfold(dim, size, step), x.layout)
@@ -32,9 +32,11 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
         windows = local.sum() * local.new_zeros(shape)
     else:
         windows = local.unfold(dim, size, step)
-    y = SpatialTensor(windows, reached.output)
-    y.is_copy = True
-    return y
+    if reached.exchange is not None:
+        return copied(SpatialTensor(windows, reached.output), x)
+    if x.layout.wide:  # of the windows over a pixel of a halo, this rank may not have all
+        return copied(SpatialTensor(windows.clone(), reached.output), x)
+    return SpatialTensor(windows, reached.output)
 
 
 @register(F.unfold)
@@ -43,6 +45,8 @@ def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size =
     x = check_image(input, "torch.nn.functional.unfold")
     if pair(dilation) != (1, 1):
         raise refusal("torch.nn.functional.unfold(dilation > 1)")
+    if x.dim() == 3:
+        return unfold(x.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
     (kh, kw), (ph, pw), (sh, sw) = pair(kernel_size), pair(padding), pair(stride)
     windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, kh, sh).unfold(3, kw, sw)  # (N, C, H', W', kh, kw)
     n, c, h, w = windows.shape[:4]

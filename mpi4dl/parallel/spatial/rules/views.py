@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.grid import Dims, Layout
-from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import shift
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
 
 
 def _numbers(arguments: Sequence[Any]) -> list[int]:
@@ -23,7 +24,7 @@ def _numbers(arguments: Sequence[Any]) -> list[int]:
 
 @register(*named("permute"))
 def permute(input: SpatialTensor, *dims: Any) -> Tensor:
-    order = [d % input.dim() for d in _numbers(dims)]
+    order = [place_of(d, input.dim()) for d in _numbers(dims)]
     batch, rows, cols = (None if dim is None else order.index(dim) for dim in input.layout.dims)
     return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, (batch, rows, cols)))
 
@@ -47,26 +48,46 @@ def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
 
 
 def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape of the whole, with every axis of the image still a dim of its own; gathered if it is not."""
+    """x in another shape of the whole, with every axis of the image still a dim of its own; gathered if it is not.
+
+    Where an axis of one pixel went among dims of one cannot be told: it is gathered, which is one pixel.
+    """
     shape = list(shape)
     if -1 in shape:
         known = prod(n for n in shape if n != -1)
         shape[shape.index(-1)] = x.numel() // known if known else 0
     if prod(shape) != x.numel():
         raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {tuple(x.shape)}")
+    if shape == list(x.shape):
+        return wrap(x.local.reshape(x.local.shape), x.layout)
     places: list[int | None] = [None, None, None]
+    lost = []
     for axis, dim in enumerate(x.layout.dims):
         if dim is None:
             continue
         before = prod(x.shape[:dim])
         found = [i for i, n in enumerate(shape) if n == x.shape[dim] and prod(shape[:i]) == before]
-        if not found:
-            if x.layout.cut(dim):
-                return gather(x).reshape(shape)
-            continue
-        places[axis] = found[-1] if x.shape[dim] != 1 else found[0]
+        if len(found) == 1 and x.shape[dim] != 1 and x.numel():
+            places[axis] = found[0]
+        elif x.layout.cut(dim):
+            lost.append(axis)
+    if any(x.shape[x.layout.dims[axis] or 0] != 1 for axis in lost):
+        return _gathered(x, AXES, shape)
+    if lost:
+        return _gathered(x, lost, shape)
     layout = x.layout.with_dims((places[0], places[1], places[2]))
     return wrap(x.local.reshape(layout.local_shape(tuple(shape))), layout)
+
+
+def _gathered(x: SpatialTensor, axes: Sequence[int], shape: list[int]) -> Tensor:
+    """x in another shape, after these axes were gathered: a copy, also where PyTorch makes a view."""
+    y = gather_axes(x, axes).reshape(shape)
+    order = sorted(range(x.dim()), key=lambda dim: -x.local.stride()[dim])
+    try:
+        torch.empty_permuted(x.shape, order, dtype=x.dtype, device="meta").view(shape)
+    except RuntimeError:
+        return y
+    return copied(y, x)
 
 
 @register(Tensor.view, Tensor.reshape, torch.reshape)
@@ -83,14 +104,14 @@ def view_as(input: Tensor, other: Tensor) -> Tensor:
 
 @register(*named("flatten"))
 def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    start, end = start_dim % input.dim(), end_dim % input.dim()
+    start, end = place_of(start_dim, input.dim()), place_of(end_dim, input.dim())
     shape = list(input.shape)
     return reshape_local(input, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
 @register(*named("unflatten"))
 def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    dim %= input.dim()
+    dim = place_of(dim, input.dim())
     shape, sizes = list(input.shape), list(sizes)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // prod(n for n in sizes if n != -1)
@@ -99,7 +120,7 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 @register(*named("unsqueeze"))
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
-    dim %= input.dim() + 1
+    dim = place_of(dim, input.dim() + 1)
     layout = input.layout
     return wrap(input.local.unsqueeze(dim), Layout(layout.grid, layout.tiling, shift(layout.dims, dim, 1)))
 
@@ -107,11 +128,12 @@ def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
 @register(*named("squeeze"))
 def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     wanted = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    ones = [d % input.dim() for d in wanted if input.shape[d] == 1]
-    if any(input.layout.cut(d) for d in ones):
-        raise refusal("torch.squeeze", f"a dim of {ones} is spread over ranks")
+    ones = [place_of(d, input.dim()) for d in wanted if input.shape[d] == 1]
     if not ones:
         return input
+    single = [axis for axis, d in enumerate(input.layout.dims) if d in ones and input.layout.cut(d)]
+    if single:
+        return copied(gather_axes(input, single).squeeze(tuple(ones)), input)
     return wrap(input.local.squeeze(tuple(ones)), reduced_layout(input.layout, ones, False))
 
 
