@@ -40,8 +40,8 @@ class Memory:
         self.copies: list[Copy] = []
 
     def add_copy(self, copy: Tensor, memory: "Memory | None" = None) -> None:
-        """Take note of a copy: nobody may write to one that is spread, with a `memory` of its own; writes to a plain one
-        are counted by PyTorch.
+        """Take note of a copy: nobody may write to one that is spread, which has a `memory`. Writes to a plain one are
+        counted by PyTorch.
         """
         counter = None
         if memory is not None:

@@ -24,6 +24,10 @@ CASES = {
             "reflect": lambda x: F.pad(x, (2, 1, 3, 4), mode="reflect"),
             "replicate": lambda x: F.pad(x, (2, 1, 9, 4), mode="replicate"),
             "circular": lambda x: F.pad(x, (2, 1, 3, 4), mode="circular"),
+            "replicate what is cropped away": lambda x: F.pad(x, (-x.shape[3], 5, 3, -x.shape[2]), mode="replicate"),
+            "replicate and crop": lambda x: F.pad(x, (2, -3, -1, 4), mode="replicate"),
+            "reflect and crop": lambda x: F.pad(x, (-2, 4, 3, -2), mode="reflect"),
+            "circular and crop": lambda x: F.pad(x, (-2, 3, 2, -1), mode="circular"),
             "pad, then pool": lambda x: F.max_pool2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), 3, 2),
             "roll channels": lambda x: x.roll(1, 1),
         }

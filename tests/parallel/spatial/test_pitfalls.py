@@ -33,11 +33,10 @@ CASES = {
             "one row, flattened with the channels": lambda x: x[:, :, 2:3].flatten(1, 2),
             "one window": lambda x: F.unfold(x, x.shape[2:]),
             "one window of one image": lambda x: F.unfold(x[0], x.shape[2:]),
-            "no image, unfolded": lambda x: F.unfold(x[:, :, :4, :4], 2)[:0],
             "squeeze and excite by a window": lambda x: (
                 x * F.avg_pool2d(x, x.shape[2:]).flatten(1).softmax(1).view(*x.shape[:2], 1, 1)
             ),
-            "no channels": lambda x: x[:, :0].reshape(x.shape[0], 0, -1),
+            "no channels": lambda x: x[:, :0].reshape(x.shape[0], 0, x.shape[2] * x.shape[3]),
         },
         spread=False,
     ),

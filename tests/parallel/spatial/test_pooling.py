@@ -47,6 +47,7 @@ CASES = {
     ),
     **functions(
         {
+            "average pooling, a stride of none": lambda x: F.avg_pool2d(x, 2, ()),
             "unfold rows": lambda x: x.unfold(2, 3, 2),
             "unfold columns and rows": lambda x: x.unfold(3, 2, 1).unfold(2, 3, 3),
             "unfold channels": lambda x: x.unfold(1, 2, 1),

@@ -41,6 +41,9 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         reached = reach(x, {axis: window}, float(value or 0.0))
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
+    if mode == "circular" and (before < 0 or after < 0):  # the other modes show the image that was there before
+        x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
+        return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
     return _mirrored(x, dim, axis, window, mode)
 
 
@@ -64,7 +67,8 @@ def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) 
             f"padding of {max(window.before, window.after)} in mode {mode!r} must be at most {limit} for {size} pixels"
         )
     split = x.layout.tiling.splits[axis]
-    cuts = [0, *(cut + window.before for cut in split.cuts[1:-1]), size + window.before + window.after]
+    rows = size + window.before + window.after
+    cuts = [0, *(min(max(cut + window.before, 0), rows) for cut in split.cuts[1:-1]), rows]
     output = Split.at(cuts)
     sources = [
         [_source(row - window.before, size, mode) for row in range(*output.owned(i))] for i in range(split.parts)

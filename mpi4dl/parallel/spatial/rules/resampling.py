@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.geometry import Resampling, TransposedWindow, Window
-from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.halo import gather, reach
 from mpi4dl.parallel.spatial.rules.adaptive import adaptive_avg_pool2d
 from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -90,6 +90,8 @@ def _resample(x: Tensor, dim: int, output: int, factor: float | None, mode: str,
 @register(F.pixel_shuffle, torch.pixel_shuffle)
 def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     x, r = check_image(input, "torch.nn.functional.pixel_shuffle"), upscale_factor
+    if 0 in x.shape[-2:]:
+        return F.pixel_shuffle(gather(x), r)
     window = TransposedWindow(r, r)
     reached = reach(x, {axis: window for axis in IMAGE_AXES if x.layout.dims[axis] is not None})
     local = reached.fetch(x.local)
@@ -108,6 +110,8 @@ def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
     x, r = check_image(input, "torch.nn.functional.pixel_unshuffle"), downscale_factor
     if x.shape[-2] % r or x.shape[-1] % r:
         raise ValueError(f"height and width {tuple(x.shape[-2:])} must be divisible by `downscale_factor` (={r})")
+    if 0 in x.shape[-2:]:
+        return F.pixel_unshuffle(gather(x), r)
     reached = reach(x, {axis: Window(r, r) for axis in IMAGE_AXES if x.layout.dims[axis] is not None})
     local = reached.fetch(x.local)
     *n, c, h, w = local.shape
