@@ -102,6 +102,8 @@ class SpatialTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
+        if "torch._dynamo" in sys.modules:
+            _run_eagerly()
         shape = layout.global_shape(tuple(local.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
@@ -166,6 +168,16 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))
+
+
+@functools.cache
+def _run_eagerly() -> None:
+    """Keep `torch.compile` from tracing rules: a compiled model runs them as they are.
+
+    It is done for tensors that are spread once there is a compiler, since importing one takes a second.
+    """
+    traced = SpatialTensor.__dict__["__torch_function__"].__func__
+    SpatialTensor.__torch_function__ = classmethod(torch.compiler.disable(traced))  # type: ignore
 
 
 def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
