@@ -192,8 +192,9 @@ def refused_model(comm: Communicator, model: type[nn.Module], *flags: str) -> st
         return refused(comm, *flags)
 
 
-def test_a_model_without_rules_is_refused_with_the_ways_out(ranks: Ranks, tmp_path: Path) -> None:
-    (message,) = set(ranks(2).run(refused_model, Fourier, "--run-folder", str(tmp_path / "run")))
+@pytest.mark.parametrize("flags", ["", "--dry-run"])
+def test_a_model_without_rules_is_refused_with_the_ways_out(ranks: Ranks, tmp_path: Path, flags: str) -> None:
+    (message,) = set(ranks(2).run(refused_model, Fourier, *flags.split(), "--run-folder", str(tmp_path / "run")))
     assert re.match(r".*fft_fft2 in module Fourier has no exact rule for .*Either gather first", message)
 
 
