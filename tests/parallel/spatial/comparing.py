@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import Split, Tiling
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-13
@@ -29,7 +31,9 @@ Function = Callable[[Tensor], Any]
 
 
 class Arrangement(NamedTuple):
-    """How an image is laid over the ranks. "uneven" leaves a tile without pixels, "wide" tiles hold a halo."""
+    """How an image is laid over the ranks. "wide" tiles hold a halo; "uneven" leaves one of three or more tiles
+    without pixels, "empty" all but the last along each axis.
+    """
 
     rows: int
     cols: int
@@ -90,16 +94,25 @@ def functions(
     return {name: Case(lambda function=function: function, shapes, spread) for name, function in named.items()}
 
 
+def tiled(x: Tensor, grid: spatial.Grid) -> spatial.SpatialTensor:
+    """This rank's part of an image of any size; where it has fewer pixels than the grid has tiles, some have none."""
+    dims = image_dims(grid, x.dim())
+    tiling = Tiling.even(grid.shape, (x.shape[0], x.shape[-2], x.shape[-1]))
+    layout = spatial.Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
+    return spatial.SpatialTensor(narrow(x, dims, tiling.whole, layout.owned), layout)
+
+
 def arrange(x: Tensor, comm: Communicator, arrangement: Arrangement) -> spatial.SpatialTensor:
     """Spread an image as the arrangement says."""
     grid = spatial.Grid(comm, arrangement.rows, arrangement.cols, arrangement.batch)
-    tiles = spatial.shard(x, grid)
+    tiles = tiled(x, grid)
     if arrangement.style == "wide":
         return spatial.widen(tiles, 2)
     if arrangement.style == "even":
         return tiles
     batch, rows, cols = tiles.layout.tiling.splits
-    return spatial.retile(tiles, Tiling((batch, uneven(rows), uneven(cols))))
+    recut = uneven if arrangement.style == "uneven" else empty
+    return spatial.retile(tiles, Tiling((batch, recut(rows), recut(cols))))
 
 
 def uneven(split: Split) -> Split:
@@ -107,6 +120,11 @@ def uneven(split: Split) -> Split:
     size, parts = split.size, split.parts
     inner = [min(size, 2 * size // 3 + max(0, i - 1)) for i in range(parts - 1)]
     return Split.at([0, *inner, size])
+
+
+def empty(split: Split) -> Split:
+    """All pixels in the last part."""
+    return Split.at([0] * split.parts + [split.size])
 
 
 def difference(name: str, ours: Tensor, plain: Tensor, scale: float = 1.0) -> list[str]:

@@ -19,11 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.sharding import image_dims
-from tests.parallel.spatial.comparing import Arrangement, all_arrive, difference
+from tests.parallel.spatial.comparing import Arrangement, all_arrive, difference, tiled
 from tests.pool.ranks import GRACE_SECONDS
 
 SEED = 3
@@ -84,11 +81,7 @@ def _summary(value: Any) -> str:
 
 
 def spread(x: Tensor, comm: Communicator, arrangement: Arrangement) -> spatial.SpatialTensor:
-    """This rank's part of a map of any size."""
-    grid = spatial.Grid(comm, arrangement.rows, arrangement.cols)
-    tiling = Tiling.even(grid.shape, (1, x.shape[-2], x.shape[-1]))
-    layout = spatial.Layout(grid, tiling, image_dims(grid, x.dim()))
-    return spatial.SpatialTensor(narrow(x, layout.dims, tiling.whole, layout.owned), layout)
+    return tiled(x, spatial.Grid(comm, arrangement.rows, arrangement.cols))
 
 
 def run(call: Call, spreading: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Random small stacks of window operators, on random images and grids, equal the whole image."""
+"""Random small stacks of operators, on random images and grids, also with empty parts, equal the whole image."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from tests.parallel.spatial.comparing import Arrangement, Case, compare
@@ -58,8 +59,46 @@ def pools(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return "AvgPool2d", options | {"count_include_pad": draw(st.booleans())}
 
 
+class Flat(nn.Module):
+    """Pixels in one dim, and what is made of them back in the place of the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(2) / 2).softmax(1).view(x.shape)
+
+
+class Summary(nn.Module):
+    """A window as large as the image, whose one pixel is told apart from dims of one, and weighs the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.avg_pool2d(x, x.shape[2:])
+        return x * pooled.flatten(1).sigmoid().view(*x.shape[:2], 1, 1) + pooled.squeeze(3).unsqueeze(3)
+
+
+class Extremes(nn.Module):
+    """Which rows and columns have the largest pixel, added in place to a crop of what there was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        y[:, :, : max(1, x.shape[2] // 2)] += x.amax((2, 3), keepdim=True) - x.max(3, keepdim=True)[0].mean(2, True)
+        return y
+
+
+class Shuffle(nn.Module):
+    """Space to depth and back, of an image that is padded to an even size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2))
+        return F.pixel_shuffle(F.pixel_unshuffle(x, 2), 2)
+
+
+OWN = {kind.__name__: kind for kind in (Flat, Summary, Extremes, Shuffle)}
+
 others = st.sampled_from(
     [
+        *((name, {}) for name in OWN),
+        ("AdaptiveAvgPool2d", {"output_size": (3, 2)}),
+        ("AdaptiveMaxPool2d", {"output_size": 2}),
+        ("InstanceNorm2d", {"num_features": CHANNELS}),
         ("BatchNorm2d", {"num_features": CHANNELS}),
         ("GroupNorm", {"num_groups": 1, "num_channels": CHANNELS}),
         ("ReLU", {}),
@@ -83,11 +122,11 @@ arrangements = st.sampled_from(
         Arrangement(1, 2, batch=2),
     ]
 )
-sizes = st.tuples(st.integers(4, 24), st.integers(4, 24))
+sizes = st.tuples(st.integers(1, 24), st.integers(1, 24))
 
 
 def stack(specification: list[tuple[str, dict[str, Any]]]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(getattr(nn, name)(**options) for name, options in specification))
+    return lambda: nn.Sequential(*((OWN.get(name) or getattr(nn, name))(**options) for name, options in specification))
 
 
 def possible(specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int]) -> bool:
@@ -107,9 +146,15 @@ def possible(specification: list[tuple[str, dict[str, Any]]], size: tuple[int, i
 def compare_stack(
     comm: Communicator, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement
 ) -> list[str]:
+    """What is wrong on this arrangement, and on the same grid with all pixels in one corner."""
     torch.set_default_dtype(torch.float64)
     shape = (2, CHANNELS, *size)
-    return compare(comm, Case(stack(specification), (shape,)), shape, arrangement)
+    case = Case(stack(specification), (shape,), spread=False)
+    return [
+        f"{laid}: {wrong}"
+        for laid in (arrangement, arrangement._replace(style="empty"))
+        for wrong in compare(comm, case, shape, laid)
+    ]
 
 
 @settings(

@@ -166,9 +166,11 @@ def torch_batch_norm(
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """y * weight + bias, in the dtype of y, which may have fewer bits than they have."""
+    dtype = y.dtype
     if weight is not None:
         y = y * weight.view(shape)
-    return y if bias is None else y + bias.view(shape)
+    return (y if bias is None else y + bias.view(shape)).to(dtype)
 
 
 @register(F.group_norm, torch.group_norm)

@@ -9,15 +9,18 @@ from torch.nn import functional as F
 from mpi4dl.geometry import BATCH, Interval, Split, Window
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
 @register(*named("pad"))
 def pad(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     amounts = {input.dim() - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    if not any(pad):
-        return wrap(input.local.clone(), input.layout)
     x: Tensor = input
+    if mode != "constant":
+        x = in_plain_dtype(input, lambda image: F.pad(image, (1, 1, 1, 1), mode))
+    if not any(pad):
+        return x.clone()
     for dim, (before, after) in amounts.items():
         if before or after:
             assert isinstance(x, SpatialTensor)

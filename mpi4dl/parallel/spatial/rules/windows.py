@@ -1,6 +1,6 @@
 """What all sliding windows share: their arguments as pairs, and which axes of a tensor they slide along."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +63,12 @@ def cast(*tensors: Tensor | None) -> list[Any]:
     dtype = torch.get_autocast_dtype(kind)
     eligible = (torch.float32, torch.float16, torch.bfloat16)  # float64 stays, as in PyTorch
     return [t.to(dtype) if t is not None and t.dtype in eligible else t for t in tensors]
+
+
+def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor]) -> SpatialTensor:
+    """x in the dtype in which autocast would let PyTorch's operator work; `probe` calls it with an image of 2x2 px."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    dtype = probe(torch.ones(1, 1, 2, 2, dtype=x.dtype, device=x.device)).dtype
+    return x if dtype == x.dtype else SpatialTensor(x.local.to(dtype), x.layout)
