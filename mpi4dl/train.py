@@ -146,10 +146,9 @@ class Run:
 
     def explain(self) -> None:
         """Say what training would take. Nothing is trained."""
-        from mpi4dl.parallel.spatial import NoRule
         from mpi4dl.runtime.dry_run import explain
 
-        with self.comm.together((ValueError, NoRule)):
+        with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
                 print("\n".join(explain(self.config, self.engine, self.num_classes, self.channels)))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")

@@ -62,7 +62,10 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
     yield title(config, engine)
     if engine.plan.num_stages == 1:
         shape = (config.data.batch_size, channels, *config.data.image_size)
-        yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
+        try:
+            yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
+        except spatial.NoRule as problem:
+            raise ValueError(f"--model {config.model.model}: {problem}") from problem
         yield from found.memory()
     else:
         yield from (*found.stages(), *found.images(), *found.memory(), *found.ranks())

@@ -32,7 +32,6 @@ CASES = {
             "one column, flattened": lambda x: F.avg_pool2d(x, (1, x.shape[3])).flatten(2),
             "one row, flattened with the channels": lambda x: x[:, :, 2:3].flatten(1, 2),
             "one window": lambda x: F.unfold(x, x.shape[2:]),
-            "one window of one image": lambda x: F.unfold(x[0], x.shape[2:]),
             "squeeze and excite by a window": lambda x: (
                 x * F.avg_pool2d(x, x.shape[2:]).flatten(1).softmax(1).view(*x.shape[:2], 1, 1)
             ),
