@@ -98,7 +98,6 @@ others = st.sampled_from(
         *((name, {}) for name in OWN),
         ("AdaptiveAvgPool2d", {"output_size": (3, 2)}),
         ("AdaptiveMaxPool2d", {"output_size": 2}),
-        ("InstanceNorm2d", {"num_features": CHANNELS}),
         ("BatchNorm2d", {"num_features": CHANNELS}),
         ("GroupNorm", {"num_groups": 1, "num_channels": CHANNELS}),
         ("ReLU", {}),
@@ -158,7 +157,7 @@ def compare_stack(
 
 
 @settings(
-    max_examples=80,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
