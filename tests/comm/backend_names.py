@@ -5,9 +5,13 @@ COLLECTIVES = """
     reduce_to_roots all_gathers all_gather_uneven gather_and_scatter reduce_scatters all_to_alls messages objects groups
     asynchronous in_pieces threads functional
 """.split()
+API = """
+    methods_of_groups scalars averages_of_integers highest_tags futures ddp_waiting_hooks ddp_builtin_hooks
+    ddp_join_counting_who_is_there events monitored
+""".split()
 TRAINING = """
     ddp ddp_unused_parameters ddp_no_sync ddp_hooks ddp_low_precision_hooks ddp_power_sgd ddp_join ddp_of_a_group
     zero_redundancy_optimizer dtensor tensor_parallel mesh_of_two_axes fsdp2 fsdp2_mixed_precision fsdp2_of_two_axes
     pipelines checkpoint
 """.split()
-SCENARIOS = COLLECTIVES + TRAINING
+SCENARIOS = COLLECTIVES + API + TRAINING

@@ -6,16 +6,23 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
 from mpi4dl.comm import world
-from tests.comm import backend_collectives, backend_training
-from tests.comm.backend_names import COLLECTIVES, SCENARIOS
+from tests.comm import backend_api, backend_collectives, backend_training
+from tests.comm.backend_names import API, COLLECTIVES, SCENARIOS
 
 PATIENCE = datetime.timedelta(seconds=30)
+
+
+def module_of(name: str) -> ModuleType:
+    if name in API:
+        return backend_api
+    return backend_collectives if name in COLLECTIVES else backend_training
 
 
 def main(backend: str, folder: Path, names: list[str]) -> None:
@@ -34,7 +41,7 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
         torch.manual_seed(0)
         begin = time.perf_counter()
         try:
-            results[name] = getattr(backend_collectives if name in COLLECTIVES else backend_training, name)(rank, size)
+            results[name] = getattr(module_of(name), name)(rank, size)
         except Exception:
             results[name] = traceback.format_exc()
             if names:

@@ -57,6 +57,14 @@ if rank == 1:
 else:
     dist.barrier()
     dist.all_reduce(x, group=hurried)
+def different(*calls):
+    group = dist.new_group()
+    told(RuntimeError, lambda: calls[rank](group))
+different(lambda g: dist.all_reduce(torch.ones(5), group=g), lambda g: dist.all_reduce(torch.ones(7), group=g))
+different(lambda g: dist.all_reduce(torch.ones(5), group=g), lambda g: dist.all_reduce(torch.ones(5).int(), group=g))
+different(lambda g: dist.all_reduce(torch.ones(5), least, g), lambda g: dist.all_reduce(torch.ones(5), group=g))
+different(lambda g: dist.broadcast(torch.ones(5), 0, g), lambda g: dist.broadcast(torch.ones(5), 1, g))
+different(lambda g: dist.barrier(g), lambda g: dist.all_gather([torch.ones(1)] * 2, torch.ones(1), g))
 dist.destroy_process_group()
 dist.init_process_group("mpi4dl")
 dist.all_reduce(x)
@@ -80,8 +88,12 @@ EXPECTED = [
     "ValueError: tag is -3, but must be from 0 to",
     "Mismatch: rank 1 receives 20 bytes from rank 0, which sent 12: the tensors must have the same size",
     *["Mismatch: rank 1 receives 8 bytes from rank 0, which sent more: the tensors must have the same size"] * 2,
-    *["TimedOut: all_reduce of MpiGroup(1, rank 1 of 2) was not complete after 0:00:00.300000: rank 0 has not come"]
-    * 2,
+    *["TimedOut: all_reduce of MpiGroup(1, rank 1 of 2) was not complete in the timeout of 0:00:00.300000: rank 0"] * 2,
+    "Mismatch: rank 0 calls all_reduce(SUM) of 5 x torch.float32, but rank 1 calls all_reduce(SUM) of 7 x",
+    "Mismatch: rank 0 calls all_reduce(SUM) of 5 x torch.float32, but rank 1 calls all_reduce(SUM) of 5 x torch.int32",
+    "Mismatch: rank 0 calls all_reduce(MIN) of 5 x torch.float32, but rank 1 calls all_reduce(SUM) of 5 x",
+    "Mismatch: rank 0 calls broadcast(root 0) of 5 x torch.float32, but rank 1 calls broadcast(root 1) of 5 x",
+    "Mismatch: rank 0 calls barrier(), but rank 1 calls all_gather() of torch.float32: all ranks of a group must make",
     "late but right: [4.0, 4.0]",
 ]
 

@@ -7,7 +7,11 @@ DistributedDataParallel, DTensor, `fully_shard`, pipelining and checkpoints then
 import torch.distributed as dist
 
 from mpi4dl.comm.backend.errors import Departed, Mismatch, TimedOut
-from mpi4dl.comm.backend.functional import gather_into_given_tensors, hand_on_monitored_barriers
+from mpi4dl.comm.backend.functional import (
+    gather_into_given_tensors,
+    hand_on_monitored_barriers,
+    keep_what_ddp_waits_for,
+)
 from mpi4dl.comm.backend.group import MpiGroup
 from mpi4dl.comm.backend.named import devices
 from mpi4dl.comm.backend.rendezvous import create_group, meet_through_mpi
@@ -18,3 +22,4 @@ dist.Backend.register_backend("mpi4dl", create_group, extended_api=True, devices
 meet_through_mpi()
 _LIBRARY = gather_into_given_tensors()
 hand_on_monitored_barriers()
+keep_what_ddp_waits_for()

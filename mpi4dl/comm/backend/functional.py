@@ -1,6 +1,7 @@
 """What PyTorch's own functions do not hand on to groups that are written in Python."""
 
 import functools
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -50,3 +51,16 @@ def hand_on_monitored_barriers() -> None:
             ours.monitored_barrier(limit, wait_all_ranks)
 
     dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def keep_what_ddp_waits_for() -> None:
+    """Keep what `Join` gives DDP to wait for in backward: C++ keeps its own part of it, whose `wait` never returns."""
+    of_reducer: Any = dist.Reducer._set_forward_pass_work_handle
+    kept: weakref.WeakKeyDictionary[Any, dist.Work] = weakref.WeakKeyDictionary()
+
+    def set_forward_pass_work_handle(reducer: Any, work: dist.Work, use_static_world_size: bool) -> None:
+        kept[reducer] = work
+        of_reducer(reducer, work, use_static_world_size)
+
+    reducer_class: Any = dist.Reducer
+    reducer_class._set_forward_pass_work_handle = set_forward_pass_work_handle

@@ -4,7 +4,7 @@ C++ (DDP, the functional collectives) finds these methods by the names that they
 may be called.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -313,9 +313,12 @@ class MpiGroup(NamedGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that does not return before all ranks have come, and whose time-out names who has not."""
         self._num_barriers += 1
-        pass_monitored_barrier(
-            self._collectives, self._num_barriers, timeout or self._timeout, wait_all_ranks, lambda: None
-        )
+        limit = timeout or self._timeout
+        pass_monitored_barrier(self._collectives, self._num_barriers, limit, wait_all_ranks, self._check_that_all_live)
+
+    def _check_that_all_live(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._check_that_one_writes("monitored_barrier", [rank])
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> MpiWork:
         with as_event("send", tensors):

@@ -4,11 +4,12 @@
     enveloped    any tag that torch.distributed takes: an envelope with the tag, and the number of the tag under which
                  the message itself comes. Under TORCH_DISTRIBUTED_DEBUG=DETAIL all messages have one, with the shape
 
-The highest tags of MPI are kept for both: [ plain ... | envelopes | messages that have one ]
+The highest tags of MPI are kept for both. Envelopes are read as they come, and lie here until somebody asks for them.
 """
 
 import itertools
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +22,18 @@ if TYPE_CHECKING:
 
     from mpi4dl.comm.backend.wire import Wire
 
-KEPT_TAGS = 1 << 12  # of each kind
+KEPT_TAGS = 1 << 12
 MOST = 2**31 - 1
 ENVELOPE_BYTES = 256
+
+
+class Envelope(NamedTuple):
+    """Who writes, under which tag of the user's, what, and under which tag of MPI's it comes."""
+
+    source: int
+    tag: int
+    content: str
+    comes_under: int
 
 
 class Post:
@@ -32,21 +42,23 @@ class Post:
     def __init__(self, wire: "Wire", in_full: bool) -> None:
         from mpi4py import MPI
 
-        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
         self.wire = wire
-        self.in_full = in_full
-        self.messages_from = highest + 1 - KEPT_TAGS
-        self.envelopes_from = self.messages_from - KEPT_TAGS
+        self._in_full = in_full
+        self._envelopes_under = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
+        self._plain_below = self._envelopes_under - KEPT_TAGS
         self._numbers = itertools.cycle(range(KEPT_TAGS))
+        self._read: list[Envelope] = []
+        self._reading = threading.Lock()
 
     def isend(self, tensor: Tensor, to: int, tag: int) -> Pending:
         check_tag(tag)
         if tensor.numel() == 0 or not self._needs_envelope(tag):
             return self.wire.isend(tensor, to, tag)
-        number = next(self._numbers)
-        envelope = f"{number}\n{self._content(tensor, tag)}".encode().ljust(ENVELOPE_BYTES)
-        message = self.wire.isend(tensor, to, self.messages_from + number)
-        message._requests.append(self.wire.mpi.Isend(envelope, to, self.envelopes_from + tag % KEPT_TAGS))
+        comes_under = self._plain_below + next(self._numbers)
+        page = f"{tag} {comes_under} {self._content(tensor)}".encode().ljust(ENVELOPE_BYTES)
+        envelope = self.wire.mpi.Isend(page[:ENVELOPE_BYTES], to, self._envelopes_under)
+        message = self.wire.isend(tensor, to, comes_under)
+        message._requests.append(envelope)
         return message
 
     def ireceive(self, tensor: Tensor, source: int | None, tag: int) -> Pending:
@@ -55,14 +67,31 @@ class Post:
             return Pending(self.wire.node)
         if not self._needs_envelope(tag):
             return Arrival(self.wire, tensor, source, tag)
-        return EnvelopedArrival(self, tensor, source, tag, self._content(tensor, tag))
+        return EnvelopedArrival(self, tensor, source, tag, self._content(tensor))
 
     def _needs_envelope(self, tag: int) -> bool:
-        return self.in_full or tag >= self.envelopes_from
+        return self._in_full or tag >= self._plain_below
 
-    def _content(self, tensor: Tensor, tag: int) -> str:
-        shape = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if self.in_full else f"{tensor.nbytes} bytes"
-        return f"{shape} with tag {tag}"[: ENVELOPE_BYTES // 2]
+    def _content(self, tensor: Tensor) -> str:
+        text = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if self._in_full else f"{tensor.nbytes} bytes"
+        return text[: ENVELOPE_BYTES // 2]
+
+    def envelope(self, source: int | None, tag: int) -> Envelope | None:
+        """Take the first envelope from this rank, or from any, with this tag, if there is one."""
+        from mpi4py import MPI
+
+        with self._reading:
+            status = MPI.Status()
+            while self.wire.mpi.Iprobe(MPI.ANY_SOURCE, self._envelopes_under, status):
+                page = bytearray(ENVELOPE_BYTES)
+                self.wire.mpi.Recv(page, status.source, self._envelopes_under)
+                its_tag, comes_under, content = page.decode().rstrip().split(" ", 2)
+                self._read.append(Envelope(status.source, int(its_tag), content, int(comes_under)))
+            for found in self._read:
+                if found.tag == tag and source in (None, found.source):
+                    self._read.remove(found)
+                    return found
+        return None
 
 
 def check_tag(tag: int) -> None:
@@ -130,31 +159,23 @@ class EnvelopedArrival(Pending):
     """A message whose envelope says under which tag it comes. `source` None: from any rank, known afterwards."""
 
     def __init__(self, post: Post, tensor: Tensor, source: int | None, tag: int, content: str) -> None:
-        from mpi4py import MPI
-
         super().__init__(post.wire.node)
         self.source = source
-        self._post, self._tensor, self._content = post, tensor, content
-        self._envelope = bytearray(ENVELOPE_BYTES)
-        sender = MPI.ANY_SOURCE if source is None else source
-        self._request = post.wire.mpi.Irecv(self._envelope, sender, post.envelopes_from + tag % KEPT_TAGS)
+        self._post, self._tensor, self._tag, self._content = post, tensor, tag, content
         self._message: Arrival | None = None
 
     def ready(self) -> bool:
-        from mpi4py import MPI
-
         if self._message is None:
-            status = MPI.Status()
-            if not self._request.Test(status):
+            envelope = self._post.envelope(self.source, self._tag)
+            if envelope is None:
                 return False
-            self.source = status.source
-            number, content = self._envelope.decode().rstrip().split("\n")
-            if content != self._content:
+            self.source = envelope.source
+            if envelope.content != self._content:
                 raise Mismatch(
                     f"rank {self._post.wire.rank} receives {self._content} from rank {self.source}, which sent "
-                    f"{content}: what is sent and received must be the same at both ends, in the same order"
+                    f"{envelope.content}: the tensors must be the same at both ends"
                 )
-            self._message = Arrival(self._post.wire, self._tensor, self.source, self._post.messages_from + int(number))
+            self._message = Arrival(self._post.wire, self._tensor, self.source, envelope.comes_under)
         return self._message.ready()
 
     def wait(self) -> None:

@@ -1,6 +1,6 @@
-"""A barrier that says who did not come: rank 0 hears of every other rank, and then lets all go on."""
+"""A barrier that says who did not come, in gloo's words: rank 0 hears of all other ranks, and then lets them go on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 ARRIVAL_TAG, LEAVE_TAG = 32762, 32763
 NUMBER_BYTES = 8
+GONE = 1 << 63  # beside a number: who came has given up since
 
 
-class Numbered(Pending):
-    """A number from each of some ranks, of which lower ones are left from barriers that this rank gave up."""
+class Numbers(Pending):
+    """A number from each of some ranks: any that was not taken back, or `expected`, beside which old ones may come."""
 
-    def __init__(self, wire: "Wire", sources: Sequence[int], tag: int, number: int) -> None:
+    def __init__(self, wire: "Wire", sources: Sequence[int], tag: int, expected: int | None = None) -> None:
         super().__init__(wire.node)
-        self._wire, self._tag, self._number = wire, tag, number
+        self._wire, self._tag, self._expected = wire, tag, expected
+        self.heard: dict[int, int] = {}
         self.open: dict[int, tuple[MPI.Request, bytearray]] = {source: self._next(source) for source in sources}
 
     def _next(self, source: int) -> "tuple[MPI.Request, bytearray]":
@@ -30,11 +32,15 @@ class Numbered(Pending):
 
     def ready(self) -> bool:
         for source, (request, page) in list(self.open.items()):
-            if request.Test():
-                if int.from_bytes(page, "little") >= self._number:
-                    del self.open[source]
-                else:
-                    self.open[source] = self._next(source)
+            if not request.Test():
+                continue
+            number = int.from_bytes(page, "little")
+            wanted = number == self._expected if self._expected is not None else number < GONE
+            if wanted and not self._wire.mpi.Iprobe(source, self._tag):
+                self.heard[source] = number
+                del self.open[source]
+            else:
+                self.open[source] = self._next(source)
         return not self.open
 
     def give_up(self) -> None:
@@ -44,34 +50,42 @@ class Numbered(Pending):
 
 
 def pass_monitored_barrier(
-    wire: "Wire", number: int, timeout: timedelta, all_ranks: bool, alarm: Callable[[], None]
+    wire: "Wire", number: int, timeout: timedelta, all_ranks: bool, alarm: Callable[[Iterable[int]], None]
 ) -> None:
-    """Return when all ranks have come to barrier `number`.
+    """Return when all ranks have come to a barrier. `number` is this rank's own: another one each time.
+
+    `alarm` is called now and then with the ranks that are waited for.
 
     Raises:
         TimedOut: on rank 0, some rank did not come within `timeout`, with the lowest such, or with `all_ranks` all of
             them; on others, rank 0 did not let them go on.
     """
-    others, seconds = range(1, wire.size), timeout.total_seconds()
-    page = number.to_bytes(NUMBER_BYTES, "little")
-    waiting = Numbered(wire, others if wire.rank == 0 else [0], ARRIVAL_TAG if wire.rank == 0 else LEAVE_TAG, number)
+    others = list(range(1, wire.size))
+
+    def tell(rank: int, what: int, tag: int) -> "MPI.Request":
+        return wire.mpi.Isend(what.to_bytes(NUMBER_BYTES, "little"), rank, tag)
 
     def complaint() -> str:
         missing = sorted(waiting.open)
         if wire.rank:
             return (
-                f"rank {wire.rank} came to monitored_barrier, but was not let on by rank 0 within {timeout}: see the "
-                "message of rank 0 for who did not come"
+                f"Rank {wire.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0 for {timeout}: the message of rank 0 says who did not come"
             )
-        who = f"ranks {', '.join(map(str, missing))}" if all_ranks and len(missing) > 1 else f"rank {missing[0]}"
-        return f"{who} did not come to monitored_barrier within {timeout}"
+        who = f"Ranks {', '.join(map(str, missing))}" if all_ranks and len(missing) > 1 else f"Rank {missing[0]}"
+        return f"{who} failed to pass monitoredBarrier within {timeout}"
 
-    told = [wire.mpi.Isend(page, 0, ARRIVAL_TAG)] if wire.rank else []
+    if wire.rank == 0:
+        waiting = Numbers(wire, others, ARRIVAL_TAG)
+    else:
+        waiting = Numbers(wire, [0], LEAVE_TAG, number)
+        tell(0, number, ARRIVAL_TAG)
     try:
-        wait_until_ready(waiting, wire.node, seconds, complaint, alarm)
+        wait_until_ready(waiting, wire.node, timeout.total_seconds(), complaint, lambda: alarm(waiting.open))
     except BaseException:
         waiting.give_up()
+        if wire.rank:
+            tell(0, number + GONE, ARRIVAL_TAG)
         raise
     if wire.rank == 0:
-        told = [wire.mpi.Isend(page, rank, LEAVE_TAG) for rank in others]
-    wire.node.wait(told)
+        wire.node.wait([tell(rank, waiting.heard[rank], LEAVE_TAG) for rank in others])

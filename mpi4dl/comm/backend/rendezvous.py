@@ -4,7 +4,7 @@ import os
 import socket
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -13,13 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-from mpi4dl.comm.backend.departure import departures
+from mpi4dl.comm.backend.departure import Departures, departures
+from mpi4dl.comm.backend.errors import Departed
 from mpi4dl.comm.backend.group import Members, MpiGroup
-from mpi4dl.comm.backend.wire import Wire
+from mpi4dl.comm.backend.patience import wait_until_ready
+from mpi4dl.comm.backend.wire import Joined, Wire
 from mpi4dl.comm.communicator import Communicator, world
+from mpi4dl.comm.pending import Pending
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-MAX_TAG = 32767  # every MPI has as many
+FIRST_TAG, NUM_TAGS = 16, 32752  # every MPI has as many; those below are the guard's
+LOCAL = "127.0.0.1"
 STORE_PATIENCE = timedelta(seconds=20)
 Meeting = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 
@@ -74,38 +78,78 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
         raise ValueError(contradiction)  # the ranks of a group are counted in the default group, whatever made that
     base: Any = comm.mpi
     group = base.Get_group().Incl(list(ranks))
+    known = departures()
     # Ranks may create several groups in orders of their own: the tag keeps these apart.
-    tag = zlib.crc32(",".join(map(str, ranks)).encode()) % MAX_TAG
+    tag = FIRST_TAG + zlib.crc32(",".join(map(str, ranks)).encode()) % NUM_TAGS
+    _await_all(comm, ranks, tag, known, max(options.timeout, dist.default_pg_timeout))
     collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
     group.Free()
-    known = departures()
     known.join(ranks)
     return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
+
+
+def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Departures, limit: timedelta) -> None:
+    """Return when all come to create their group, which MPI itself would wait for without an end.
+
+    Raises:
+        TimedOut: some did not come in time.
+        Departed: some have left.
+    """
+    assert comm.meeting is not None
+    others = [rank for rank in ranks if rank != comm.rank]
+    here = Pending(comm.node, [comm.meeting.Isend(b"", rank, tag) for rank in others])
+    arriving = {rank: Pending(comm.node, [comm.meeting.Irecv(bytearray(), rank, tag)]) for rank in others}
+
+    def missing() -> list[int]:
+        return [rank for rank in others if not arriving[rank].ready()]
+
+    def alarm() -> None:
+        if absent := [rank for rank in missing() if known.will_not_write([rank])]:
+            raise Departed(f"the group of ranks {list(ranks)} cannot be created: ranks {absent} have left")
+
+    def complaint() -> str:
+        return f"the group of ranks {list(ranks)} was not created in {limit}: ranks {missing()} have not come to it"
+
+    wait_until_ready(Joined(comm.node, [here, *arriving.values()]), comm.node, limit.total_seconds(), complaint, alarm)
 
 
 def shared_store(comm: Communicator) -> dist.Store:
     """Keys and values that all ranks share, kept by rank 0, which tells the others through MPI where.
 
     Our groups do not need it, but groups of other backends and `new_group(use_local_synchronization=True)` do. So
-    where the ranks cannot reach rank 0 by TCP, nothing else is lost: every rank then has a store of its own.
+    where the ranks cannot reach rank 0 by TCP, nothing else is lost: every rank then has a store of its own. It asks
+    nobody who he is: so rank 0 listens where the other ranks are, on this machine alone or on the way to theirs.
     """
-    host = socket.gethostname() if comm.node.local_size < comm.size else "127.0.0.1"
+    hosts = comm.all_gather_object(socket.gethostname())
     store: dist.Store | None = None
-    port = 0
+    address, port, error = "", 0, ""
     if comm.rank == 0:
-        store = server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = server.port
-    host, port = comm.broadcast_object((host, port))
-    error = ""
-    if store is None:
         try:
-            store = dist.TCPStore(host, port, timeout=STORE_PATIENCE)
+            address = LOCAL if comm.node.local_size == comm.size else _address_towards(set(hosts) - {hosts[0]})
+            with socket.create_server((address, 0), backlog=comm.size) as listener:
+                port = listener.getsockname()[1]
+                options: Any = {"master_listen_fd": os.dup(listener.fileno())}
+                store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, **options)
+        except (OSError, RuntimeError) as problem:
+            error = str(problem)
+    address, port = comm.broadcast_object((address, port))
+    if comm.rank and port:
+        try:
+            store = dist.TCPStore(address, port, timeout=STORE_PATIENCE)
         except RuntimeError as problem:
             error = str(problem)
     errors = [error for error in comm.all_gather_object(error) if error]
     if store is None or errors:
         warnings.warn(
-            f"only groups of the backend mpi4dl will work: ranks cannot reach {host}:{port} ({errors[0]})", stacklevel=2
+            f"only groups of the backend mpi4dl will work: ranks cannot reach {address}:{port} ({errors[0]})",
+            stacklevel=2,
         )
         return dist.HashStore()
     return store
+
+
+def _address_towards(hosts: Iterable[str]) -> str:
+    """The address under which other machines reach this one. No message is sent to find out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((min(hosts), 9))
+        return probe.getsockname()[0]

@@ -57,8 +57,8 @@ class Options(NamedTuple):
         return options
 
     def _with(self, op: Any) -> "Options":
-        op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-        name = op.op.name.lower()
+        kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
+        name = kind.name.lower()
         return self._replace(op=name, factor=op.factor if name == "premul_sum" else 1)
 
     def _from_object(self, options: Any) -> "Options":

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from mpi4dl.comm.backend.agreement import Agreement
-from mpi4dl.comm.backend.errors import TimedOut
+from mpi4dl.comm.backend.errors import Mismatch, TimedOut
 from mpi4dl.comm.backend.messages import Arrival, EnvelopedArrival
 from mpi4dl.comm.backend.patience import wait_until_ready
 from mpi4dl.comm.backend.profiling import as_event
@@ -102,8 +102,8 @@ class MpiWork(dist.Work):
         silent = self._pending.silent if isinstance(self._pending, Agreement) else []
         who = f"rank {silent[0]}" if silent else "some rank of its group"
         return (
-            f"{self._name} of {self._group!r} was not complete after {limit}: {who} has not come to it. Pass "
-            "timeout=datetime.timedelta(...) to init_process_group or new_group if that is no fault"
+            f"{self._name} of {self._group!r} was not complete in the timeout of {limit}: {who} has not come to it. "
+            "Pass timeout=datetime.timedelta(...) to init_process_group or new_group if that is no fault"
         )
 
     def poke(self) -> bool:
@@ -112,7 +112,7 @@ class MpiWork(dist.Work):
             return False
         try:
             if self._error is not None:
-                return self._told
+                return self._told and not isinstance(self._error, Mismatch)  # whose data may still be on their way
             return self._done or (self._pending.ready() and self._future is None and self.wait())
         except Exception as error:
             self._error = error
@@ -149,7 +149,7 @@ class MpiWork(dist.Work):
     def get_future(self) -> Any:
         if self._future is not None:
             return self._future
-        if _ddp_asks(sys._getframe(0).f_back) and not self._is_compressed():
+        if not self.is_completed() and _ddp_asks(sys._getframe(0).f_back) and not self._is_compressed():
             self._future = torch.futures.Future(devices=self._devices())
             Variable._execution_engine.queue_callback(self.synchronize)
         else:

@@ -1,0 +1,63 @@
+"""How a job over torch.distributed ends when its ranks do not end together: at once, with a message, and never well."""
+
+import pytest
+
+from tests.pool.job import Finished, mpirun
+
+PROGRAM = """
+import os, sys, datetime, torch, torch.distributed as dist, mpi4dl.comm.backend
+dist.init_process_group("mpi4dl", timeout=datetime.timedelta(hours=2))
+rank, x = dist.get_rank(), torch.ones(2)
+dist.all_reduce(x)
+{body}
+print(f"rank {{rank}} ends well", flush=True)
+"""
+HANG_SECONDS = 600.0
+
+
+def run(body: str) -> Finished:
+    return mpirun(2, "-c", PROGRAM.format(body=body), timeout=HANG_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("leave", "call"),
+    [
+        ("os._exit(0)", "dist.all_reduce(x)"),
+        pytest.param("sys.exit(0)", "dist.recv(x, 1)", marks=pytest.mark.exhaustive),
+        pytest.param("raise SystemExit", "dist.all_gather([x, x], x)", marks=pytest.mark.exhaustive),
+        pytest.param("raise SystemExit(3)", "dist.recv(x)", marks=pytest.mark.exhaustive),
+        pytest.param("dist.destroy_process_group(); sys.exit()", "dist.barrier()", marks=pytest.mark.exhaustive),
+        pytest.param("sys.exit()", "dist.new_group()", marks=pytest.mark.exhaustive),
+        pytest.param("sys.exit()", "dist.monitored_barrier()", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_who_waits_for_a_rank_that_has_left_learns_it_and_the_job_fails(leave: str, call: str) -> None:
+    done = run(f"if rank == 1:\n    {leave}\n{call}")
+    assert done.code != 0
+    assert "Departed: " in done.stderr
+    assert "left" in done.stderr
+    assert "ends well" not in done.stdout
+
+
+def test_what_a_rank_has_sent_before_it_leaves_still_arrives() -> None:
+    """Also large messages, and sums that it has begun; and a call that was given up is not waited for again."""
+    body = """
+late = dist.new_group(timeout=datetime.timedelta(seconds=0.1))
+big = torch.full((3_000_000,), float(rank))
+if rank == 1:
+    dist.isend(big, 0)
+    dist.all_reduce(x, async_op=True)
+    os._exit(0)
+try:
+    dist.all_reduce(torch.ones(1), group=late)
+except RuntimeError as error:
+    assert isinstance(error, TimeoutError | ConnectionError)
+    late.set_timeout(datetime.timedelta(hours=2))
+dist.recv(big, 1)
+dist.all_reduce(x)
+print(big.mean().item(), x.tolist())
+dist.destroy_process_group()
+"""
+    done = run(body)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["1.0 [4.0, 4.0]", "rank 0 ends well"]
