@@ -16,7 +16,7 @@ from mpi4dl.comm import world
 from tests.comm import backend_api, backend_collectives, backend_training
 from tests.comm.backend_names import API, COLLECTIVES, SCENARIOS
 
-PATIENCE = datetime.timedelta(seconds=30)
+PATIENCE = datetime.timedelta(minutes=10)
 
 
 def module_of(name: str) -> ModuleType:

@@ -313,7 +313,7 @@ class MpiGroup(NamedGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that does not return before all ranks have come, and whose time-out names who has not."""
         self._num_barriers += 1
-        limit = timeout or self._timeout
+        limit = self._timeout if timeout is None else timeout
         pass_monitored_barrier(self._collectives, self._num_barriers, limit, wait_all_ranks, self._check_that_all_live)
 
     def _check_that_all_live(self, ranks: Iterable[int]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mpi4dl.comm.backend.errors import TimedOut
 from mpi4dl.comm.backend.patience import wait_until_ready
 from mpi4dl.comm.pending import Pending
 
@@ -60,6 +61,8 @@ def pass_monitored_barrier(
         TimedOut: on rank 0, some rank did not come within `timeout`, with the lowest such, or with `all_ranks` all of
             them; on others, rank 0 did not let them go on.
     """
+    if wire.rank == 0 and timeout <= timedelta(0):
+        raise TimedOut(f"Rank 0 timed out in monitoredBarrier after {timeout}: pass a time in which others can come")
     others = list(range(1, wire.size))
 
     def tell(rank: int, what: int, tag: int) -> "MPI.Request":
