@@ -83,6 +83,19 @@ def averages_of_integers(rank: int, size: int) -> list[Tensor]:
     return results
 
 
+def sparse_sums(rank: int, size: int) -> list[Tensor]:
+    """Of other numbers of entries on each rank, some of them at the same places; and of an embedding's gradient."""
+    places = torch.tensor([[(rank + i) % 5, i % 3] for i in range(rank + 2)]).t()
+    x = torch.sparse_coo_tensor(places, values(rank, rank + 2), (5, 3))
+    dist.all_reduce(x)
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Embedding(7, 4, sparse=True))
+    model(torch.tensor([rank, 3, 3])).square().sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return [x.to_dense(), gradient.to_dense()]
+
+
 def highest_tags(rank: int, size: int) -> list[Any]:
     """Tags beyond what MPI has, whose messages overtake each other, and one from any rank."""
     highest = 2**31 - 1

@@ -6,7 +6,7 @@ COLLECTIVES = """
     asynchronous in_pieces threads functional
 """.split()
 API = """
-    methods_of_groups scalars averages_of_integers highest_tags futures ddp_waiting_hooks ddp_builtin_hooks
+    methods_of_groups scalars averages_of_integers sparse_sums highest_tags futures ddp_waiting_hooks ddp_builtin_hooks
     ddp_join_counting_who_is_there events monitored
 """.split()
 TRAINING = """

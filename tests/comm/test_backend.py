@@ -30,7 +30,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def run(backend: str, folder: Path, size: int) -> list[dict[str, Any]]:
-    done = mpirun(size, "-m", "tests.comm.backend_programs", backend, str(folder), timeout=600.0)
+    done = mpirun(size, "-m", "tests.comm.backend_programs", backend, str(folder))
     # Gloo's own threads now and then abort a process that ends, which has stored all by then.
     assert done.code == 0 or backend == "gloo", done.stderr
     return [torch.load(folder / f"{backend}-{rank}-of-{size}.pt", weights_only=False) for rank in range(size)]

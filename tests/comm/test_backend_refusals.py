@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.job import Finished, mpirun
+from tests.pool.job import PATIENCE_SECONDS, Finished, mpirun
 from tests.pool.zygote import ROOT, python
 
-HANG_SECONDS = 600.0
 START = "import torch, torch.distributed as dist, mpi4dl.comm.backend\n"
 
 REFUSALS = """
@@ -101,7 +100,7 @@ EXPECTED = [
 
 @pytest.fixture(scope="module")
 def refusals() -> Finished:
-    done = mpirun(2, "-c", START + REFUSALS, timeout=HANG_SECONDS)
+    done = mpirun(2, "-c", START + REFUSALS)
     assert done.code == 0, done.stderr
     return done
 
@@ -124,7 +123,7 @@ def test_a_world_that_mpi_does_not_know_is_refused_by_all_ranks_with_one_message
 
 def test_an_error_of_one_rank_ends_the_job_and_is_seen() -> None:
     program = 'dist.init_process_group("mpi4dl")\nif dist.get_rank() == 1: raise KeyError("tile 7")\ndist.barrier()'
-    done = mpirun(2, "-c", START + program, timeout=HANG_SECONDS)
+    done = mpirun(2, "-c", START + program)
     assert done.code != 0
     assert "[rank 1 of 2] Traceback" in done.stderr
     assert "KeyError: 'tile 7'" in done.stderr
@@ -132,7 +131,9 @@ def test_an_error_of_one_rank_ends_the_job_and_is_seen() -> None:
 
 def run_alone(program: str) -> str:
     command = [python(), "-c", START + program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT, check=True
+    ).stdout
 
 
 def test_importing_it_starts_no_mpi() -> None:
@@ -166,6 +167,6 @@ except ValueError as error:
     if comm.rank == 0:
         print(error)
 """
-    done = mpirun(2, "-c", START + program, timeout=HANG_SECONDS)
+    done = mpirun(2, "-c", START + program)
     assert done.code == 0, done.stderr
     assert done.stdout.startswith("init_process_group was told that this is rank 1 of 2, but MPI started it as rank 0")

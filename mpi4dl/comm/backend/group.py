@@ -21,6 +21,7 @@ from mpi4dl.comm.backend.named import NamedGroup
 from mpi4dl.comm.backend.operands import all_plain, even_parts, flat, one_each, plain, rows
 from mpi4dl.comm.backend.profiling import as_event
 from mpi4dl.comm.backend.signatures import Options, called_as
+from mpi4dl.comm.backend.sparse import is_sparse, sum_sparse
 from mpi4dl.comm.backend.wire import Joined, Wire
 from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.pending import Pending
@@ -146,15 +147,19 @@ class MpiGroup(NamedGroup):
 
     @called_as("tensors")
     def allreduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
-        return self._reduce("all_reduce", tensors, options, None)
+        for x in filter(is_sparse, tensors):
+            sum_sparse(self, x, options.op)
+        return self._reduce("all_reduce", [x for x in tensors if not is_sparse(x)], options, None, tensors)
 
     allreduce_coalesced = allreduce
 
     @called_as("tensors")
     def reduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
-        return self._reduce("reduce", tensors, options, options.root)
+        return self._reduce("reduce", tensors, options, options.root, tensors)
 
-    def _reduce(self, name: str, tensors: list[Tensor], options: Options, root: int | None) -> MpiWork:
+    def _reduce(
+        self, name: str, tensors: list[Tensor], options: Options, root: int | None, results: list[Tensor]
+    ) -> MpiWork:
         operands = all_plain(tensors)
         for x in operands:
             self._collectives.check_reduction(options.op, x.dtype)
@@ -163,7 +168,7 @@ class MpiGroup(NamedGroup):
             operands,
             lambda: [self._collectives.ireduce(x, options.op, root, options.factor) for x in operands],
             options,
-            tensors,
+            results,
             options.op.upper() if root is None else f"{options.op.upper()}, root {root}",
         )
 
