@@ -4,6 +4,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl.comm import guard
+
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
@@ -18,10 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
 
-    from mpi4dl.comm import guard, world
-
-    comm = world()
-    guard.run(comm, lambda: examine(comm, options.gpu_wire))
+    guard.run(lambda comm: examine(comm, options.gpu_wire))
 
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:

@@ -11,7 +11,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl.runtime.config import Config, ConfigError, parse, shared_options, to_toml
+from mpi4dl.comm import guard
+
+if __name__ == "__main__":
+    guard.arm()  # before anything else that may fail on one rank alone
+
+from mpi4dl.runtime.config import Config, ConfigError, hang_timeout, parse, shared_options, to_toml
+from mpi4dl.runtime.memory import within_memory
 from mpi4dl.runtime.stopping import die_by_ctrl_c
 from mpi4dl.runtime.wording import counted
 
@@ -34,11 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in arguments or "--help" in arguments:
         parse(["--help"])
     die_by_ctrl_c()
-    from mpi4dl.comm import guard, world
-    from mpi4dl.runtime.memory import within_memory
-
-    comm = world()
-    guard.run(comm, lambda: within_memory(lambda: train(comm, arguments), comm.rank))
+    guard.run(lambda comm: within_memory(lambda: train(comm, arguments), comm.rank), hang_timeout(arguments))
 
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
@@ -60,7 +62,6 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
 
     import torch
 
-    from mpi4dl.comm.guard import Watchdog
     from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
     from mpi4dl.runtime import build
@@ -72,7 +73,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     comm.node.share_cores()
     torch.manual_seed(config.training.seed)
     keep_freed_memory()
-    watchdog = Watchdog(config.parallel.hang_timeout)
+    watchdog = guard.Watchdog(config.parallel.hang_timeout)
     with comm.together():
         device = comm.node.device(config.parallel.device)
     if device.type == "cuda":

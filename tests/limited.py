@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import guard, world
+from mpi4dl.comm import Communicator, guard
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 
@@ -43,8 +43,7 @@ def data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def main() -> None:
-    comm = world()
+def main(comm: Communicator) -> None:
     torch.set_num_threads(1)
     limit = data_bytes() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -61,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    guard.run(world(), main)
+    guard.run(main)

@@ -12,7 +12,9 @@ from torch import Tensor
 from mpi4dl.comm import gpu, guard, ordering, scattering
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.refusal import Refusal
 from mpi4dl.comm.scattering import LOW_PRECISION
+from mpi4dl.comm.sentry import sentry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,17 +24,16 @@ MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fa
 ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
 
 
-class Refusal(ValueError):
-    """What was asked for cannot be done. It is raised by all ranks together, with the same message."""
-
-
 @cache
 def world() -> "Communicator":
     """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job."""
+    meeting = guard.start()
     from mpi4py import MPI
 
-    comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD), meeting=MPI.COMM_WORLD.Dup())
-    guard.install(comm)
+    waits = sentry().waits
+    with waits:
+        comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD))
+    comm.node.waits, comm.farewells = waits, meeting.farewells
     return comm
 
 
@@ -43,9 +44,8 @@ class Communicator:
     synchronises the stream. Meta tensors are accepted everywhere and move nothing.
     """
 
-    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None, meeting: "MPI.Comm | None" = None) -> None:
+    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None) -> None:
         self.mpi = mpi
-        self.meeting = meeting  # of the same ranks, for the guard alone: what it sends meets nothing else
         self.node = node
         self.rank = mpi.rank
         self.size = mpi.size

@@ -1,194 +1,206 @@
-"""No hang, ever: a rank that fails, or waits too long, ends the whole job with one readable message.
+"""No hang, ever: a rank that fails, leaves early, or waits too long, ends the whole job with one readable message.
 
-MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys.exit(3)`.
+MPI itself goes on waiting when a rank leaves with an uncaught exception or `sys.exit(3)`. So a guard stands at each way
+out of Python: uncaught exceptions, `SystemExit`, `os._exit`, and the end of the program. Where one process runs alone,
+or a user at a prompt, there is nobody to save from waiting, and Python does as ever.
 """
 
 import atexit
-import ctypes
 import errno
-import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpi4dl.comm.ending import FAILURE, end_job, end_within, exit_now, flush, leave, output_is_lost, say
+from mpi4dl.comm.meeting import Meeting, meeting, met, mpi_is_over
+from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm.sentry import Watchdog, sentry
 
 if TYPE_CHECKING:
     from mpi4dl.comm.communicator import Communicator
 
+__all__ = ["Watchdog", "arm", "run", "start"]
+
 USER_ERROR = 2
-FAILURE = 1
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells count Ctrl-C and a reader that has gone
+START_SECONDS = 600.0  # at least, for all ranks to have imported what starts MPI
 MEETING_SECONDS = 2.0
-TURN_SECONDS = 0.25
-LAST_TURN_SECONDS = 1.0
-LEAVING_SECONDS = 15.0  # at the most: on a busy machine, libraries take seconds to unload
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-SPEAKING = 1  # the tag of "I say what went wrong"
 
 
-def install(comm: "Communicator") -> None:
-    """Make an uncaught exception in any thread, and a `sys.exit` with a code other than 0, end all ranks of the job.
+class Leaving(SystemExit):
+    """What `sys.exit` raises in the main thread: it ends all ranks if Python ends by it, and nobody catches it.
 
-    Python calls nothing of ours for a bare `raise SystemExit(3)`: only `run` sees that.
+    Python asks for the code without any frame of Python around only then.
     """
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        fail(comm, error.with_traceback(trace))
-
-    def on_thread_exception(hook: threading.ExceptHookArgs) -> None:
-        if hook.exc_value is not None and hook.exc_type is not SystemExit:
-            fail(comm, hook.exc_value)
-
-    codes: list[Any] = []
-    leave = sys.exit
-
-    def remember_and_exit(status: Any = None) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            codes[:] = [status]
-        leave(status)
-
-    def on_exit() -> None:
-        if codes and codes[0] not in (None, 0) and comm.size > 1:
-            leave_early(comm, codes[0] if isinstance(codes[0], int) else FAILURE)
-        for farewell in comm.farewells:
-            farewell()
-
-    sys.excepthook = on_exception
-    threading.excepthook = on_thread_exception
-    sys.exit = remember_and_exit
-    atexit.register(on_exit)
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "code" and value not in (None, 0) and sys._getframe().f_back is None and _others_may_wait():
+            _leave_early(value, f"sys.exit({value})")
+        return value
 
 
-def fail(comm: "Communicator", error: BaseException) -> NoReturn:
-    """Say what went wrong, once for the whole job, and end all ranks."""
-    from mpi4dl.comm.communicator import Refusal
+@dataclass(frozen=True)
+class Python:
+    """What Python does at its ways out without a guard, in the process that the guard is of: no child that it forks."""
 
-    if isinstance(error, KeyboardInterrupt):
-        os._exit(130)
-    if isinstance(error, Refusal):
-        refuse(comm, error)
-    if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        refuse(comm, f"rank {comm.rank} cannot write: {error.strerror}: {error.filename or 'a file of this job'}")
-    _wait_for_turn(comm)
-    text = "".join(traceback.format_exception(error))
-    who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
-    _say(f"{who}{text}", end="")
-    _end_job(comm, FAILURE)
+    process: int
+    show: Callable[..., Any]
+    show_of_thread: Callable[..., Any]
+    exit: Callable[..., NoReturn]
 
 
-def refuse(comm: "Communicator", error: BaseException | str) -> NoReturn:
-    """End all ranks with the message alone and exit code 2: all came here together, or those of one stage did."""
-    together = _meet(comm)
-    if not together:
-        _wait_for_turn(comm)
-    if comm.rank == 0 or not together:
-        _say(f"mpi4dl: {error}")
-    if not together:
-        _end_job(comm, USER_ERROR)
-    _leave(USER_ERROR)
+@cache
+def arm() -> Python:
+    """Stand at the ways out of this process, from the first call on."""
+    before = Python(os.getpid(), sys.excepthook, threading.excepthook, sys.exit)
+    sys.excepthook, threading.excepthook, sys.exit, os._exit = _on_exception, _on_thread_exception, _exit, _exit_at_once
+    atexit.register(_on_end, before.process)
+    return before
 
 
-def _meet(comm: "Communicator") -> bool:
-    """Whether all ranks come here within a moment."""
-    if comm.meeting is None:
-        return False
-    arrival, deadline = comm.meeting.Ibarrier(), time.monotonic() + MEETING_SECONDS
-    while not arrival.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
+def _in_charge() -> bool:
+    """Whether this is the process, and at no prompt, whose end is the guard's."""
+    at_a_prompt = sys.flags.interactive or sys.flags.inspect or hasattr(sys, "ps1")
+    return os.getpid() == arm().process and not at_a_prompt
 
 
-def leave_early(comm: "Communicator", status: Any) -> NoReturn:
-    """End all ranks because this one called `sys.exit(status)`, which is a code or a message."""
-    _wait_for_turn(comm)
-    who = f"[rank {comm.rank} of {comm.size}] " if comm.size > 1 else ""
-    _say(f"{who}{f'ended by sys.exit({status})' if isinstance(status, int) else status}")
-    _end_job(comm, status if isinstance(status, int) else FAILURE)
+def _others_may_wait() -> bool:
+    """Whether this process must not end without the others. Before MPI has started, nobody knows: it may be."""
+    opened = met()
+    return _in_charge() and not (mpi_is_over() if opened is None else opened.size == 1)
 
 
-def run(comm: "Communicator", main: Callable[[], None]) -> None:
-    """Run a command: `main` ends the job cleanly however it ends."""
+def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _others_may_wait() or (_in_charge() and isinstance(error, KeyboardInterrupt)):
+        fail(error.with_traceback(trace))
+    arm().show(kind, error, trace)
+
+
+def _on_thread_exception(hook: threading.ExceptHookArgs) -> None:
+    if _others_may_wait() and hook.exc_value is not None and not issubclass(hook.exc_type, SystemExit):
+        fail(hook.exc_value)
+    arm().show_of_thread(hook)
+
+
+def _exit(status: Any = None) -> NoReturn:
+    if threading.current_thread() is threading.main_thread():
+        raise Leaving(status)
+    arm().exit(status)
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    if _others_may_wait():
+        opened = met()
+        if status == 0 and opened is not None and opened.gathers(MEETING_SECONDS):
+            leave(0)
+        _leave_early(status or FAILURE, f"os._exit({status})")
+    exit_now(status)
+
+
+def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None:
+    """Wait for all other ranks to end too, as MPI would, but so that it shows if they never can."""
+    opened = met()
+    if opened is None or os.getpid() != process:
+        return
+    watchdog, watchman = Watchdog(patience), sentry()
+    for farewell in opened.farewells:
+        farewell()
+    watchman.ended = True
+    opened.gathers()
+    watchman.rest()
+    if finalize:
+        opened.close()
+        watchdog.stop()
+        end_within(patience)
+
+
+def start() -> Meeting:
+    """Start MPI, guarded, without torch. Collective in the first call."""
+    arm()
+    opened = meeting()
+    sentry()
+    return opened
+
+
+def run(main: Callable[["Communicator"], None], patience: float = START_SECONDS) -> None:
+    """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main(world())` ends.
+
+    `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever.
+    """
+    atexit.register(_on_end, arm().process, patience, finalize=True)
+    watchdog = Watchdog(patience and max(patience, START_SECONDS))
     try:
-        main()
+        if sys.stdout is None:
+            raise Refusal("standard output is closed: where nobody reads it, start with > /dev/null")
+        start()
+        from mpi4dl.comm.communicator import world
+
+        main(world())
+        lost = flush()
+        if lost is not None:
+            raise lost
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            leave_early(comm, stop.code)
+        if (stop.code not in (None, 0) and _others_may_wait()) or met() is None:
+            _leave_early(stop.code, f"sys.exit({stop.code})")
         raise
     except BaseException as error:
-        fail(comm, error)
+        fail(error)
+    finally:
+        watchdog.stop()
 
 
-def _say(text: str, end: str = "\n") -> None:
-    """Print the last words of this rank to the true stderr.
-
-    torch.distributed wraps `sys.excepthook`, and keeps what it prints until it returns: ours ends the job instead.
-    """
-    print(text, end=end, file=sys.__stderr__ or sys.stderr, flush=True)
-
-
-def _leave(code: int) -> NoReturn:
-    """Leave together: MPI shuts down, then the process ends at once, whatever threads of Python still run.
-
-    MPICH signs off from its launcher in an exit handler of C, which `os._exit` would skip: the launcher would take
-    the first rank to end for a crash, kill the others, and report that.
-    """
-    from mpi4py import MPI
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    MPI.Finalize()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, LEAVING_SECONDS)
-    ctypes.PyDLL(None).exit(code)
-    os._exit(code)
+def fail(error: BaseException) -> NoReturn:
+    """Say what went wrong, once for the whole job, and end all ranks."""
+    opened = met()
+    rank, who = (0, "") if opened is None else (opened.rank, opened.name())
+    if isinstance(error, KeyboardInterrupt):
+        exit_now(INTERRUPTED)
+    if isinstance(error, Refusal):
+        refuse(str(error))
+    if isinstance(error, OSError) and error.filename is None and output_is_lost():
+        if isinstance(error, BrokenPipeError):
+            end_job(BROKEN_PIPE)
+        refuse(f"rank {rank} cannot write to standard output: {error.strerror}")
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        refuse(f"rank {rank} cannot write: {error.strerror}: {error.filename or 'a file of this job'}")
+    _wait_for_turn()
+    say(f"{who}{''.join(traceback.format_exception(error))}")
+    end_job(FAILURE)
 
 
-def _wait_for_turn(comm: "Communicator") -> None:
-    """Where all ranks fail alike, one speaks: it tells the others, who leave the rest to it."""
-    if comm.meeting is None or comm.size == 1:
-        return
-    from mpi4py import MPI
-
-    deadline = time.monotonic() + min(TURN_SECONDS * min(comm.rank, 1) + 0.05 * comm.rank, LAST_TURN_SECONDS)
-    while True:
-        if comm.meeting.Iprobe(tag=SPEAKING):
-            time.sleep(MEETING_SECONDS)
-            os._exit(FAILURE)
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.005)
-    for other in range(comm.size):
-        if other != comm.rank:
-            comm.meeting.Isend([b"", MPI.BYTE], other, SPEAKING)
+def refuse(message: str) -> NoReturn:
+    """End all ranks with the message alone and exit code 2: all came here together, or those of one stage did."""
+    opened = met()
+    together = opened is not None and opened.gathers(MEETING_SECONDS)
+    if not together:
+        _wait_for_turn()
+    if opened is None or opened.rank == 0 or not together:
+        say(f"mpi4dl: {message}")
+    if together:
+        leave(USER_ERROR)
+    end_job(USER_ERROR)
 
 
-def _end_job(comm: "Communicator", code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if comm.size > 1:
-        comm.mpi.Abort(code)
-    os._exit(code)
+def _leave_early(code: Any, how: str) -> NoReturn:
+    """End all ranks because this one leaves by `how`, with a code or a message."""
+    opened = met()
+    _wait_for_turn()
+    say(f"{'' if opened is None else opened.name()}{f'ended by {how}' if isinstance(code, int) else code}")
+    end_job(code if isinstance(code, int) else FAILURE)
 
 
-class Watchdog:
-    """Ends the job, showing where every thread of this rank stands, if `feed` is not called for `seconds`.
-
-    It works while the rank is blocked inside MPI. 0 seconds: never.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.feed()
-
-    def feed(self) -> None:
-        if self.seconds > 0:
-            faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__ or sys.stderr)
-
-    def stop(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+def _wait_for_turn() -> None:
+    """Go on if this rank is to say what went wrong. Else another did, and ends all ranks."""
+    opened = met()
+    if opened is not None and not opened.speaks():
+        time.sleep(MEETING_SECONDS)
+        exit_now(FAILURE)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpi4dl.comm.sentry import Waits
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -21,8 +23,8 @@ SLEEP_SECONDS = 20e-6
 class Node:
     """This rank's place on its machine, as MPI reports it: never read from a launcher's environment.
 
-    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators. `underway` is the
-    communication that this rank has to drive forward while it waits for anything.
+    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators; `waits` marks when
+    it does. `underway` is the communication that this rank has to drive forward while it waits for anything.
     """
 
     local_rank: int
@@ -30,6 +32,7 @@ class Node:
     cores: int
     threads: int
     wait_seconds: float = 0.0
+    waits: Waits = field(default_factory=Waits)
     underway: "list[Phases]" = field(default_factory=list)
 
     @classmethod
@@ -73,15 +76,16 @@ class Node:
 
         requests = list(requests)
         begin = time.perf_counter()
-        if not self.oversubscribed and not self.underway:
-            MPI.Request.Waitall(requests)
-        tries = 0
-        while not (self._advance(phases) and MPI.Request.Testall(requests)):
-            tries += 1
-            if self.oversubscribed and tries > SPINS_BEFORE_SLEEP:
-                time.sleep(SLEEP_SECONDS)
-            else:
-                os.sched_yield()
+        with self.waits:
+            if not self.oversubscribed and not self.underway:
+                MPI.Request.Waitall(requests)
+            tries = 0
+            while not (self._advance(phases) and MPI.Request.Testall(requests)):
+                tries += 1
+                if self.oversubscribed and tries > SPINS_BEFORE_SLEEP:
+                    time.sleep(SLEEP_SECONDS)
+                else:
+                    os.sched_yield()
         self.wait_seconds += time.perf_counter() - begin
 
     def _advance(self, phases: "Sequence[Phases]") -> bool:

@@ -173,3 +173,11 @@ def parse(argv: Sequence[str]) -> Config:
     Raises ConfigError with one message for the user; only `--help` exits.
     """
     return parse_options(Config, argv, USAGE, DESCRIPTION)
+
+
+def hang_timeout(argv: Sequence[str]) -> float:
+    """How long a job that is started so may wait; the default, if it is to be refused."""
+    try:
+        return parse(argv).parallel.hang_timeout
+    except ConfigError:
+        return Config().parallel.hang_timeout

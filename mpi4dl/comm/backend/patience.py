@@ -30,20 +30,21 @@ def wait_until_ready(
     begin = time.perf_counter()
     next_alarm = ALARM_SECONDS
     looks = 0
-    while not pending.ready():
-        looks += 1
-        for phases in list(node.underway):  # others may wait for what this rank has to drive forward
-            phases.advance()
-        if looks > LOOKS_BEFORE_SLEEP:
-            waited = time.perf_counter() - begin
-            if waited > seconds:
-                raise TimedOut(complaint())
-            if alarm is not None and waited > next_alarm:
-                alarm()
-                next_alarm = waited + ALARM_SECONDS
-            if node.oversubscribed or waited > SPIN_SECONDS:
-                time.sleep(SLEEP_SECONDS)
-                continue
-        if node.oversubscribed:
-            os.sched_yield()
+    with node.waits:
+        while not pending.ready():
+            looks += 1
+            for phases in list(node.underway):  # others may wait for what this rank has to drive forward
+                phases.advance()
+            if looks > LOOKS_BEFORE_SLEEP:
+                waited = time.perf_counter() - begin
+                if waited > seconds:
+                    raise TimedOut(complaint())
+                if alarm is not None and waited > next_alarm:
+                    alarm()
+                    next_alarm = waited + ALARM_SECONDS
+                if node.oversubscribed or waited > SPIN_SECONDS:
+                    time.sleep(SLEEP_SECONDS)
+                    continue
+            if node.oversubscribed:
+                os.sched_yield()
     node.wait_seconds += time.perf_counter() - begin

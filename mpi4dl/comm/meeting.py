@@ -1,0 +1,97 @@
+"""Where the ranks of a job speak of its end: plain MPI, without torch, on a communicator that nobody else uses."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TURN_SECONDS = 0.25
+LAST_TURN_SECONDS = 1.0
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-3, 0.05
+SPEAKING = 1  # the tag of "I say what went wrong"
+
+
+class Meeting:
+    """The ranks of a job, as they end."""
+
+    def __init__(self, comm: "MPI.Intracomm") -> None:
+        from mpi4py import MPI
+
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE  # whether a thread beside the main one may use MPI
+        self.farewells: list[Callable[[], None]] = []  # what is called when this rank ends without an error
+        self._arrival: MPI.Request | None = None
+
+    def close(self) -> None:
+        """Shut MPI down: all ranks are at their end."""
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
+    def abort(self, code: int) -> None:
+        """End all ranks, wherever they are."""
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(code)
+
+    def name(self) -> str:
+        """How this rank begins its last words."""
+        return f"[rank {self.rank} of {self.size}] " if self.size > 1 else ""
+
+    def gathers(self, seconds: float = float("inf")) -> bool:
+        """Whether all ranks are at their end within `seconds`. This one is, and there is no way back from here."""
+        if self._arrival is None:
+            self._arrival = self.comm.Ibarrier()
+        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
+        while not self._arrival.Test():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+        return True
+
+    def speaks(self) -> bool:
+        """Whether this rank is to say what went wrong: where all fail alike, the first does, and tells the others."""
+        if self.size == 1:
+            return True
+        from mpi4py import MPI
+
+        deadline = time.monotonic() + min(TURN_SECONDS * min(self.rank, 1) + 0.05 * self.rank, LAST_TURN_SECONDS)
+        while True:
+            if self.comm.Iprobe(tag=SPEAKING):
+                return False
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        for other in range(self.size):
+            if other != self.rank:
+                self.comm.Isend([b"", MPI.BYTE], other, SPEAKING)
+        return True
+
+
+@cache
+def meeting() -> Meeting:
+    """The meeting of all ranks. The first call starts MPI, and is collective."""
+    from mpi4py import MPI
+
+    return Meeting(MPI.COMM_WORLD.Dup())
+
+
+def met() -> Meeting | None:
+    """The meeting, if there was one and MPI still runs."""
+    return meeting() if meeting.cache_info().currsize and not mpi_is_over() else None
+
+
+def mpi_has_started() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized()
+
+
+def mpi_is_over() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_finalized()
