@@ -50,22 +50,30 @@ def _agree(grid: Grid, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
-    """Spread an image of `size` (H, W) of which each rank passes the tile that it holds, such as (N, C, h, w).
+    """Spread an image of `size` (H, W) of which each rank passes the tile that it holds: (N, C, h, w), or just (h, w).
 
     Tiles may be cut anywhere, as long as those of one row of the grid are equally high, those of one column equally
     wide, and together they make up the image; `Grid.box` gives the even cut. With a grid that cuts the batch, N may
-    differ from replica to replica. Raises `Refusal` on all ranks otherwise.
+    differ from replica to replica; without N, each replica passes the same image. Raises `Refusal` on all ranks
+    otherwise.
     """
     answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
     shapes = [shape for shape, _, _ in answers]
     if any(len(shape) < 2 for shape in shapes):
         grid.comm.agree(f"an image has at least the dims height and width, but the ranks passed tiles of {shapes}")
-    splits, problem = [], None
-    for axis, dim, name in ((BATCH, 0, "samples"), (ROWS, -2, "rows"), (COLS, -1, "columns")):
+    samples, problem = 0 if tile.dim() > 3 else None, None
+    if (
+        len({(dtype, asked, len(shape), shape[0 if samples is None else 1 : -2]) for shape, dtype, asked in answers})
+        > 1
+    ):
+        problem = f"the ranks passed tiles of different kinds: {answers}"
+        grid.comm.agree(problem)
+    splits = []
+    for axis, dim, name in ((BATCH, samples, "samples"), (ROWS, -2, "rows"), (COLS, -1, "columns")):
         lengths: list[int] = []
         for part in range(grid.shape[axis]):
             ranks = [rank for rank in range(grid.size) if grid.shape.coordinates(rank)[axis] == part]
-            found = sorted({shapes[rank][dim] for rank in ranks})
+            found = sorted({1 if dim is None else shapes[rank][dim] for rank in ranks})
             if len(found) > 1:
                 problem = f"the ranks {ranks} share one part of the {name}, but passed tiles of {found} {name}"
             lengths.append(found[0])
@@ -73,25 +81,27 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     for split, pixels, name in zip(splits[ROWS:], size, ("rows", "columns"), strict=True):
         if problem is None and split.size != pixels:
             problem = f"the tiles make up {split.size} {name}, but size={tuple(size)} says {pixels}"
-    if problem is None and len({(dtype, asked, shape[1:-2]) for shape, dtype, asked in answers}) > 1:
-        problem = f"the ranks passed tiles of different kinds: {answers}"
     if problem is not None:
         grid.comm.agree(problem)
     batch, rows, cols = splits
-    return from_tiling(tile, grid, Tiling((batch, rows, cols)))
+    return _spread(tile, grid, Tiling((batch, rows, cols)))
 
 
 def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
     """Spread images whose tiling all ranks know, so that they need not ask each other. Raises ValueError on this rank
     if its tile, such as (N, C, h, w), is not what it owns by that.
     """
-    dims, box = image_dims(grid, tile.dim()), tiling.owned(grid.rank)
-    found = (tile.shape[0], tile.shape[-2], tile.shape[-1])
+    box, found = tiling.owned(grid.rank), (tile.shape[0], tile.shape[-2], tile.shape[-1])
     if found != box.shape:
         raise ValueError(
             f"this rank's tile has {found[0]} samples of {found[1]} x {found[2]} px, but its part of the batch is "
             f"{box.shape[0]} samples of {box.shape[1]} x {box.shape[2]} px"
         )
+    return _spread(tile, grid, tiling)
+
+
+def _spread(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
+    dims = image_dims(grid, tile.dim())
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling.splits), dims))
 
 

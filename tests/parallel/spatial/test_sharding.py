@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.geometry import Split, Tiling
+from mpi4dl.geometry import BATCH, ROWS, Split, Tiling
 from mpi4dl.parallel import spatial
 from tests.pool.ranks import Ranks
 
@@ -106,6 +106,26 @@ def test_tiles_may_be_cut_anywhere(
     assert ranks(n).run(start_from_tiles, row_cuts, col_cuts, batch_cuts) == [True] * n
 
 
+def start_from_plain_tiles(comm: Communicator, rows: int, batch: int) -> None:
+    """Tiles without a batch, or without channels too, of uneven heights; replicas pass the same."""
+    grid = spatial.Grid(comm, rows=rows, batch=batch)
+    cuts = [0, 5, 7, 13][: rows + 1]
+    for leading in ((), (3,), (7,), (1, 3)):
+        image = torch.randn(*leading, cuts[-1], 6)
+        above = image[..., cuts[grid.coordinates[ROWS]] : cuts[grid.coordinates[ROWS] + 1], :]
+        parts = above if batch == 1 or len(leading) < 2 else above.expand(grid.coordinates[BATCH] + 1, -1, -1, -1)
+        x = spatial.from_tile(parts, grid, (cuts[-1], 6))
+        whole = image if parts is above else image.expand(sum(range(1, batch + 1)), -1, -1, -1)
+        assert x.shape == whole.shape
+        assert torch.equal(spatial.gather(x * 2), whole * 2)
+        assert torch.equal(spatial.gather(x.amax(-2)), whole.amax(-2))
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(2, 1), (3, 1), (2, 2)])
+def test_tiles_need_neither_batch_nor_channels(ranks: Ranks, rows: int, batch: int) -> None:
+    ranks(rows * batch).run(start_from_plain_tiles, rows, batch)
+
+
 Wrong = Callable[[Communicator, spatial.Grid], Any]
 
 
@@ -143,6 +163,14 @@ MISTAKES: dict[str, tuple[Wrong, list[str]]] = {
     "from_tile: another number of channels on one rank": (
         lambda c, g: spatial.from_tile(tile(1, 3 + c.rank, 4, 8), g, (8, 8)),
         ["tiles of different kinds", "(1, 3, 4, 8)", "(1, 4, 4, 8)"],
+    ),
+    "from_tile: another number of channels on one rank, without a batch": (
+        lambda c, g: spatial.from_tile(tile(3 + c.rank, 4, 8), g, (8, 8)),
+        ["tiles of different kinds", "(3, 4, 8)", "(4, 4, 8)"],
+    ),
+    "from_tile: another number of dims on one rank": (
+        lambda c, g: spatial.from_tile(tile(*[4] * (c.rank + 2)), g, (8, 4)),
+        ["tiles of different kinds", "(4, 4)", "(4, 4, 4)"],
     ),
     "from_tile: another dtype on one rank": (
         lambda c, g: spatial.from_tile(tile(1, 3, 4, 8, dtype=torch.float16 if c.rank else torch.float32), g, (8, 8)),
