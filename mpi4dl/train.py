@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
     """The configuration, which all ranks were started with; else all raise the same Refusal."""
-    config = Config()
     with comm.together((ConfigError,)):
         config = parse(argv)
     comm.agree(None, **shared_options(config))
@@ -56,8 +55,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     """Build everything that the configuration names, each rank its part, and train."""
     config = configure(comm, argv)
     if config.run.print_config:
-        if comm.rank == 0:
-            print(to_toml(config), end="")
+        print(to_toml(config) if comm.rank == 0 else "", end="")
         return
 
     import torch
@@ -161,8 +159,7 @@ class Run:
         from mpi4dl.runtime.report import Reporter
         from mpi4dl.runtime.stopping import StopSignals
 
-        comm, config = self.comm, self.config
-        self.closing, self.argv = closing, argv
+        comm, config, self.closing, self.argv = self.comm, self.config, closing, argv
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)

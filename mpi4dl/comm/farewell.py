@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4dl.comm.meeting import Meeting
 
 STUCK_SECONDS = 20.0  # a wait for one message may take as long on a slow network
-STANDING, ASKING = 2, 3  # tags
+STANDING, ASKING = 3, 4  # tags
 
 
 class Standing(NamedTuple):

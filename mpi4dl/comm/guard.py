@@ -112,9 +112,9 @@ def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None
     if opened is None or os.getpid() != process:
         return
     watchdog, watchman = Watchdog(patience), sentry()
+    watchman.ended = True
     for farewell in opened.farewells:
         farewell()
-    watchman.ended = True
     opened.gathers()
     watchman.rest()
     if finalize:

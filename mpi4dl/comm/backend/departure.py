@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from mpi4dl.comm import guard
+from mpi4dl.comm import ending
 from mpi4dl.comm.communicator import Communicator, world
+from mpi4dl.comm.meeting import meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,9 +37,8 @@ class Departures:
     """What this rank knows of those that have left, and what it tells when it leaves itself."""
 
     def __init__(self, comm: Communicator) -> None:
-        assert comm.meeting is not None
         self._comm = comm
-        self._meeting: MPI.Comm = comm.meeting
+        self._meeting: MPI.Comm = meeting().comm
         self._begun: dict[str, int] = {}
         self._peers: set[int] = set()
         self._gone: dict[int, tuple[float, dict[str, int]]] = {}
@@ -111,7 +111,7 @@ def _tell_also_before_leaving_at_once(leave: Callable[[], None]) -> None:
         # Other codes end the job by themselves; and children of this process are none of its ranks.
         if status == 0 and os.getpid() == process:
             leave()
-            guard._leave(status)
+            ending.leave(status)
         leave_at_once(status)
 
     os._exit = tell_and_leave_at_once
