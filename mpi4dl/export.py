@@ -37,11 +37,11 @@ def export(source: Path, out: Path) -> list[str]:
     only damaged ones, and OSError.
     """
     import torch
-    from safetensors.torch import save_file
 
     from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at
+    from mpi4dl.runtime.checkpoint.node import Damaged
     from mpi4dl.runtime.checkpoint.saved import newest_whole
-    from mpi4dl.runtime.checkpoint.storage import Reader
+    from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Reader, Spec, write
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -56,6 +56,9 @@ def export(source: Path, out: Path) -> list[str]:
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
         ties = reader.layout.metadata
+    for name, first in ties.items():
+        if first not in state or name in state:
+            raise Damaged(f"{file}: {name!r} is said to be the same as {first!r}")
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in ties.items()}
     temporary = out.with_name(f".{out.name}.new")
@@ -64,7 +67,8 @@ def export(source: Path, out: Path) -> list[str]:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
                 torch.save(state, opened)
         else:
-            save_file(state, str(temporary))
+            layout = Layout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()})
+            write(temporary, layout, [Piece(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
         temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)

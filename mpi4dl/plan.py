@@ -22,8 +22,6 @@ USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FIL
 DESCRIPTION = (
     "Show what training by these flags would be: stages, tiles, messages, memory and a timeline. No MPI needed."
 )
-CHANNELS = 3
-NUM_CLASSES = 10
 USER_ERROR = 2
 
 
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print what the command line `argv` would train; whatever is wrong with it ends in one message."""
     try:
         show(list(sys.argv[1:] if argv is None else argv))
-    except ValueError as problem:
+    except (ValueError, OSError) as problem:
         print(f"mpi4dl: {problem}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
@@ -65,25 +63,33 @@ def show(argv: Sequence[str]) -> None:
         require_drawable(timeline)
     found = planned(config, training_flags(argv))
     print(found)
-    if config.model.num_classes is None and config.data.images != "synthetic":
-        print(
-            f"images were not read: {CHANNELS} channels and {NUM_CLASSES} classes assumed; --num-classes says how many"
-        )
     if timeline is not None:
         draw(found, timeline)
 
 
 def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
-    """The overview of what `flags` would train, of which `config` was made."""
-    from mpi4dl.runtime.build import build_plan
-    from mpi4dl.runtime.dry_run import look_ahead
+    """The overview of what `flags` would train, of which `config` was made.
 
-    plan = build_plan(config)
+    Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
+    """
+    import torch
+    from torch import nn
+
+    from mpi4dl.runtime import build
+    from mpi4dl.runtime.dry_run import look_ahead, require_rules
+
+    plan = build.build_plan(config)
+    images = build.build_datasets(config)
+    num_classes, channels = build.number_of_classes(config, images[0].classes), images[0].channels
+    num_batches = len(build.build_loaders(config, images, lambda _: [], lambda _: [])[0])
+    optimizer = build.build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
+    build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
+    require_rules(config, plan, num_classes, channels)
     return look_ahead(
         config,
         plan,
-        config.model.num_classes or NUM_CLASSES,
-        CHANNELS,
+        num_classes,
+        channels,
         balance=config.parallel.balance,
         device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
         rank_gflops=config.shown.rank_gflops,

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl.runtime.config import Config, ConfigError, hang_timeout, parse, shared_options, to_toml
-from mpi4dl.runtime.memory import within_memory
+from mpi4dl.runtime.memory import within_limits
 from mpi4dl.runtime.stopping import die_by_ctrl_c
 from mpi4dl.runtime.wording import counted
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in arguments or "--help" in arguments:
         parse(["--help"])
     die_by_ctrl_c()
-    guard.run(lambda comm: within_memory(lambda: train(comm, arguments), comm.rank), hang_timeout(arguments))
+    guard.run(lambda comm: within_limits(lambda: train(comm, arguments), comm.rank), hang_timeout(arguments))
 
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
@@ -70,7 +70,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
     comm.node.share_cores()
     torch.manual_seed(config.training.seed)
-    keep_freed_memory()
+    keep_freed_memory(config.parallel.keep_freed_memory)
     watchdog = guard.Watchdog(config.parallel.hang_timeout)
     with comm.together():
         device = comm.node.device(config.parallel.device)
@@ -109,9 +109,8 @@ class Run:
     def __init__(
         self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, watchdog: Any, meter: Any
     ) -> None:
-        from mpi4dl.datasets import Loader
         from mpi4dl.runtime.bad_images import BadImages
-        from mpi4dl.runtime.build import build_views
+        from mpi4dl.runtime.build import build_loaders, number_of_steps
         from mpi4dl.runtime.interval import Interval
         from mpi4dl.runtime.resuming import options_to_compare
 
@@ -119,14 +118,9 @@ class Run:
         self.num_classes, self.watchdog, self.meter = num_classes, watchdog, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images[0].channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
-        views = build_views(config, self.channels)
-        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": config.data.num_workers}
-        batch_size = config.data.batch_size
-        self.training = Loader(images[0], views[0], batch_size, self.boxes, shuffle=True, drop_last=True, **common)
-        self.validation = Loader(images[1], views[1], batch_size, partial(self.boxes, training=False), **common)
-        limit = config.training.max_steps
-        steps = config.training.epochs * len(self.training)
-        self.num_steps = steps if limit is None else min(steps, limit)
+        loaders = build_loaders(config, images, self.boxes, partial(self.boxes, training=False))
+        self.training, self.validation = loaders
+        self.num_steps = number_of_steps(config, len(self.training))
         schedule.require(self.num_steps)
         self.options = options_to_compare(config, len(images[0]))
         self.epoch, self.batch = 0, 0

@@ -1,6 +1,8 @@
 """mpi4dl.export: what it writes is loaded by plain PyTorch, into torchvision's own model."""
 
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +61,24 @@ def test_an_older_checkpoint_is_exported_by_its_path(run: Path, tmp_path: Path) 
 def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run), str(tmp_path / "weights.pt")])
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'weights.pt'}: 122 values of {run}")
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_others_may_read_the_weights_as_the_user_wants(tmp_path: Path, name: str) -> None:
+    save_file({"first": torch.zeros(3)}, str(tmp_path / "model.safetensors"))
+    for mask, mode in ((0o022, 0o644), (0o002, 0o664), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            export(tmp_path, tmp_path / name)
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+
+
+def test_a_tie_to_nothing_is_damaged(tmp_path: Path) -> None:
+    save_file({"first": torch.zeros(3)}, str(tmp_path / "model.safetensors"), metadata={"second": "../third"})
+    with pytest.raises(ValueError, match=r"'second' is said to be the same as '../third'$"):
+        export(tmp_path, tmp_path / "out.pt")
 
 
 def test_what_has_two_names_gets_both(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The planning command: what it prints and draws, and how it refuses; overviews themselves have their own tests."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +9,15 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
+from torch import Tensor, nn
 
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.plan import main, training_flags
+from mpi4dl.runtime import build, dry_run
 from mpi4dl.runtime.config import parse
+from mpi4dl.train import train
+from tests.commands import write_images
+from tests.pool.ranks import Ranks
 from tests.pool.zygote import python
 
 SMALL = ["--model", "small_resnet", "--image-size", "64"]
@@ -40,14 +48,76 @@ def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFi
     assert lines[-2].startswith("rank 2 |")
 
 
-def test_the_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assumed = "images were not read: 3 channels and 10 classes assumed; --num-classes says how many"
-    main([*SMALL, "--num-classes", "3", "--images", "anywhere"])
+def test_the_images_say_how_many_classes_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_images(tmp_path / "my slides", ("dark", "light", "between"))
+    main([*SMALL, "--images", str(folder)])
     told = capsys.readouterr().out
     assert "176,723 parameters" in told
-    assert assumed not in told
-    main([*SMALL, "--images", "anywhere"])
-    assert capsys.readouterr().out.splitlines()[-1] == assumed
+    assert f"--images '{folder}'\n" in told
+    main([*SMALL, "--images", str(folder), "--num-classes", "10"])
+    assert "177,178 parameters" in capsys.readouterr().out
+
+
+def refused(comm: Communicator, flags: list[str]) -> str:
+    with pytest.raises(Refusal) as caught:
+        train(comm, [*flags, "--no-tensorboard"])
+    return str(caught.value)
+
+
+UNTRAINABLE = [
+    "--images /nonexistent",
+    "--images {folder} --num-classes 1",
+    "--images {folder} --batch-size 40",
+    "--model unet",
+    "--model resnet18 --model-options num_class=3",
+    "--optimizer AdamWW",
+    "--scheduler Step",
+    "--scheduler OneCycleLR --scheduler-options max_lr=0.1,total_steps=3",
+    "--scheduler-options gamma=1",
+    "--low-precision-weights",
+    "--offload disk --offload-folder /nonexistent",
+    "--batch-size 1 --data 2",
+]
+
+
+@pytest.mark.parametrize("flags", UNTRAINABLE)
+def test_what_training_refuses_is_not_planned(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str
+) -> None:
+    folder = write_images(tmp_path / "slides")
+    given = [*SMALL, "--run-folder", str(tmp_path / "run"), "--max-steps", "4", *flags.format(folder=folder).split()]
+    num_ranks = 2 if "--data" in flags else 1
+    (told,) = set(ranks(num_ranks).run(refused, given))
+    assert refusal(capsys, *given).removeprefix("unet: ") == told
+
+
+class _Turning(nn.Module):
+    """Calls what no tensor that is spread has a rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.fft.fft2(x).real.mean((2, 3)))
+
+
+def test_an_operator_without_a_rule_is_seen_before_there_are_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "build_model", lambda *_: _Turning())
+    main(SMALL)
+    assert "fft" in refusal(capsys, *SMALL, "--tiles", "1x2")
+
+
+def test_too_many_open_files_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "slides")
+
+    monkeypatch.setattr(build, "build_datasets", fail)
+    assert refusal(capsys, *SMALL) == "[Errno 24] Too many open files: 'slides'"
 
 
 @pytest.mark.parametrize(
@@ -60,11 +130,6 @@ def test_the_classes_count(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_the_training_has_the_flags_that_are_not_the_plans(given: list[str], kept: list[str]) -> None:
     assert training_flags(given) == kept
-
-
-def test_flags_are_quoted_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--images", "my slides"])
-    assert "--images 'my slides'\n" in capsys.readouterr().out
 
 
 def test_a_timeline_is_drawn_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +160,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--timelin", "x.png"], "there is no flag --timelin; did you mean --timeline?"),
+        (["--timelins", "x.png"], "there is no flag --timelins; did you mean --timeline?"),
         (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
         (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),

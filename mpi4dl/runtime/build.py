@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.geometry import Box
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
@@ -106,6 +107,27 @@ def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.
     return training, datasets.View(data.image_size, **common)
 
 
+def build_loaders(
+    config: Config,
+    images: tuple[datasets.Dataset, datasets.Dataset],
+    training_boxes: Callable[[int], Sequence[Box]],
+    validation_boxes: Callable[[int], Sequence[Box]],
+) -> tuple[datasets.Loader, datasets.Loader]:
+    """The batches of training and of validation. Raises ValueError if there are too few images for one."""
+    data, views = config.data, build_views(config, images[0].channels)
+    common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
+    return (
+        datasets.Loader(images[0], views[0], data.batch_size, training_boxes, shuffle=True, drop_last=True, **common),
+        datasets.Loader(images[1], views[1], data.batch_size, validation_boxes, **common),
+    )
+
+
+def number_of_steps(config: Config, num_batches: int) -> int:
+    """How many steps a run makes whose epochs have so many batches."""
+    steps, limit = config.training.epochs * num_batches, config.training.max_steps
+    return steps if limit is None else min(steps, limit)
+
+
 def build_model(config: Config, num_classes: int) -> nn.Module:
     """The whole model, the same on every rank that uses the same seed."""
     torch.manual_seed(config.training.seed)
@@ -185,18 +207,24 @@ def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
 
     Raises Refusal if the model's outputs are not one row of logits per image.
     """
+    require_logits(outputs)
     logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = F.cross_entropy(logits, labels)
+    for other in auxiliary:
+        if other is not None:
+            loss = loss + 0.3 * F.cross_entropy(other, labels)
+    return loss
+
+
+def require_logits(outputs: Any) -> None:
+    """Raise Refusal unless a model's outputs, or the first of them, are one row of logits per image."""
+    logits = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
         raise Refusal(
             f"the model's output has {found}, but images with one label each need (batch, classes): choose another "
             "--model, or write your own loop for dense predictions around mpi4dl.engine.Engine"
         )
-    loss = F.cross_entropy(logits, labels)
-    for other in auxiliary:
-        if other is not None:
-            loss = loss + 0.3 * F.cross_entropy(other, labels)
-    return loss
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

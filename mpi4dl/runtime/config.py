@@ -22,6 +22,7 @@ from mpi4dl.runtime.kinds import (
     NUMBER,
     POSITIVE,
     PROPER_FRACTION,
+    SEED,
     SHARE,
     TEXT,
     ZERO_STAGE,
@@ -108,6 +109,11 @@ class Parallel:
     gpu_wire: str = option(
         "auto", "how GPU tensors reach MPI: directly, or staged on the host", choice("auto", "direct", "staged")
     )
+    keep_freed_memory: bool = option(
+        True,
+        "keep the memory of freed tensors for the next step: faster on CPUs, and a process grows to 1.7 times its need",
+        BOOLEAN,
+    )
     hang_timeout: float = option(600.0, "seconds without a step after which the job is ended; 0: never", NOT_NEGATIVE)
 
 
@@ -133,7 +139,7 @@ class Training:
     check_replicas: bool = option(
         False, "check after every epoch that ranks with the same weights have the same bits of them", BOOLEAN
     )
-    seed: int = option(0, "the seed of weights, order and augmentation", COUNT_OR_ZERO)
+    seed: int = option(0, "the seed of weights, order and augmentation", SEED)
     eval_every: int | None = option(1, "validate after every so many epochs; none: never", optional(COUNT))
 
 

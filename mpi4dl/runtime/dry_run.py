@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.build import build_model, build_optimizer, engine_options
+from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits
 from mpi4dl.runtime.config import Config
-from mpi4dl.runtime.overview import Overview, overview
+from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
 from mpi4dl.runtime.wording import counted
 
@@ -50,9 +51,24 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         plan,
         (config.data.batch_size, channels, *config.data.image_size),
         optimizer=partial(build_optimizer, config),
+        accept=require_logits,
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         **options,
     )
+
+
+def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
+    """Raise ValueError if a model in one stage calls what has no rule, on tiles or a batch that ranks share.
+
+    A model in several stages is not looked at: which of its stages share what is known to their ranks.
+    """
+    if plan.num_stages > 1 or plan.is_plain(0):
+        return
+    shape = (samples_of(plan, (config.data.batch_size, channels, 0, 0)), channels, *config.data.image_size)
+    try:
+        spatial.require_rules(outline(lambda: build_model(config, num_classes)).train(), shape, plan.shape(0))
+    except (spatial.NoRule, ValueError) as problem:
+        raise ValueError(f"--model {config.model.model}: {problem}") from problem
 
 
 def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:

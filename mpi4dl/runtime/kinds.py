@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MOST_LEVELS = 20  # of lists and tables within each other
+MOST_SEED = 2**63 - 1
+
 
 def _same(value: Any) -> Any:
     return value
@@ -74,6 +77,7 @@ def number(wanted: str, accepts: Callable[[float], bool]) -> Kind:
 
 COUNT = integer("a whole number of at least 1", lambda n: n >= 1)
 COUNT_OR_ZERO = integer("a whole number of at least 0", lambda n: n >= 0)
+SEED = integer(f"a whole number from 0 to {MOST_SEED}", lambda n: 0 <= n <= MOST_SEED)
 ZERO_STAGE = integer("0, 1, 2 or 3", lambda n: 0 <= n <= 3)
 NUMBER = number("a number", lambda x: True)
 POSITIVE = number("a number greater than 0", lambda x: x > 0)
@@ -193,7 +197,7 @@ def _literal(text: str) -> Any:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         if text[:1] in tuple("([{\"'"):
             raise ValueError(text) from None
         return text
@@ -209,11 +213,13 @@ def _read_keywords(text: str) -> dict[str, Any]:
     return keywords
 
 
-def _check_keyword_value(value: Any) -> Any:
+def _check_keyword_value(value: Any, levels: int = MOST_LEVELS) -> Any:
+    if not levels:
+        raise ValueError
     if isinstance(value, list | tuple):
-        return [_check_keyword_value(item) for item in value]
+        return [_check_keyword_value(item, levels - 1) for item in value]
     if isinstance(value, dict):
-        return {_text(key): _check_keyword_value(item) for key, item in value.items()}
+        return {_text(key): _check_keyword_value(item, levels - 1) for key, item in value.items()}
     return value if isinstance(value, bool | int | float) else _text(value)
 
 

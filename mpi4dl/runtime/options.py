@@ -12,9 +12,12 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
+from mpi4dl.runtime.files import read_regular
 from mpi4dl.runtime.kinds import BOOLEAN, Kind, dump
 
 T = TypeVar("T")
+
+CLOSE = 0.75  # of 1 for equal names: a slip of the pen, not another word
 
 
 class ConfigError(ValueError):
@@ -83,9 +86,13 @@ def _parser(config_type: type, usage: str, description: str) -> argparse.Argumen
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: `; did you mean ...?`, or nothing where no known name is close."""
-    candidates = {candidate.lower(): candidate for candidate in known}
-    close = [candidates[match] for match in difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.6)]
+    """The end of an error about an unknown name: `; did you mean ...?`, or nothing where no known name is close.
+
+    Dashes in front are no part of a name: all flags have them.
+    """
+    candidates = {candidate.lower().lstrip("-"): candidate for candidate in known}
+    wanted = name.lower().lstrip("-")
+    close = [candidates[match] for match in difflib.get_close_matches(wanted, candidates, n=1, cutoff=CLOSE)]
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -126,10 +133,10 @@ def _value_from_file(item: Option, raw: Any, file: str) -> Any:
 
 def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_regular(Path(path)).decode())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     allowed = {name: item for name, item in options.items() if not item.flag_only}
     sections = list(dict.fromkeys(item.section for item in options.values()))

@@ -178,13 +178,14 @@ def overview(
     command: str = "",
     optimizer: BuildOptimizer | None = None,
     low_precision: torch.dtype | None = None,
+    accept: Callable[[Any], None] = lambda outputs: None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
     Nothing is allocated but with balance "time", which measures on `device`. Else a rank is assumed to compute
     `rank_gflops` per second. A plan of one stage needs no model that can be traced. With `optimizer`, which makes one
-    for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. Not
-    collective: no MPI is used.
+    for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. `accept`
+    raises ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
@@ -199,7 +200,7 @@ def overview(
     try:
         if plan.num_stages == 1:
             stages: Sequence[nn.Module] = [model]
-            work = count_work(stages, [_names(model)], microbatch)
+            work = count_work(stages, [_names(model)], microbatch, accept)
         else:
             cuttable = Cuttable(model)
             if balance == "time" and len(cuttable) >= plan.num_stages:
@@ -209,7 +210,7 @@ def overview(
                 counts = choose_counts(cuttable, plan, None, balance, microbatch, device)
             names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]
             stages = cuttable.stages(counts)
-            work = count_work(stages, names, microbatch)
+            work = count_work(stages, names, microbatch, accept)
     except (RuntimeError, AssertionError) as error:
         reason = unfit(model, microbatch)
         if reason is None:
@@ -258,9 +259,15 @@ def costs_of(plan: Plan, work: Sequence[Work], forward_seconds: Sequence[float])
 
 
 def count_work(
-    stages: Sequence[nn.Module], names: Sequence[tuple[str, ...]], microbatch: tuple[int, int, int, int]
+    stages: Sequence[nn.Module],
+    names: Sequence[tuple[str, ...]],
+    microbatch: tuple[int, int, int, int],
+    accept: Callable[[Any], None] = lambda outputs: None,
 ) -> tuple[Work, ...]:
-    """Run the stages of a model on the meta device one after the other, and backward, and count what they do."""
+    """Run the stages of a model on the meta device one after the other, and backward, and count what they do.
+
+    `accept` is given what comes out in the end.
+    """
     dtype = next((p.dtype for stage in stages for p in stage.parameters()), torch.float32)
     values: tuple[Any, ...] = (torch.empty(microbatch, dtype=dtype, device="meta"),)
     found = []
@@ -278,6 +285,8 @@ def count_work(
             with hooks, FlopCounter() as counter:
                 results = stage(*values)
             last = stage is stages[-1]
+            if last:
+                accept(results)
             handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
             kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             saved.clear()

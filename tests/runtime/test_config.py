@@ -92,6 +92,12 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--no-flop", "there is no flag --no-flop; did you mean --no-flip?"),
         ("--confg a.toml", "there is no flag --confg; did you mean --config?"),
         ("--qqqq 3", "there is no flag --qqqq; --help lists every flag"),
+        ("--loss mse", "there is no flag --loss; --help lists every flag"),
+        ("--output x", "there is no flag --output; --help lists every flag"),
+        ("--dataset x", "there is no flag --dataset; --help lists every flag"),
+        ("--workers 3", "there is no flag --workers; did you mean --num-workers?"),
+        ("--seed 9223372036854775808", "--seed is '9223372036854775808', but must be a whole number from 0 to 9223372036854775807"),  # noqa: E501
+        ("--config /dev/null", "--config /dev/null: it is no regular file"),
         ("resnet50", "the argument 'resnet50' belongs to no flag; values follow their flag, as in --epochs 3"),
         ("--batch-size four", "--batch-size is 'four', but must be a whole number of at least 1"),
         ("--batch-size 0", "--batch-size is '0', but must be a whole number of at least 1"),
@@ -106,6 +112,22 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
 )  # fmt: skip
 def test_a_bad_command_line_is_refused(argv: str, message: str) -> None:
     assert refusal(*argv.split()) == message
+
+
+@pytest.mark.parametrize("levels", [21, 400, 2000, 100_000])
+def test_nests_beyond_all_use_are_refused(write: Write, levels: int) -> None:
+    nested = "[" * levels + "]" * levels
+    file = write(f"[model]\nmodel_options = {{ a = {nested} }}\n")
+    assert refusal("--config", file).startswith(
+        (f"{file} is not valid TOML: maximum recursion depth exceeded", f"{file}: model_options in [model] is ")
+    )
+    message = refusal("--model-options", f"a={nested}")
+    assert message.endswith(f"but must be {options_of(Config)['model_options'].kind.wanted}")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal("--config", str(tmp_path / "pipe")) == f"--config {tmp_path / 'pipe'}: it is no regular file"
 
 
 def test_bad_keyword_arguments_are_refused_with_an_example() -> None:

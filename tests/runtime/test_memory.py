@@ -1,6 +1,10 @@
 """Peak memory: a known allocation is seen, its release is not, and a reset forgets it."""
 
+import errno
 import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +14,8 @@ import torch
 
 from mpi4dl.comm import Refusal
 from mpi4dl.runtime import memory
-from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes, within_memory
+from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes, within_limits
+from tests.pool.ranks import ROOT
 
 MEBIBYTE = 2**20
 HELD = 64 * MEBIBYTE
@@ -82,6 +87,40 @@ def test_on_a_real_gpu_only_tensors_count() -> None:
 
 def test_out_of_memory_is_a_refusal_with_ways_out() -> None:
     with pytest.raises(Refusal, match=r"rank 3 is out of memory: .* try --zero 3, .*can't allocate memory"):
-        within_memory(lambda: torch.empty(1 << 50).zero_(), 3)
+        within_limits(lambda: torch.empty(1 << 50).zero_(), 3)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        within_memory(lambda: torch.ones(2, 2).mm(torch.ones(3, 3)).zero_(), 0)
+        within_limits(lambda: torch.ones(2, 2).mm(torch.ones(3, 3)).zero_(), 0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_is_a_refusal_with_the_limit(number: int) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), "slide.tif")
+
+    with pytest.raises(Refusal, match=r"^rank 3 has too many open files \(slide.tif\): it may have \d+; raise that"):
+        within_limits(fail, 3)
+    with pytest.raises(FileNotFoundError):
+        within_limits(lambda: open("nowhere").close(), 3)
+
+
+KEEPING = """
+import ctypes, sys
+import torch
+from mpi4dl.runtime import memory
+
+def resident():
+    return memory._status_bytes("VmRSS") >> 20
+
+assert memory.keep_freed_memory(sys.argv[1] == "keep")
+before = resident()
+some = [torch.ones(16 << 20, dtype=torch.uint8) for _ in range(16)]
+assert resident() - before > 240
+some.clear()
+print(resident() - before > 200)
+"""
+
+
+@pytest.mark.parametrize(("how", "kept"), [("keep", True), ("return", False)])
+def test_freed_memory_stays_or_goes_as_asked(how: str, kept: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPING, how], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (f"{kept}\n", "")

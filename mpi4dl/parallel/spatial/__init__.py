@@ -11,7 +11,7 @@ spatial.sum_gradients(model, grid)
 """
 
 from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
-from mpi4dl.parallel.spatial.explain import explain
+from mpi4dl.parallel.spatial.explain import explain, require_rules
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, sum_gradients
@@ -27,6 +27,7 @@ __all__ = [
     "from_tiling",
     "gather",
     "register",
+    "require_rules",
     "retile",
     "shard",
     "sum_gradients",

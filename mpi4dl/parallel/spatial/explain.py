@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mpi4dl import geometry
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.parallel.spatial.grid import Grid, Layout
@@ -121,15 +122,26 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
+def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.Grid) -> None:
+    """Run the model on the first tile of images of `shape` (N, C, H, W), on meta tensors; nothing is sent.
+
+    Raises NoRule, or ValueError, where training on such a grid would.
+    """
+    _forward(model, _on_meta(model), shape, Grid(Ledger(0, grid.size), grid.rows, grid.cols, grid.batch))
+
+
+def _on_meta(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad)
+        for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
 def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
     """The operators of the model on images of `size`, (H, W) or (N, C, H, W), cut over the grid, and what they send."""
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
     shape = tuple(size) if len(size) == 4 else (grid.shape.batch, channels, *size)
-    values = {
-        name: value.detach().to("meta").requires_grad_(value.requires_grad)
-        for name, value in [*model.named_parameters(), *model.named_buffers()]
-    }
-    most = Explanation()
+    values, most = _on_meta(model), Explanation()
     for rank in range(grid.size):
         ledger = Ledger(rank, grid.size)
         operators, saved = _forward(model, values, shape, Grid(ledger, grid.rows, grid.cols, grid.shape.batch))
