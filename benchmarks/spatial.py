@@ -17,7 +17,10 @@ from benchmarks.report import between, error_bars, publish, pyplot, spread, tabl
 from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, ratios, take_turns
 
 PLAIN = "plain"
-ALLOCATOR_HELP = "keep: all contestants keep freed memory, as the training command does; default: as the C library does"
+ALLOCATOR_HELP = (
+    "keep: all contestants keep freed memory, as the training command does; return: large tensors give theirs "
+)
+ALLOCATOR_HELP += "back at once; default: as the C library does"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -29,7 +32,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="threads of plain PyTorch; the ranks share as many")
     parser.add_argument("--steps", type=int, default=1, help="training steps in a turn")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
-    parser.add_argument("--allocator", default="keep", choices=("keep", "default"), help=ALLOCATOR_HELP)
+    parser.add_argument("--allocator", default="keep", choices=("keep", "return", "default"), help=ALLOCATOR_HELP)
+    parser.add_argument(
+        "--age", type=int, default=0, help="steps before the first turn: memory grows in the first hundreds"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("results/spatial"), help="where to write .json and .png")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -45,13 +51,16 @@ def worker(options: argparse.Namespace) -> None:
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     import_torchvision()
-    if options.allocator == "keep":
-        keep_freed_memory()
+    if options.allocator != "default":
+        keep_freed_memory(options.allocator == "keep")
     comm = None if options.worker == PLAIN else world()
     torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
     device = torch.device(options.device)
     meter = MemoryMeter(device)
     step = plain_step(options, device) if comm is None else engine_step(options, device, comm)
+
+    for _ in range(options.age):
+        step()
 
     def turn() -> dict[str, Any]:
         began = time.perf_counter()

@@ -249,6 +249,9 @@ REFUSALS: list[tuple[str, str]] = [
     ("--seed 3", "was written with --seed 0, but this is 3"),
     ("--optimizer SGD --scheduler-options cycle_momentum=False,max_lr=0.01,total_steps=20", "--optimizer AdamW, but"),
     ("--model resnet_v2 --model-options depth=20", "was written with --model small_resnet, but this is resnet_v2"),
+    ("--val-fraction 0.3", "was written with --val-fraction 0.4, but this is 0.3: go on with what it was"),
+    ("--mean 0.4", "was written with --mean 0.5, but this is 0.4: go on with what it was"),
+    ("--std 0.3", "was written with --std 0.25, but this is 0.3: go on with what it was"),
     ("--num-classes 5", "is of another model: .* there, but shape .* here"),
 ]
 
@@ -261,6 +264,35 @@ def test_a_run_that_is_another_one_is_refused(
     (said,) = set(ranks(2).run(refused, *flags_of(tmp_path / "run", *more)))
     assert re.search(message, said), said
     assert not (tmp_path / "run").exists()
+
+
+def test_every_option_that_changed_is_named(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
+    source, folder = uninterrupted / "checkpoints" / "step-00000010", tmp_path / "run"
+    changed = "--image-size 24 --precision bf16 --jitter 0.1 --no-random-crop --max-steps 11 --eval-every none"
+    ranks(2).run(train, flags_of(folder, "--resume", str(source), *changed.split()))
+    log = (folder / "log-rank0.txt").read_text()
+    for name, now, was in [
+        ("--image-size", "24x24", "20x20"),
+        ("--precision", "bf16", "fp32"),
+        ("--jitter", "0.1", "0.2"),
+        ("--random-crop", "false", "true"),
+        ("--max-steps", "11", "none"),
+        ("--eval-every", "none", "1"),
+    ]:
+        assert f"{name} {now} is new: the checkpoint was written with {was}\n" in log
+    assert log.count("is new: ") == 6
+
+
+def test_values_that_are_not_used_are_not_stored(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ranks(2).run(train, flags_of(folder, "--max-steps", "5"))
+    ranks(2).run(train, flags_of(folder, "--max-steps", "10", "--resume", "auto", "--lr", "5"))
+    log = folder / "log-rank0.txt"
+    assert log.read_text().count("--lr 5.0 is not used: the checkpoint goes on with 0.01\n") == 1
+    assert "\nlr = 0.01\n" in (folder / "config-step-00000005.toml").read_text()
+    ranks(2).run(train, flags_of(folder, "--resume", "auto"))
+    assert log.read_text().count("is not used") == 1
+    assert_the_same_run(folder, uninterrupted)
 
 
 def test_batches_may_not_change_within_an_epoch(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 import resource
 import sys
 import weakref
@@ -21,18 +22,21 @@ RESET_PEAK = "5"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 KEPT_BYTES = 2**31 - 1
 RETURNED_BYTES = 1 << 20
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # which PyTorch asks for when it makes its first tensor
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def keep_freed_memory(keep: bool = True) -> bool:
     """Let freed memory stay with the process, or have large tensors return theirs at once; False without glibc.
 
-    What returns is cleared page by page for the next tensor, which costs a fifth of a small model's CPU time. What
-    stays is cut by smaller and smaller values: glibc leaves slivers between aligned tensors, and what settles in them
-    keeps the tensors from being laid where they were before. So a process grows over its first hundreds of steps, up
-    to about 1.7 times what it has in use at most, while the number and bytes of its tensors stay as they are. By
-    default glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
+    What returns is cleared page by page for the next tensor, a fifth of a small model's CPU time where the system has
+    no huge pages. What stays is cut to pieces: glibc leaves slivers between aligned tensors, and what settles in them
+    keeps the next tensors from being laid where the last ones were. So a process grows over its first hundreds of
+    steps, up to about 1.7 times what it has in use at most, while the number and the bytes of its tensors stay as they
+    are. Left alone, glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
     """
+    if not keep:
+        os.environ.setdefault(HUGE_PAGES, "1")
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

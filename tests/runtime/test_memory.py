@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from mpi4dl.comm import Refusal
 from mpi4dl.runtime import memory
 from mpi4dl.runtime.memory import MemoryMeter, peak_memory_bytes, within_limits
-from tests.pool.ranks import ROOT
+from tests.pool.zygote import ROOT, python
 
 MEBIBYTE = 2**20
 HELD = 64 * MEBIBYTE
@@ -122,5 +121,5 @@ print(resident() - before > 200)
 
 @pytest.mark.parametrize(("how", "kept"), [("keep", True), ("return", False)])
 def test_freed_memory_stays_or_goes_as_asked(how: str, kept: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", KEEPING, how], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = subprocess.run([python(), "-c", KEEPING, how], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.stdout, done.stderr) == (f"{kept}\n", "")
