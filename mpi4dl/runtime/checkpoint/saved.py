@@ -57,10 +57,8 @@ class Saved:
         for key in (*written, *there):
             if key not in there or key not in written:
                 raise Damaged(f"{OPTIMIZER} has {'no ' if key in written else ''}{key!r}, unlike what {STATE} says")
-            dtype, *shape = written[key].items()
-            found = there[key]
-            if (dtype.text(), [size.integer() for size in shape]) != (found.name, list(found.shape)):
-                raise Damaged(f"{OPTIMIZER} has {key!r} as {found}, unlike what {STATE} says")
+            if written[key].plain != [there[key].name, *there[key].shape]:
+                raise Damaged(f"{OPTIMIZER} has {key!r} as {there[key]}, unlike what {STATE} says")
             if key.partition("/")[2] not in self.model.layout.specs:
                 raise Damaged(f"{OPTIMIZER} has {key!r}, which is of no value of the model")
 

@@ -191,6 +191,7 @@ CASES: list[tuple[Edit, str]] = [
         header(OPTIMIZER, "momentum/weight", "shape", to=[12]),
         "has 'momentum/weight' as F32 [12], unlike what state.json",
     ),
+    (header(STATE, "optimizer", "slots", "momentum/weight", to=[]), "as F32 [3, 4], unlike what state.json says"),
     (header(STATE, "optimizer", "slots", to={}), "has 'momentum/weight', unlike what state.json says"),
     (header(STATE, "extra", to=DEEP), "state.json cannot be read: maximum recursion depth exceeded"),
     (header(STATE, "seed", to=10**4000), "state.json cannot be read: a number of 4001 digits is too large"),
