@@ -14,6 +14,7 @@ from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
 from mpi4dl.parallel.spatial.explain import explain, require_rules
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
+from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
 from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, sum_gradients
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
 
@@ -31,6 +32,7 @@ __all__ = [
     "retile",
     "shard",
     "sum_gradients",
+    "whole_gradients",
     "widen",
     "wrap",
 ]

@@ -93,12 +93,14 @@ class SpatialTensor(Tensor):
     """A tensor whose height and width (and batch) are spread over the ranks of a grid.
 
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
-    with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`.
+    with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
+    gradient of the whole, spread in the same way, once backward has found it after `retain_grad`.
     """
 
     _local: Tensor
     _layout: Layout
     memory: Memory
+    retained: "Tensor | None"
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
@@ -113,6 +115,7 @@ class SpatialTensor(Tensor):
         self._layout = layout
         self.memory = Memory()
         self.memory.tensors.append(weakref.ref(self))
+        self.retained = None
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)

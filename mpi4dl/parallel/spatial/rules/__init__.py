@@ -9,6 +9,7 @@ import mpi4dl.parallel.spatial.rules.attention
 import mpi4dl.parallel.spatial.rules.attributes
 import mpi4dl.parallel.spatial.rules.convolution
 import mpi4dl.parallel.spatial.rules.extrema
+import mpi4dl.parallel.spatial.rules.hooks
 import mpi4dl.parallel.spatial.rules.indexing
 import mpi4dl.parallel.spatial.rules.losses
 import mpi4dl.parallel.spatial.rules.normalization

@@ -33,14 +33,12 @@ OF_THE_WHOLE = [
 ]
 OF_THE_PART = [
     Tensor.is_contiguous,
-    Tensor.retain_grad,
-    Tensor.register_hook,
     Tensor.new_zeros,
     Tensor.new_ones,
     Tensor.new_empty,
     Tensor.new_full,
     Tensor.new_tensor,
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "grad", "is_leaf", "_version")),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
 ]
 
 

@@ -1,0 +1,130 @@
+"""Hooks on gradients: they see that of the whole tensor, and what they return is its gradient from there on.
+
+    autograd, on each rank     the gradient of what this rank holds: its share of the objective, see comm.collectives
+    whole                      summed over all who hold an element; each rank has what it owns
+    hook                       a SpatialTensor that is cut like the tensor, so that `g.sum()` is that of the whole
+    part                       what goes on in backward: an owner's, or where all own a copy, an equal share
+
+So it is with plain tensors of which every rank has a copy, such as pooled features, within `whole_gradients`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import AXES, Split, Tiling
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+class _Gradient:
+    """The gradient of a tensor of this layout. Collective, and so are its methods."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        absent = tuple(axis for axis in AXES if layout.dims[axis] is None and layout.grid.shape[axis] > 1)
+        self.holders = layout.grid.along(absent) if absent else None
+
+    def whole(self, share: Tensor) -> Tensor:
+        """The whole gradient, spread as the tensor is, from this rank's share of it."""
+        if self.layout.wide:
+            halo = self.layout.narrow.exchange_to(self.layout.tiling)
+            share = halo.finish_adjoint(halo.start_adjoint(share))
+        if self.holders is not None:
+            share = self.holders.all_reduce(share.clone(memory_format=torch.contiguous_format))
+        return wrap(share, self.layout.narrow)
+
+    def part(self, whole: Tensor, share: Tensor) -> Tensor:
+        """What goes on from this rank of a whole gradient that a hook returned, instead of its share."""
+        layout = self.layout.narrow
+        if whole.shape != layout.global_shape(tuple(share.shape)):
+            shape = layout.global_shape(tuple(share.shape))
+            raise ValueError(f"a hook got a gradient of shape {tuple(shape)}, but returned one of {tuple(whole.shape)}")
+        if isinstance(whole, SpatialTensor):
+            mine = retile(whole, layout.tiling).local
+        else:
+            mine = narrow(whole, layout.dims, layout.tiling.whole, layout.owned)
+        if self.holders is not None:
+            mine = mine / self.holders.size
+        if not self.layout.wide:
+            return mine.to(share.dtype)
+        held = torch.zeros_like(share)
+        narrow(held, layout.dims, self.layout.held, layout.owned).copy_(mine)
+        return held
+
+    def seen_by(self, hook: Hook) -> Hook:
+        """What autograd is to call on this rank so that `hook` sees the whole."""
+
+        def run(share: Tensor) -> Tensor | None:
+            changed = hook(self.whole(share))
+            return None if changed is None else self.part(changed, share)
+
+        return run
+
+    def keep(self, local: Tensor, store: Callable[[Tensor], None]) -> None:
+        """Pass the whole gradient to `store` at the end of backward, when all hooks have had their say."""
+        local.retain_grad()
+        if local.is_leaf:
+            return
+        found = weakref.ref(local)  # a tensor must not be kept by its own hook
+
+        def give() -> None:
+            kept = found()
+            if kept is not None and kept.grad is not None:
+                store(self.whole(kept.grad))
+
+        local.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(give))
+
+
+@register(Tensor.register_hook)
+def register_hook(x: SpatialTensor, hook: Hook) -> Any:
+    return x.local.register_hook(_Gradient(x.layout).seen_by(hook))
+
+
+@register(Tensor.retain_grad)
+def retain_grad(x: SpatialTensor) -> None:
+    found = weakref.ref(x)
+
+    def store(whole: Tensor) -> None:
+        kept = found()
+        if kept is not None:
+            kept.retained = whole
+
+    _Gradient(x.layout).keep(x.local, store)
+
+
+@register(Tensor.grad.__get__)  # type: ignore[union-attr]
+def grad(x: SpatialTensor) -> Tensor | None:
+    if x.retained is not None or x.local.grad is None:
+        return x.retained
+    gradient = _Gradient(x.layout)
+    if gradient.holders is not None or x.layout.wide:
+        raise refusal("Tensor.grad", "ranks hold copies of it, each with a share of the gradient")
+    return x.like(x.local.grad)
+
+
+class whole_gradients(TorchFunctionMode):
+    """Within this context, hooks on plain tensors of which every rank of `grid` has a copy see the whole gradient."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        batch, rows, cols = (Split.at(range(parts + 1)) for parts in grid.shape)
+        self._layout = Layout(grid, Tiling((batch, rows, cols)), (None, None, None))
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.register_hook and type(args[0]) is Tensor:
+            return args[0].register_hook(_Gradient(self._layout).seen_by(*args[1:], **(kwargs or {})))
+        if function is Tensor.retain_grad and type(args[0]) is Tensor:
+            found = weakref.ref(args[0])
+            return _Gradient(self._layout).keep(args[0], lambda whole: setattr(found(), "grad", whole))
+        return function(*args, **(kwargs or {}))

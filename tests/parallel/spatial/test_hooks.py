@@ -1,0 +1,92 @@
+"""Hooks on gradients of spread tensors, and of copies, see the whole gradient, and change it as in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, difference
+from tests.pool.ranks import Ranks
+
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "clamp": lambda g: g.clamp(-0.01, 0.01),
+    "of size 1": lambda g: g / g.square().sum().sqrt(),
+    "sign": torch.sign,
+    "shifted": lambda g: g - g.mean(),
+    "plain": lambda g: torch.linspace(-1, 1, g.numel()).view(g.shape),
+    "watched": lambda g: None,
+}
+ALSO_EMPTY = Arrangement(2, 2, style="uneven")
+
+
+class Hooked(nn.Module):
+    """A hook on an activation with all axes of the image, on one with columns alone, and on features without any."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(2, 3, 3, 2, 1), nn.Conv2d(3, 3, 3, 1, 1), nn.Linear(3, 3)
+        self.hook, self.kept = hook, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.second(torch.tanh(h)) * h
+        rows = y.mean(2)
+        features = rows.square().mean(2)
+        logits = self.last(features)
+        outer = logits * features.sum(0)
+        self.kept = [h, y, rows, features, outer]
+        for value in self.kept:
+            value.retain_grad()
+            value.register_hook(self.hook)
+        return outer.square()
+
+
+def train(comm: Communicator, name: str, arrangement: Arrangement) -> list[str]:
+    torch.set_default_dtype(torch.float64)
+    image = torch.randn(3, 2, 11, 13)
+    torch.manual_seed(1)
+    ours, plain = Hooked(HOOKS[name]), Hooked(HOOKS[name])
+    plain.load_state_dict(ours.state_dict())
+    our_image, plain_image = image.clone().requires_grad_(), image.clone().requires_grad_()
+    plain(plain_image).sum().backward()
+    x = arrange(our_image, comm, arrangement)
+    with spatial.whole_gradients(x.layout.grid):
+        (spatial.gather(ours(x)).sum() / comm.size).backward()
+    wrong = []
+    assert our_image.grad is not None
+    assert plain_image.grad is not None
+    wrong += difference("gradient of the image", comm.all_reduce(our_image.grad), plain_image.grad)
+    for (part, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        wrong += difference(part, comm.all_reduce(a.grad), b.grad)
+    for i, (a, b) in enumerate(zip(ours.kept, plain.kept, strict=True)):
+        assert a.grad is not None
+        assert b.grad is not None
+        wrong += difference(f"retained {i}", spatial.gather(a.grad), b.grad)
+    return wrong
+
+
+@pytest.mark.parametrize("arrangement", [*ARRANGEMENTS, ALSO_EMPTY], ids=str)
+def test_what_a_hook_returns_counts_as_in_plain_pytorch(ranks: Ranks, arrangement: Arrangement) -> None:
+    for name in HOOKS:
+        assert ranks(arrangement.size).run(train, name, arrangement) == [[]] * arrangement.size, name
+
+
+def return_less(comm: Communicator) -> str:
+    x = arrange(torch.randn(1, 2, 8, 8, requires_grad=True), comm, Arrangement(1, 2))
+    y = x * 2
+    y.register_hook(lambda g: g.sum(1))
+    with pytest.raises(ValueError, match="a hook got a gradient") as caught:
+        spatial.gather(F.relu(y)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_hook_returns_a_gradient_of_the_same_shape(ranks: Ranks) -> None:
+    (message,) = set(ranks(2).run(return_less))
+    assert message == "a hook got a gradient of shape (1, 2, 8, 8), but returned one of (1, 8, 8)"
