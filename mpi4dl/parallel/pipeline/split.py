@@ -201,7 +201,7 @@ def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
 
 
 def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.device | str, seed: int) -> Stage:
-    """The stage on `device`, with exactly the values that `torch.manual_seed(seed)` and `build()` give to the model.
+    """The stage on `device`, with exactly the values and modes that `torch.manual_seed(seed)` and `build()` give.
 
     Initial values are drawn one after the other from one stream of random numbers. So the whole model is built on the
     CPU, once; the stage's part moves to the device and the rest is freed. The caller's random state stays as it is.
@@ -212,7 +212,7 @@ def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.devi
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves the GPUs' generators alone
         model = build()
-    made = Stage(stage.recipe, model).train(stage.training)
+    made = Stage(stage.recipe, model)
     wanted, got = _shapes(stage), _shapes(made)
     if wanted != got:
         name = min(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))

@@ -68,7 +68,7 @@ class Stage(nn.Module):
         known = dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
         del values
         for call, forget in zip(recipe.calls, recipe.forget, strict=True):
-            args, kwargs = self._filled(call.training if self.training else call.evaluation, known)
+            args, kwargs = self._filled(call.training if self._trains(call) else call.evaluation, known)
             if call.kind == "call_module":
                 known[call.name] = self.get_submodule(call.target)(*args, **kwargs)
             elif call.kind == "call_method":
@@ -79,6 +79,16 @@ class Stage(nn.Module):
             for name in forget:
                 del known[name]
         return self._filled(recipe.result, known) if recipe.is_last else tuple(known[name] for name in recipe.outputs)
+
+    def _trains(self, call: Call) -> bool:
+        """Whether the module that makes a call is in training mode: parts of a model may be frozen by `eval()`."""
+        module: nn.Module = self
+        for name in call.scope.split(".") if call.training is not call.evaluation else ():
+            child = module._modules.get(name)
+            if child is None:  # the stage holds nothing of it, so that nobody can set its mode
+                break
+            module = child
+        return module.training
 
     def _filled(self, arguments: Any, known: dict[str, Any]) -> Any:
         def part(leaf: Any) -> Any:

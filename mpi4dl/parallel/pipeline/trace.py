@@ -54,7 +54,8 @@ class Attribute:
 class Call:
     """One call of the forward pass; `training` and `evaluation` are its (args, kwargs) in the two modes.
 
-    `target` is the path of a module, a function, or the name of a method of the first argument.
+    `target` is the path of a module, a function, or the name of a method of the first argument. `scope` is the path of
+    the opened module whose forward makes the call.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Call:
     target: Any
     training: tuple[Any, Any]
     evaluation: tuple[Any, Any]
+    scope: str
 
     @property
     def reads(self) -> frozenset[str]:
@@ -268,7 +270,7 @@ def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) ->
         assert isinstance(here.op, str)
         mine = _arguments((here.args, here.kwargs), names)
         other = _arguments((there.args, there.kwargs), other_names)
-        call = Call(names[here], here.op, here.target, mine, mine if mine == other else other)
+        call = Call(names[here], here.op, here.target, mine, mine if mine == other else other, training.scopes[here])
         if references(mine) != references(other):
             raise _other_path(pair, (training, names), (evaluation, other_names))
         if _is_fact(here, facts):
