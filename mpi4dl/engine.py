@@ -15,37 +15,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.geometry import COLS, ROWS, Interval, Split, Tiling, even_cuts
+from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
-from mpi4dl.parallel.replicas import ReadShard, ReplicaGroup, Shard, step_all
+from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.offload import home_for
-from mpi4dl.parallel.replicas.problems import problem_with
-from mpi4dl.parallel.replicas.update import is_separate, options_of
+from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
+from mpi4dl.parallel.replicas.trial import Manner, manner_of
+from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
-from mpi4dl.runtime.precision import AUTOCAST, LossScaler, lower_precision
+from mpi4dl.runtime.batch import BatchFeed, Size, Tiles
+from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
+from mpi4dl.runtime.restoring import Undo, evaluating
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Loss = Callable[[Any, Any], Tensor]
-Tiles = Tensor | Sequence[Tensor]
-Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The loss (the mean over the whole batch) before the step, and the global norm of its gradient."""
+    """The loss (the mean over the whole batch) before the step, and the global norm of its gradient.
+
+    `skipped`: under fp16 the gradient overflowed, so that the step was not made.
+    """
 
     loss: float
     gradient_norm: float
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class Engine:
     stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
-    of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm.
+    of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm. Modes are the user's: call
+    `model.train()`, and `eval()` for what is frozen.
+
+    `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
+    every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
 
     Parameters in bfloat16 or float16 have float32 masters, on which the optimizer works; `low_precision_weights` makes
     them so, in the type that `precision` names. `offload` is where masters and the optimizer's state are: "none" (on
@@ -83,6 +91,7 @@ class Engine:
         precision: str = "fp32",
         recompute: bool = False,
         clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
         low_precision_weights: bool = False,
         all_reduce: str = "auto",
         offload: str = "none",
@@ -98,6 +107,7 @@ class Engine:
         self.loss = loss
         self.comm = comm
         self.clip_norm = clip_norm
+        self.gradient_hook = gradient_hook
         self.device = self.held.device
         self.num_steps = 0
         self._dtype = AUTOCAST[precision]
@@ -108,10 +118,16 @@ class Engine:
                 raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
             for module in self.held.modules_of.values():
                 lower_precision(module, self._dtype)
+        trained = [p for p in self.held.parameters() if p.requires_grad]
+        turns = plan.zero > 0 or not all(stays(p, home) for p in trained)
+        manner = manner_of(optimizer) if turns or plan.num_stages > 1 else None
         self._agree_on_model(
+            manner,
+            turns,
             precision=precision,
             recompute=recompute,
             clip_norm=clip_norm,
+            gradient_hook=gradient_hook is not None,
             low=low_precision_weights,
             offload=offload,
             all_reduce=all_reduce,
@@ -122,16 +138,20 @@ class Engine:
                 self.held.groups[stage].broadcast(value.data)
         if recompute:
             self._recompute()
+        # Ranks of one stage may hold others too, and see other parameters in the optimizer.
+        whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
         self.groups: dict[int, ReplicaGroup] = {}
         for stage, module in self.held.modules_of.items():
             zero, copies = plan.zero_at(stage)
             comm_of = self.held.groups[stage]
             summing = None if zero else pick(comm_of, all_reduce, device=self.device)
             self.groups[stage] = ReplicaGroup(
-                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes, plan.num_directions == 2
+                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes, plan.num_directions == 2, whole
             )
+        partial = plan.zero > 0 or plan.num_stages > 1
+        self._stepping = Stepping(optimizer, tuple(self.groups.values()), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
-        self.executor = Executor(self.held, comm, self._autocast, seed, _Parameters(self.groups))
+        self.executor = Executor(self.held, comm, self.autocast, seed, _Parameters(self.groups))
         self._table = plan.table()
         self._evaluation_table = cache(plan.evaluation_table)
 
@@ -142,7 +162,7 @@ class Engine:
             elif not recompute_blocks(module):
                 raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
 
-    def _agree_on_model(self, **facts: Any) -> None:
+    def _agree_on_model(self, manner: Manner | None, turns: bool, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
         held = self.held
         description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
@@ -151,9 +171,8 @@ class Engine:
         optimizer = f"{type(self.optimizer).__name__} {settings}"
         named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
         problem = problem_with(self.optimizer, named, max(group.size for group in held.groups.values()))
-        if problem is None and self.plan.num_stages > 1 and not is_separate(self.optimizer):
-            kind = type(self.optimizer).__name__
-            problem = f"{kind} steps by all parameters together, but ranks have stages of their own: use one stage"
+        if problem is None and manner is not None:
+            problem = manner.problem(type(self.optimizer).__name__, turns)
         self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
@@ -176,17 +195,29 @@ class Engine:
 
         `tiles` are those that `reads` names, in that order, (n, C, h, w) each; one may come without a sequence around
         it. `targets` are those of the whole batch. `microbatches` says how the batch is divided if samples were taken
-        out of it since. Raises `Refusal` on all ranks, with the weights as they were, if the loss or the gradient is
-        not finite.
+        out of it since. Raises `Refusal` on all ranks, with everything as it was, if the loss or the gradient is not
+        finite; under fp16 a gradient that overflows makes no step, and 20 in a row are refused.
         """
-        self.held.train()
-        batch = _Batch(self, tiles, targets, size, microbatches, training=True)
+        undo = Undo(self.held, self.executor)
+        try:
+            return self._step(BatchFeed(self, tiles, targets, size, microbatches, training=True))
+        except Refusal:
+            undo.undo()
+            raise
+
+    def _step(self, batch: BatchFeed) -> StepResult:
+        self._refuse_hooks()
         for group in self.groups.values():
             group.prepare()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
             group.finish()
         loss, norm = self._sum_up(batch)
+        if self.gradient_hook is not None and math.isfinite(norm):
+            for stage, group in self.groups.items():
+                with self.executor.drawing_alike(stage):
+                    group.change_gradients(self.gradient_hook, self.scaler.scale)
+            loss, norm = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
             which = "gradient" if math.isfinite(loss) else "loss"
@@ -194,32 +225,51 @@ class Engine:
                 f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
                 "are as before it: try a smaller --lr or --precision fp32"
             )
+        if not finite and self.scaler.skipped_in_a_row + 1 == MAX_SKIPPED:
+            raise Refusal(
+                f"step {self.num_steps}: the gradient of {MAX_SKIPPED} steps in a row was not finite in fp16, down to "
+                f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try --precision bf16 or fp32"
+            )
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
         if finite:  # else fp16 overflowed
-            step_all(self.optimizer, tuple(self.groups.values()), clip / self.scaler.scale)
+            self._stepping.step(clip / self.scaler.scale)
         self.scaler.update(finite)
         self.num_steps += 1
-        return StepResult(loss, norm)
+        return StepResult(loss, norm, skipped=not finite)
 
-    def _sum_up(self, batch: "_Batch") -> tuple[float, float]:
+    def _refuse_hooks(self) -> None:
+        """Hooks may come at any time, so they are looked for in every step."""
+        found = [backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values()]
+        problem = next((each for each in [*found, self._stepping.problem()] if each is not None), None)
+        if problem is not None:
+            raise Refusal(problem)
+
+    def _sum_up(self, batch: BatchFeed) -> tuple[float, float]:
         """The loss and the norm of the gradient, over all stages, the same bits on every rank."""
         stages = self.plan.num_stages
-        found = torch.zeros(stages + 1, dtype=torch.float64)
+        found = torch.zeros(stages + 3, dtype=torch.float64)
         found[stages] = batch.total
+        hooks = self._stepping.num_hooks
+        found[stages + 1], found[stages + 2] = hooks, hooks**2
         for stage, group in self.groups.items():
             found[stage] = group.square()
         self.comm.all_reduce(found)
+        if found[stages + 1] ** 2 != self.comm.size * found[stages + 2]:  # their variance is 0 if all have as many
+            raise Refusal("the ranks have different numbers of step hooks of the optimizer: register them on all ranks")
         return float(found[stages]), math.sqrt(float(found[:stages].sum())) / self.scaler.scale
 
     def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
-        """Loss and accuracy over batches, without training.
+        """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.
 
         A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches).
         """
-        self.held.eval()
+        with evaluating(self.held):
+            return self._evaluate(batches, size)
+
+    def _evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None) -> Evaluation:
         count, sums = 0, torch.zeros(3, dtype=torch.float64)
         for tiles, targets, *rest in batches:
-            batch = _Batch(self, tiles, targets, size, rest[0] if rest else None, training=False)
+            batch = BatchFeed(self, tiles, targets, size, rest[0] if rest else None, training=False)
             self.executor.run(self._evaluation_table(len(batch.microbatches)), batch)
             samples = batch.num_samples
             count += samples
@@ -286,7 +336,8 @@ class Engine:
             if name not in trained and name not in held.ties
         }
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the model and the loss compute in the engine's precision."""
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
 
 
@@ -301,81 +352,3 @@ class _Parameters:
 
     def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
         return self.groups[stage].one_pass(last)
-
-
-class _Batch:
-    """One batch on its way through the stages: what this rank feeds in, and what it finds at the end.
-
-    `total` is the mean loss over the batch on the one rank that counts it, and 0 on others; `correct`, the number of
-    samples classified correctly without training, likewise.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        tiles: Tiles,
-        targets: Any,
-        size: Size | None,
-        microbatches: Sequence[Microbatch] | None,
-        training: bool,
-    ) -> None:
-        self.engine, self.targets, self.training = engine, targets, training
-        tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
-        if size is None and engine.plan.ranks_per_replica == 1 and tiles:
-            size = (tiles[0].shape[-2], tiles[0].shape[-1])
-        if size is None:
-            raise ValueError(f"{engine.plan} cuts images: pass their size=(height, width)")
-        self.size = size
-        divided = engine.plan.divide(_num_samples(targets), training) if microbatches is None else microbatches
-        self.microbatches = tuple(divided)
-        self.num_samples = self.microbatches[-1].samples.stop
-        reads = engine.plan.reads(engine.comm.rank, self.microbatches, size)
-        if len(reads) != len(tiles):
-            raise ValueError(
-                f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`"
-            )
-        self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
-        self.total = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self.correct, self.classified = 0, False
-
-    def kind(self, microbatch: Microbatch) -> Any:
-        return (self.size, microbatch.counts)
-
-    def images(self, part: Part, microbatch: Microbatch) -> Tensor:
-        tile = self.tiles.pop((microbatch.direction, microbatch.number))
-        return self.engine.images(part, tile, microbatch, self.size)
-
-    def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
-        """The share of this rank in the mean over the batch: dense outputs stay spread over the ranks."""
-        engine = self.engine
-        if isinstance(outputs, spatial.SpatialTensor) and all(
-            outputs.layout.dims[axis] is None for axis in (ROWS, COLS)
-        ):
-            outputs = spatial.gather(outputs)
-        targets = self._targets(microbatch.samples)
-        with engine._autocast():
-            loss = engine.loss(outputs, targets)
-        if loss.numel() != 1:
-            raise ValueError(f"the loss must be one number, but has shape {tuple(loss.shape)}: take its mean")
-        loss = loss.reshape(())
-        weight = microbatch.samples.length / self.num_samples if len(self.microbatches) > 1 else 1.0
-        if part.grid.rank == 0:
-            self.total += loss.detach().double() * weight
-            if not self.training and all(isinstance(x, Tensor) for x in (outputs, targets)):
-                self.classified = outputs.dim() == 2 and targets.dim() == 1
-            if self.classified:
-                self.correct += int((outputs.argmax(1) == targets).sum())
-        return loss * (weight / part.grid.size) * engine.scaler.scale if self.training else None
-
-    def _targets(self, samples: Interval) -> Any:
-        def of(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return (leaf if len(self.microbatches) == 1 else leaf[slice(*samples)]).to(self.engine.device)
-
-        return pytree.tree_map(of, self.targets)
-
-
-def _num_samples(targets: Any) -> int:
-    tensors = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
-    return tensors[0].shape[0] if tensors and tensors[0].dim() else len(targets)

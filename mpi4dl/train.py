@@ -81,7 +81,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         images = build.build_datasets(config)
     with comm.together((ValueError, TypeError)):
         num_classes = build.number_of_classes(config, images[0].classes)
-        model = build.hold_model(config, plan, num_classes, images[0].channels, comm, device)
+        model = build.hold_model(config, plan, num_classes, images[0].channels, comm, device).train()
     with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model.parameters())
         schedule = build.build_schedule(config, optimizer)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
+from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.precision import INITIAL_SCALE
 from tests.pool.ranks import Ranks
 from tests.training import (
     BOTH,
+    SKIPPING,
     SMALL,
     TILES_1x2,
     TILES_2x2,
@@ -22,15 +26,23 @@ from tests.training import (
     batch_of,
     build,
     digest_of,
+    model_of,
     plain,
     tiles_of,
     train,
 )
 
 
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, str]:
-    momenta = {str(i): state["momentum_buffer"] for i, state in optimizer.state_dict()["state"].items()}
-    return digest_of(dict(model.named_parameters())), digest_of(momenta)
+def everything(engine: Engine) -> dict[str, Any]:
+    """Digests of all that a step changes on this rank, and the counters."""
+    optimizer, scaler, executor = engine.optimizer, engine.scaler, engine.executor
+    slots = {f"{i} {slot}": v for i, one in optimizer.state_dict()["state"].items() for slot, v in one.items()}
+    return {
+        "model": digest_of(dict(engine.held.state_dict())),
+        "optimizer": digest_of({name: torch.as_tensor(value) for name, value in slots.items()}),
+        "random": digest_of({"state": torch.get_rng_state()}),
+        "counters": (engine.num_steps, executor.num_runs, scaler.scale, scaler.finite_steps, scaler.num_skipped),
+    }
 
 
 def infinite_gradient(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -38,38 +50,83 @@ def infinite_gradient(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - outputs.detach()).abs().sum().sqrt() + 1.0
 
 
-def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None) -> tuple[str, bool]:
+def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None, options: dict[str, Any]) -> tuple[str, Any, Any]:
     """A good step; then one where a pixel of one rank's tile, or else the gradient, is not finite."""
-    model, optimizer = build(SMALL)
-    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
-    images, targets = batch_of(SMALL, 0)
-    tiles = tiles_of(images, engine)
-    engine.step(tiles, targets, SMALL.size)
+    task = replace(SKIPPING, batch=8)
+    model = split(lambda: model_of(task), plan, comm, image=(8, 3, *task.size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **options)
+    images, targets = batch_of(task, 0)
+    engine.step(tiles_of(images, engine), targets, task.size)
+    tiles = tiles_of(images.clone(), engine)
     if bad_rank is None:
         engine.loss = infinite_gradient
     elif comm.rank == bad_rank:
         tiles[0][0, 0, 0, 0] = float("nan")
-    before = bits(model, optimizer)
+    before = everything(engine)
     with pytest.raises(Refusal) as caught:
-        engine.step(tiles, targets, SMALL.size)
-    return str(caught.value), bits(model, optimizer) == before
+        engine.step(tiles, targets, task.size)
+    after = everything(engine)
+    engine.loss = F.cross_entropy
+    engine.step(tiles_of(images, engine), targets, task.size)
+    return str(caught.value), before, after
 
 
-@pytest.mark.parametrize("plan", [TILES_2x2, BOTH], ids=str)
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_move(ranks: Ranks, plan: Plan) -> None:
-    results = ranks(4).run(refused_step, plan, 3)
-    assert len(set(results)) == 1
-    message, untouched = results[0]
-    assert untouched
-    assert re.match(r"step 1: the loss is not finite \(loss nan, gradient norm nan\); the weights are as", message)
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (TILES_2x2, {}),
+        (BOTH, {}),
+        (Plan(data=4, zero=3), {}),
+        (Plan(((1, 2), (1, 2)), microbatches=2), {"recompute": True}),
+        (Plan(((1, 1),) * 4, bidirectional=1), {}),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_everything_as_it_was(
+    ranks: Ranks, plan: Plan, options: dict[str, Any]
+) -> None:
+    results = ranks(4).run(refused_step, plan, 0, options)
+    assert len({message for message, _, _ in results}) == 1
+    for message, before, after in results:
+        assert after == before
+        assert re.match(r"step 1: the loss is not finite \(loss nan, gradient norm nan\); the weights are as", message)
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_weights_move(ranks: Ranks) -> None:
-    results = ranks(4).run(refused_step, TILES_2x2, None)
-    assert len(set(results)) == 1
-    message, untouched = results[0]
-    assert untouched
-    assert re.match(r"step 1: the gradient is not finite \(loss 1.0, gradient norm (nan|inf)\)", message)
+def test_a_gradient_that_is_not_finite_stops_all_ranks_with_everything_as_it_was(ranks: Ranks) -> None:
+    results = ranks(4).run(refused_step, TILES_2x2, None, {})
+    assert len({message for message, _, _ in results}) == 1
+    for message, before, after in results:
+        assert after == before
+        assert re.match(r"step 1: the gradient is not finite \(loss 1.0, gradient norm (nan|inf)\)", message)
+
+
+def overflow_always(comm: Communicator) -> tuple[str, list[bool], float, dict[str, Tensor]]:
+    model, optimizer = build(SKIPPING)
+    engine = Engine(model.float(), TILES_1x2, optimizer, infinite_gradient, comm=comm, precision="fp16")
+    images, targets = batch_of(SKIPPING, 0)
+    tiles = tiles_of(images.float(), engine)
+    skipped = [engine.step(tiles, targets, SKIPPING.size).skipped for _ in range(19)]
+    with pytest.raises(Refusal) as caught:
+        engine.step(tiles, targets, SKIPPING.size)
+    return str(caught.value), skipped, engine.scaler.scale, dict(model.state_dict())
+
+
+def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(ranks: Ranks) -> None:
+    """What is skipped changes batch norms alone, as with PyTorch's GradScaler."""
+    begun = build(SKIPPING)[0].float().state_dict()
+    for message, skipped, scale, state in ranks(2).run(overflow_always):
+        assert message == (
+            "step 19: the gradient of 20 steps in a row was not finite in fp16, down to a loss scale of 0.125; the "
+            "weights are as before them: try --precision bf16 or fp32"
+        )
+        assert skipped == [True] * 19
+        assert scale == INITIAL_SCALE / 2**19
+        for name, value in state.items():
+            if name.endswith("num_batches_tracked"):
+                assert value == 19
+            else:
+                assert torch.equal(value, begun[name]) == ("running" not in name), name
 
 
 def alike(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -80,6 +80,8 @@ UNUSED = Task("unused", (12, 10))
 ALIASED = Task("aliased", (12, 8))
 ATTENDING = Task("attending", (12, 8))
 SKIPPING = Task("skipping", (13, 10))
+FROZEN = Task("frozen", (13, 10))
+HOOKED = Task("hooked", (13, 10))
 
 
 class _Block(nn.Module):
@@ -171,7 +173,47 @@ class _Aliased(nn.Module):
         return self.last(x.mean((2, 3)))
 
 
-OWN = {"aliased": _Aliased, "attending": _Attending, "dropping": _Dropping, "skipping": _Skipping, "unused": _Unused}
+class _Frozen(_Skipping):
+    """Some of its batch norms are in evaluation mode, as is usual with few samples in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms[1].eval()
+        self.norms[2].eval()
+
+
+class _Normalizing(nn.Module):
+    """Hands gradients on with a norm of 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.square().sum().sqrt())
+        return x
+
+
+class _Hooked(nn.Module):
+    """Hooks on the gradients of an activation and of pooled features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2)
+        self.normalizing, self.again = _Normalizing(), _Normalizing()
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.normalizing(self.first(x)).relu()
+        return self.last(self.again(self.second(x).square().mean((2, 3))))
+
+
+OWN = {
+    "aliased": _Aliased,
+    "attending": _Attending,
+    "dropping": _Dropping,
+    "frozen": _Frozen,
+    "hooked": _Hooked,
+    "skipping": _Skipping,
+    "unused": _Unused,
+}
 
 
 def model_of(task: Task) -> nn.Module:
@@ -269,12 +311,12 @@ def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor | None]:
 def plain(task: Task, num_microbatches: int = 1) -> Outcome:
     """The reference: the loop of any PyTorch tutorial, over microbatches of even cuts."""
     model, optimizer = build(task)
-    clip_norm = dict(task.engine_options).get("clip_norm", float("inf"))
+    options = dict(task.engine_options)
+    clip_norm, hook = options.get("clip_norm", float("inf")), options.get("gradient_hook")
     outcome = Outcome()
     for number in range(task.num_steps):
         if number == EVALUATED:
-            outcome.evaluation = evaluate(model.eval(), held_out(task))
-        model.train()
+            outcome.evaluation = evaluate(model, held_out(task))
         images, targets = batch_of(task, number)
         optimizer.zero_grad()
         total = 0.0
@@ -283,6 +325,9 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
             loss = F.cross_entropy(model(some), wanted) * (len(some) / len(images))
             loss.backward()
             total += float(loss.detach())
+        for name, p in model.named_parameters() if hook is not None else ():
+            if p.grad is not None:
+                p.grad = hook(name, p.grad)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         outcome.steps.append(StepResult(total, float(norm)))
@@ -293,7 +338,9 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
-    """The means over all images, by plain PyTorch."""
+    """The means over all images, by plain PyTorch, of a model whose modules are then in their own modes again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     total, correct, count, classified = 0.0, 0, 0, True
     for images, targets in batches:
         outputs = model(images)
@@ -301,6 +348,8 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Eval
         total += float(F.cross_entropy(outputs, targets)) * len(targets)
         correct += int((outputs.argmax(1) == targets).sum())
         count += len(targets)
+    for module, mode in modes.items():
+        module.training = mode
     return Evaluation(total / count, correct / count if classified else None, count)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class Interval:
         self.began = time.perf_counter()
         self.data_wait = loader.wait_seconds
         self.comm_wait = engine.comm.node.wait_seconds
+        self.num_skipped = engine.scaler.num_skipped
         self.losses = list(losses)
         self.num_images = 0
 
@@ -37,4 +39,8 @@ class Interval:
         memory = int(comm.all_reduce(torch.tensor([peak_bytes]), "max"))
         total = seconds * comm.size
         loss, rate = sum(self.losses) / len(self.losses), self.num_images / seconds
-        return StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
+        found = StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
+        scaler = self.engine.scaler
+        if scaler.enabled:
+            found = replace(found, skipped_steps=scaler.num_skipped - self.num_skipped, loss_scale=scaler.scale)
+        return found

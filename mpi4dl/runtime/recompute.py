@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -53,7 +54,7 @@ def recompute_whole(block: nn.Module) -> None:
 
 
 def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not block.training:
+    if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

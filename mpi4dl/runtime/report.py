@@ -22,7 +22,8 @@ class StepReport:
     """The training steps since the last report: plain numbers, of all ranks together.
 
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
-    for other ranks; `peak_memory_bytes` is that of the rank that used most.
+    for other ranks; `peak_memory_bytes` is that of the rank that used most. Under fp16, `skipped_steps` of these steps
+    were not made, because their gradients overflowed, and `loss_scale` is the present one.
     """
 
     step: int
@@ -32,8 +33,11 @@ class StepReport:
     data_wait: float
     comm_wait: float
     peak_memory_bytes: int
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
 
     def line(self) -> str:
+        scaling = () if self.loss_scale is None else (f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}")
         return "  ".join(
             (
                 f"step {self.step}",
@@ -43,6 +47,7 @@ class StepReport:
                 f"data wait {100 * self.data_wait:.1f} %",
                 f"comm wait {100 * self.comm_wait:.1f} %",
                 f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
+                *scaling,
             )
         )
 
@@ -123,7 +128,7 @@ class Reporter:
         self.close()
 
     def _report(self, phase: str, report: StepReport | ValidationReport) -> None:
-        values = asdict(report)
+        values = {name: value for name, value in asdict(report).items() if value is not None}
         self._metrics.append({"phase": phase} | values)
         if self._writer is not None:
             for name, value in values.items():

@@ -24,6 +24,7 @@ from mpi4dl.parallel.pipeline.simulator import Span
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
 from mpi4dl.parallel.pipeline.table import Action, Table
 from mpi4dl.parallel.plan import Microbatch
+from mpi4dl.parallel.spatial import whole_gradients
 
 GRADIENTS = ("backward", "input", "weight")
 
@@ -136,16 +137,28 @@ class Executor:
             return nullcontext()
         return self._statistics[action.stage].collect(action.direction, action.microbatch)
 
+    @property
+    def _generators(self) -> list[torch.device]:
+        return [self.held.device] if self.held.device.type == "cuda" else []
+
     def _own_randomness(self) -> AbstractContextManager[None]:
         """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
-        devices = [self.held.device] if self.held.device.type == "cuda" else []
-        return torch.random.fork_rng(devices, enabled=self.plan.num_stages > 1)
+        return torch.random.fork_rng(self._generators, enabled=self.plan.num_stages > 1)
 
     def seed_for(self, action: Action) -> None:
         """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""
-        if self.plan.num_stages == 1:
-            return
-        seed, device = hash((self.seed, self.num_runs, action[1:])) & (2**63 - 1), self.held.device
+        if self.plan.num_stages > 1:
+            self._seed(action[1:])
+
+    @contextmanager
+    def drawing_alike(self, stage: int) -> Iterator[None]:
+        """Within this context, after a run, ranks that hold a stage draw the same numbers, from no stream of others."""
+        with torch.random.fork_rng(self._generators):
+            self._seed(stage)
+            yield
+
+    def _seed(self, stream: Any) -> None:
+        seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.held.device
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -193,7 +206,8 @@ class _Run:
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
-        with self.timed(action):
+        hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
+        with self.timed(action), hooks:
             with executor.collecting(action), executor.context(), deferred:
                 outputs = part.module(*arrival.values)
             del arrival

@@ -9,7 +9,7 @@ ZeRO 3        each rank its part    each rank its part     each rank its part
 Tiles, data replicas, the ways of a split batch and both directions of GEMS are all the same here: ranks of `comm`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,19 +21,13 @@ from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
+from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.update import (
-    Piece,
-    Update,
-    is_elementwise,
-    is_like,
-    is_separate,
-    keeps_options,
-    make_piece,
-)
+from mpi4dl.parallel.replicas.update import Piece, Update, is_like, make_piece
 
 State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
+GradientHook = Callable[[str, Tensor], Tensor | None]
 
 
 class Shard(NamedTuple):
@@ -54,10 +48,10 @@ class Shard(NamedTuple):
 class ReplicaGroup:
     """The trained parameters of `module`, which the ranks of `comm` hold with the same values. Collective.
 
-    `zero` is the ZeRO stage. With ZeRO 3, each of `copies` sets of ranks, of which rank r belongs to number r % copies,
-    keeps all parameters and gathers them on its own. The parameters of `optimizer` are replaced by the parts that this
-    rank updates; bfloat16 and float16 ones have float32 masters, which live in `home`. With `mirrored`, some ranks run
-    the module on some microbatches, and others on others.
+    `zero` is the ZeRO stage, which cuts no parameter if it is to keep them `whole`. With ZeRO 3, each of `copies` sets
+    of ranks, of which rank r belongs to number r % copies, keeps all parameters and gathers them on its own. The
+    parameters of `optimizer` are replaced by the parts that this rank updates; bfloat16 and float16 ones have float32
+    masters, which live in `home`. With `mirrored`, some ranks run the module on some microbatches, others on others.
     """
 
     def __init__(
@@ -71,13 +65,14 @@ class ReplicaGroup:
         all_reduce: AllReduce | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         mirrored: bool = False,
+        whole: bool = False,
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
-        self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and not is_elementwise(optimizer))
+        self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and whole)
         self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
         self.gatherer: Gatherer | None = None
         self._flats: list[Tensor] = []
@@ -92,12 +87,6 @@ class ReplicaGroup:
         with self._placing():
             pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
         self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
-        if not self.in_place and not (keeps_options(optimizer) and is_separate(optimizer)):
-            does = "steps by" if keeps_options(optimizer) else "counts its steps for"
-            raise Refusal(
-                f"{type(optimizer).__name__} {does} all parameters together, but ZeRO, low_precision_weights and "
-                "offload step on one bucket after the other: train without these"
-            )
         self.update = Update(optimizer, self.parameters, pieces, home)
         self.mirrored = mirrored
         self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
@@ -157,7 +146,10 @@ class ReplicaGroup:
             raise Refusal(f"{changed} was changed {why}")
 
     def prepare(self) -> None:
-        """Forget the gradients of the step before. Raises Refusal for changes that would not reach all who step."""
+        """Forget the gradients of the step before. Raises Refusal for what would not reach all who step."""
+        hooked = hook_on_gradient(dict(zip(self.names, self.parameters, strict=True)), self.comm.size)
+        if hooked is not None:
+            raise Refusal(hooked)
         if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
             raise Refusal(
                 "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
@@ -199,17 +191,54 @@ class ReplicaGroup:
         """This rank's share of the square of the gradient's norm; the shares of all ranks add up."""
         return self.reducer.square() if self.zero or self.comm.rank == 0 else 0.0
 
-    def step(self, factor: float) -> None:
-        """Step on this rank's part by its gradient times `factor`, and share the new values. Collective."""
+    def hand_out(self, factor: float) -> None:
+        """Give the optimizer this rank's gradients, times `factor`."""
+        if self.in_place:
+            self.reducer.scale(factor)
+            return
+        for number in range(len(self.layout.buckets)):
+            self._hand_out(number, factor)
+
+    def _hand_out(self, number: int, factor: float) -> None:
+        first = self.layout.own(number).start if self.zero else 0
+        self.update.hand_out(number, self.reducer.owned(number), first, self.reducer.used, factor)
+
+    def step(self, factor: float | None) -> None:
+        """Step on this rank's part by its gradient times `factor`, and share the new values. Collective.
+
+        None: the gradients were handed out already, and not only those of the bucket that is worked on.
+        """
         spreading = []
         with self._placing():
             for number in range(len(self.layout.buckets)):
-                first = self.layout.own(number).start if self.zero else 0
-                self.update.step(number, self.reducer.owned(number), first, self.reducer.used, factor)
+                if factor is not None:
+                    self._hand_out(number, factor)
+                self.update.step(number)
                 if self._spread is not None:
                     spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
         self._versions = self._count_changes()
+
+    def change_gradients(self, hook: GradientHook, scale: float) -> None:
+        """Let `hook(name, gradient)` change the whole gradient of each parameter, which is `scale` times as large here.
+
+        Collective. Parameters come in the model's order; hooks that draw random numbers draw the same on all ranks.
+        """
+
+        def changed(member: int, gradient: Tensor) -> Tensor:
+            seen = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale
+            result = hook(self.names[member], seen)
+            result = seen if result is None else result
+            if not isinstance(result, Tensor) or result.shape != gradient.shape:
+                what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise ValueError(
+                    f"gradient_hook got the gradient of {self.names[member]}, of shape {tuple(gradient.shape)}, but "
+                    f"returned {what}: return a tensor of the same shape, or None"
+                )
+            return result * scale
+
+        with torch.no_grad():
+            self.reducer.change(changed)
 
     def shards(self) -> Iterator[Shard]:
         """What this rank owns; the shards of all ranks are each parameter once, without ZeRO too."""
@@ -266,14 +295,3 @@ class ReplicaGroup:
                 spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
         self._versions = self._count_changes()
-
-
-def step_all(optimizer: torch.optim.Optimizer, groups: Sequence[ReplicaGroup], factor: float) -> None:
-    """One step of the optimizer on the parameters of all groups, by their gradients times `factor`. Collective."""
-    if all(group.in_place for group in groups):
-        for group in groups:
-            group.reducer.scale(factor)
-        optimizer.step()
-        return
-    for group in groups:
-        group.step(factor)

@@ -22,6 +22,9 @@ class Home(Protocol):
     def place(self, value: Tensor) -> Tensor:
         """A tensor with the same values, shape, dtype and strides that stays there; the same one if it is there."""
 
+    def has(self, value: Tensor) -> bool:
+        """Whether it is there."""
+
 
 class Device:
     """On the device of the model."""
@@ -29,14 +32,20 @@ class Device:
     def place(self, value: Tensor) -> Tensor:
         return value
 
+    def has(self, value: Tensor) -> bool:
+        return True
+
 
 class Host:
     """In memory of the host, pinned if the model is on a GPU."""
 
     def place(self, value: Tensor) -> Tensor:
-        if value.device.type == "cpu":
+        if self.has(value):
             return value
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+
+    def has(self, value: Tensor) -> bool:
+        return value.device.type == "cpu"
 
 
 class Disk:
@@ -55,7 +64,7 @@ class Disk:
         self._filled_bytes = 0
 
     def place(self, value: Tensor) -> Tensor:
-        if any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks):
+        if self.has(value):
             return value
         if not self._blocks or self._filled_bytes + value.nbytes > self._blocks[-1].nbytes:
             self._blocks.append(self._map(max(BLOCK_BYTES, value.nbytes)))
@@ -63,6 +72,9 @@ class Disk:
         room = self._blocks[-1][self._filled_bytes : self._filled_bytes + value.nbytes]
         self._filled_bytes += -(-value.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return seen_as(room.view(value.dtype), value).copy_(value)
+
+    def has(self, value: Tensor) -> bool:
+        return any(block.data_ptr() <= value.data_ptr() < block.data_ptr() + block.nbytes for block in self._blocks)
 
     def _map(self, num_bytes: int) -> Tensor:
         with tempfile.TemporaryFile(dir=self.folder) as file:

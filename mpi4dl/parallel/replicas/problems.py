@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from mpi4dl.parallel.replicas.reducer import Reducer
 
@@ -17,7 +18,8 @@ def problem_with(
     `num_holders` is how many ranks add up the gradient of a parameter, at most.
     """
     own = {id(p): p for p in parameters.values()}
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         return f"{type(optimizer).__name__} computes the loss many times in a step: choose an optimizer that does not"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "SparseAdam takes sparse gradients alone, but ranks add them up as dense ones: choose torch.optim.Adam"
@@ -33,12 +35,35 @@ def problem_with(
     overlap = _overlap(parameters)
     if overlap:
         return f"{overlap[0]} and {overlap[1]} are different parameters in the same memory: use one parameter for both"
-    hooked = next((name for name, p in parameters.items() if num_holders > 1 and _has_hooks(p)), None)
-    if hooked:
-        return (
-            f"{hooked} has a hook on its gradient, which would see the part of one rank before the ranks add them up: "
-            "remove it, or let the loss or the optimizer do what it does"
-        )
+    return hook_on_gradient(parameters, num_holders)
+
+
+def hook_on_gradient(parameters: Mapping[str, nn.Parameter], num_holders: int) -> str | None:
+    """Why the hooks on the gradients of these parameters, each held by so many ranks, do not see them; None if they do.
+
+    Those that wait for a gradient to be added up would see that of one backward pass.
+    """
+    for name, p in parameters.items():
+        after: Iterable[object] = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+        if (p._backward_hooks and num_holders > 1) or any(not Reducer.is_hook(hook) for hook in after):
+            return (
+                f"{name} has a hook on its gradient, which would see a part of it, before ranks and microbatches are "
+                "added up: remove it, and pass gradient_hook to the engine, which sees each gradient whole"
+            )
+    return None
+
+
+def backward_hook_in(module: nn.Module, num_ranks: int) -> str | None:
+    """Why the backward hooks of these modules, which so many ranks run together, see no whole gradients."""
+    common = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    if num_ranks == 1:
+        return None
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks or common:
+            return (
+                f"{name or type(module).__name__} has a backward hook, which would see the part of one rank: remove "
+                "it, and call output.register_hook in a forward hook, which sees the whole gradient of the output"
+            )
     return None
 
 
@@ -53,8 +78,3 @@ def _overlap(parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
         extent = sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True)) + 1
         end, last = start + extent * p.element_size(), name
     return None
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    after: Iterable[object] = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    return bool(parameter._backward_hooks) or any(not Reducer.is_hook(hook) for hook in after)

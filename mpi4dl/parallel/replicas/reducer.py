@@ -219,6 +219,25 @@ class Reducer:
             for gradient in self._owned.values():
                 gradient.mul_(factor)
 
+    def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
+        """Replace the whole sum for each used parameter by `by(i, gradient)`, from the first parameter on. Collective.
+
+        Without ZeRO every rank computes all of them, with it what it owns counts; of a shared bucket one is whole at a
+        time.
+        """
+        for number in reversed(range(len(self.layout.buckets))):
+            flat = owned = self._owned[number]
+            if self.zero:
+                flat = owned.new_empty(self.layout.buckets[number].length)
+                flat[self.layout.own(number)] = owned
+                self.comm.iall_gather_into(flat, self.layout.cuts[number]).wait()
+            for span in reversed([*self.layout.spans(number)]):
+                if self.used[span.member]:
+                    view = self._view(span.member, flat[span.place])
+                    view.copy_(by(span.member, view))
+            if self.zero:
+                owned.copy_(flat[self.layout.own(number)])
+
     def reduce(self) -> None:
         """Sum gradients that are there already. A rank that has none of a parameter counts as zero."""
         found = [p.grad for p in self.parameters]

@@ -6,7 +6,7 @@ master weights of this rank           m m m            in the model's precision:
 parameters of the bucket        [ . . . p p p . . . ]  and then to the other ranks
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,11 @@ class Piece:
     span: Span
     value: nn.Parameter
     target: Tensor | None
+
+
+def stays(parameter: Tensor, home: Home) -> bool:
+    """Whether the optimizer can work on a parameter where it is and as it is."""
+    return parameter.dtype not in LOW_PRECISION and home.has(parameter)
 
 
 def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) -> Piece:
@@ -117,18 +122,22 @@ class Update:
         on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
         return value if on_host else value.to(piece.value.device)
 
-    def step(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
-        """Step on the pieces of a bucket. `gradient` is that of its elements from `offset` on, before `factor`."""
+    def hand_out(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
+        """Give the pieces of a bucket their gradients, times `factor`. `gradient` is the bucket's from `offset` on."""
         if factor != 1.0 and gradient.dtype not in LOW_PRECISION:
             gradient.mul_(factor)
             factor = 1.0
-        pieces = [piece for piece in self.pieces[number] if used[piece.span.member]]
-        for piece in pieces:
-            begin = piece.span.offset - offset
-            mine = seen_as(gradient[begin : begin + piece.value.numel()], piece.value)
-            piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
-            if factor != 1.0:
-                piece.value.grad.mul_(factor)
+        for piece in self.pieces[number]:
+            if used[piece.span.member]:
+                begin = piece.span.offset - offset
+                mine = seen_as(gradient[begin : begin + piece.value.numel()], piece.value)
+                piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
+                if factor != 1.0:
+                    piece.value.grad.mul_(factor)
+
+    def step(self, number: int) -> None:
+        """Step on the pieces of a bucket that have a gradient, which is gone then."""
+        pieces = [piece for piece in self.pieces[number] if piece.value.grad is not None]
         with self._only(number):
             self.optimizer.step()
         for piece in pieces:
@@ -151,97 +160,6 @@ class Update:
                 piece.target.copy_(piece.value)
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step on a part of a parameter is the part of a step on the whole, as for all but a few optimizers.
-
-    It is found by trying, for each group of parameters: two steps on a matrix, and on parts of it.
-    """
-    for group in optimizer.param_groups:
-        try:
-            whole, parts = (_values(_try(optimizer, group, cut)) for cut in (_whole, _in_parts))
-        except Exception:  # optimizers for matrices alone refuse anything else, each in its own way
-            return False
-        if not torch.allclose(whole, parts, rtol=1e-9, atol=0):
-            return False
-    return True
-
-
-def is_separate(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step of a parameter is the same without the others, unlike where, say, all gradients have one norm.
-
-    It is found by trying, for each group of parameters: two steps on two matrices, together and alone.
-    """
-    for group in optimizer.param_groups:
-        try:
-            together = _values(_try(optimizer, group, _halves))
-            alone = torch.cat([_values(_try(optimizer, group, half)) for half in (_upper, _lower)])
-        except Exception:  # it cannot be built from its groups alone: let it be
-            continue
-        if not torch.allclose(together, alone, rtol=1e-9, atol=0):
-            return False
-    return True
-
-
-def keeps_options(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step changes parameters and their state alone; some optimizers count steps in their groups' options."""
-    for group in optimizer.param_groups:
-        try:
-            options = [_options(_try(optimizer, group, _whole, num_steps)) for num_steps in (0, 2)]
-        except Exception:  # it cannot be built from its groups alone: let it be
-            continue
-        if options[0] != options[1]:
-            return False
-    return True
-
-
-def _whole(value: Tensor) -> Sequence[Tensor]:
-    return [value]
-
-
-def _in_parts(value: Tensor) -> Sequence[Tensor]:
-    return value.flatten().split(7)
-
-
-def _upper(value: Tensor) -> Sequence[Tensor]:
-    return [value[:2]]
-
-
-def _lower(value: Tensor) -> Sequence[Tensor]:
-    return [value[2:]]
-
-
-def _halves(value: Tensor) -> Sequence[Tensor]:
-    return [value[:2], value[2:]]
-
-
-def _values(optimizer: torch.optim.Optimizer) -> Tensor:
-    return torch.cat([value.detach().flatten() for value in optimizer.param_groups[0]["params"]])
-
-
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group of an optimizer says beside which parameters it has."""
     return {name: value for name, value in group.items() if name not in ("params", NAMES)}
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [repr(options_of(group)) for group in optimizer.param_groups]
-
-
-def _try(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    cut: Callable[[Tensor], Sequence[Tensor]],
-    num_steps: int = 2,
-) -> torch.optim.Optimizer:
-    """An optimizer like this one, with the options of a group, after steps on what `cut` makes of a matrix."""
-    device = next((p.device for p in group["params"]), None)
-    values = torch.randn(1 + num_steps, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    value, *gradients = values.to(device)
-    some = [part.clone().requires_grad_() for part in cut(value)]
-    options = options_of(group) | {"params": some, "lr": 0.1}  # it may be 0 at the start of a schedule
-    trial: torch.optim.Optimizer = type(optimizer)([options])  # type: ignore[call-arg]
-    for gradient in gradients:
-        for part, g in zip(some, cut(gradient), strict=True):
-            part.grad = g.clone()
-        trial.step()
-    return trial

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.problems import problem_with
+from mpi4dl.parallel.replicas.problems import backward_hook_in, hook_on_gradient, problem_with
 from mpi4dl.parallel.replicas.reducer import Reducer
 from tests.pool.ranks import Ranks
 
@@ -56,11 +56,26 @@ def test_hooks_on_gradients() -> None:
     p, q = parameter(2), parameter(2)
     p.register_hook(lambda gradient: gradient.clamp(-1, 1))
     q.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert problem_with(optim.SGD([p]), {"p": p}, num_holders=1) is None
     for name, hooked in (("p", p), ("q", q)):
-        assert problem_with(optim.SGD([hooked]), {name: hooked}, num_holders=1) is None
         assert str(problem_with(optim.SGD([hooked]), {name: hooked}, num_holders=2)).startswith(
-            f"{name} has a hook on its gradient, which would see the part of one rank"
+            f"{name} has a hook on its gradient, which would see a part of it, before ranks and microbatches "
         )
+    assert hook_on_gradient({"q": q}, num_holders=1) is not None  # it would see one microbatch
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules(register: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert backward_hook_in(model, num_ranks=2) is None
+    handle = getattr(model[1], register)(lambda *_: None)
+    assert str(backward_hook_in(model, num_ranks=2)).startswith("1 has a backward hook, which would see the part of ")
+    assert backward_hook_in(model, num_ranks=1) is None
+    handle.remove()
+    assert backward_hook_in(model, num_ranks=2) is None
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert str(backward_hook_in(model, num_ranks=2)).startswith("Sequential has a backward hook")
+    handle.remove()
 
 
 def watch(comm: Communicator) -> str | None:
