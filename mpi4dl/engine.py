@@ -270,7 +270,7 @@ class Engine:
         count, sums = 0, torch.zeros(3, dtype=torch.float64)
         for tiles, targets, *rest in batches:
             batch = BatchFeed(self, tiles, targets, size, rest[0] if rest else None, training=False)
-            self.executor.run(self._evaluation_table(len(batch.microbatches)), batch)
+            self.executor.run(self._evaluation_table(1 + batch.microbatches[-1].number), batch)
             samples = batch.num_samples
             count += samples
             found = [float(batch.total) * samples, batch.correct, float(batch.classified)]

@@ -38,7 +38,7 @@ def export(source: Path, out: Path) -> list[str]:
     """
     import torch
 
-    from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at
+    from mpi4dl.runtime.checkpoint.manifest import CLASSES, MODEL, candidates_at
     from mpi4dl.runtime.checkpoint.node import Damaged
     from mpi4dl.runtime.checkpoint.saved import newest_whole
     from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Reader, Spec, write
@@ -55,7 +55,7 @@ def export(source: Path, out: Path) -> list[str]:
         raise ValueError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint")
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
-        ties = reader.layout.metadata
+        ties = {name: first for name, first in reader.layout.metadata.items() if name != CLASSES}
     for name, first in ties.items():
         if first not in state or name in state:
             raise Damaged(f"{file}: {name!r} is said to be the same as {first!r}")

@@ -77,11 +77,12 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
 
     from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import look_ahead, require_rules
+    from mpi4dl.runtime.images import open_alone
 
     plan = build.build_plan(config)
-    images = build.build_datasets(config)
-    num_classes, channels = build.number_of_classes(config, images[0].classes), images[0].channels
-    num_batches = len(build.build_loaders(config, images, lambda _: [], lambda _: [])[0])
+    images = open_alone(config)
+    num_classes, channels = build.number_of_classes(config, images.training.classes), images.training.channels
+    num_batches = len(images.loaders(config, lambda _: [], lambda _: [])[0])
     optimizer = build.build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
     require_rules(config, plan, num_classes, channels)

@@ -60,9 +60,9 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
 
     import torch
 
-    from mpi4dl.datasets import DatasetError
     from mpi4dl.engine import Engine
     from mpi4dl.runtime import build
+    from mpi4dl.runtime.images import open_images
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     with comm.together((ValueError,)):
@@ -77,11 +77,10 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     if device.type == "cuda":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
     meter = MemoryMeter(device)
-    with comm.together((DatasetError, OSError)):
-        images = build.build_datasets(config)
+    images = open_images(comm, config)
     with comm.together((ValueError, TypeError)):
-        num_classes = build.number_of_classes(config, images[0].classes)
-        model = build.hold_model(config, plan, num_classes, images[0].channels, comm, device).train()
+        num_classes = build.number_of_classes(config, images.training.classes)
+        model = build.hold_model(config, plan, num_classes, images.training.channels, comm, device).train()
     with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model.parameters())
         schedule = build.build_schedule(config, optimizer)
@@ -95,7 +94,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         return
     with ExitStack() as closing:
         run.open(closing, argv)
-        with build.blaming_the_model(config, plan, num_classes, images[0].channels):
+        with build.blaming_the_model(config, plan, num_classes, images.training.channels):
             run.all_epochs()
     watchdog.stop()
 
@@ -110,19 +109,18 @@ class Run:
         self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, watchdog: Any, meter: Any
     ) -> None:
         from mpi4dl.runtime.bad_images import BadImages
-        from mpi4dl.runtime.build import build_loaders, number_of_steps
+        from mpi4dl.runtime.build import number_of_steps
         from mpi4dl.runtime.interval import Interval
         from mpi4dl.runtime.resuming import options_to_compare
 
-        self.config, self.engine, self.schedule = config, engine, schedule
+        self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.watchdog, self.meter = num_classes, watchdog, meter
-        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images[0].channels
+        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.training.channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
-        loaders = build_loaders(config, images, self.boxes, partial(self.boxes, training=False))
-        self.training, self.validation = loaders
+        self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
         schedule.require(self.num_steps)
-        self.options = options_to_compare(config, len(images[0]))
+        self.options = options_to_compare(config, len(images.training))
         self.epoch, self.batch = 0, 0
         self.interval = Interval(engine, self.training)
         self.evaluation: Evaluation | None = None
@@ -143,7 +141,8 @@ class Run:
 
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
-                print("\n".join(explain(self.config, self.engine, self.num_classes, self.channels)))
+                found = explain(self.config, self.engine, self.num_classes, self.channels)
+                print("\n".join((*found, *self.images.remarks)))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
     def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
@@ -165,6 +164,7 @@ class Run:
         resuming.record(origin, self.engine.num_steps, self.config, comm, argv)
         if self.checkpoints is None and config.run.save_every != "none":
             self.open_checkpoints()
+        self.images.record(comm, self.folder.path)
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:
@@ -173,7 +173,7 @@ class Run:
             first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
             reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
             self.reporter = closing.enter_context(reporter)
-        for line in (title(config, self.engine), *without_effect(config, self.engine), *remarks):
+        for line in (title(config, self.engine), *self.images.remarks, *without_effect(config, self.engine), *remarks):
             self.say(line)
 
     def open_checkpoints(self) -> None:
@@ -267,7 +267,7 @@ class Run:
                 self.save()
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        save_model(self.engine, self.folder.path / "model.safetensors")
+        save_model(self.engine, self.folder.path / "model.safetensors", self.images.training.classes)
         seconds = time.perf_counter() - began
         accuracy = self.evaluation.accuracy if self.evaluation else None
         result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
@@ -289,8 +289,8 @@ class Run:
         for number, batch in enumerate(loader.epoch(epoch, start), start + 1):
             self.watchdog.feed()
             microbatches = self.engine.plan.divide(len(batch.indices), training)
-            held = [box.batch for box in self.boxes(len(batch.indices), training)]
-            readable = self.bad_images.agree(batch, microbatches, held)
+            reads = self.engine.reads(len(batch.indices), self.size, training)
+            readable = self.bad_images.agree(batch, microbatches, reads)
             if readable is not None:
                 used = number
                 yield used, *readable

@@ -83,7 +83,7 @@ def test_a_tie_to_nothing_is_damaged(tmp_path: Path) -> None:
 
 def test_what_has_two_names_gets_both(tmp_path: Path) -> None:
     weight = torch.arange(3.0)
-    save_file({"first": weight}, str(tmp_path / "model.safetensors"), metadata={"second": "first"})
+    save_file({"first": weight}, str(tmp_path / "model.safetensors"), metadata={"second": "first", "classes": "[]"})
     (said,) = export(tmp_path, tmp_path / "out.pt")
     assert said.endswith("(without checksums: this run has no checkpoints)")
     state = torch.load(tmp_path / "out.pt")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.plan import main, training_flags
-from mpi4dl.runtime import build, dry_run
+from mpi4dl.runtime import dry_run, images
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
 from tests.commands import write_images
@@ -116,7 +116,7 @@ def test_too_many_open_files_is_one_message(
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "slides")
 
-    monkeypatch.setattr(build, "build_datasets", fail)
+    monkeypatch.setattr(images, "build_datasets", fail)
     assert refusal(capsys, *SMALL) == "[Errno 24] Too many open files: 'slides'"
 
 

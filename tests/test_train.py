@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -38,6 +39,7 @@ RUN = (
 TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
+WEIGHTS = "model.safetensors"
 STEP_LINE = (
     r"step \d+  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  peak memory \d+ MiB"
 )
@@ -64,9 +66,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     job, _, folder = recorded
     assert (job.code, job.stderr) == (0, "")
-    title, *lines, done = job.stdout.splitlines()
+    title, classes, shown, *lines, done = job.stdout.splitlines()
     assert title == (
         "small_resnet, 45,066 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
+    )
+    assert classes == "12 images to train on + 6 to validate with, in 2 classes: dark (6 + 3), light (6 + 3)"
+    assert shown == (
+        "images of 40x46 px (8 of 12 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "
+        "would show windows of that size"
     )
     kinds = [re.sub(r"\d.*", "", line.split("epoch")[1][4:]).strip() for line in lines]
     assert kinds == ["loss", "loss", "validation loss"] * 2
@@ -79,7 +86,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
     assert names == sorted(
-        [".lock", "checkpoints", "config.toml", "metrics.jsonl", "model.safetensors", "versions.json", *logs]
+        [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", WEIGHTS, "versions.json", *logs]
     )
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
@@ -118,10 +125,11 @@ def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) 
 def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator[Batch]:
     """The batches of one process that reads whole images."""
     datasets = build.build_datasets(config)
-    views = build.build_views(config, 3)
+    views = build.build_views(config, 3, "resize")
     height, width = config.data.image_size
     share = Share(Interval(0, height), Interval(0, width))
-    which, options = (0, {"shuffle": True, "drop_last": True}) if training else (1, {})
+    which, order = (0, {"shuffle": True, "drop_last": True}) if training else (1, {})
+    options: dict[str, Any] = {"on_bad_image": "report", **order}
     batch_size, seed = config.data.batch_size, config.training.seed
     yield from Loader(datasets[which], views[which], batch_size, share, seed=seed, **options).epoch(epoch)
 
@@ -200,7 +208,9 @@ def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
     config = parse(recorded.flags)
     torch.manual_seed(99)
     model = models.build("small_resnet", 2, num_filters=8)
-    assert load_model(model, recorded.folder / "model.safetensors") == (set(), [])
+    assert load_model(model, recorded.folder / WEIGHTS) == (set(), [])
+    with safe_open(recorded.folder / WEIGHTS, "pt") as file:
+        assert file.metadata() == {"classes": '["dark", "light"]'}
     loss, accuracy = validate(model, config)
     last = read_metrics(recorded.folder)[-1]
     assert (last["loss"], last["accuracy"]) == pytest.approx((loss, accuracy), rel=SINGLE)
@@ -225,8 +235,7 @@ def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
     assert parse(["--config", str(file)]) == parse([*recorded.flags, *TILES_2x2, "--run-folder", str(recorded.folder)])
     ranks(4).run(train, ["--config", str(file), "--run-folder", str(tmp_path / "run")])
     assert [m["loss"] for m in read_metrics(tmp_path / "run")] == [m["loss"] for m in read_metrics(recorded.folder)]
-    weights = "model.safetensors"
-    assert (tmp_path / "run" / weights).read_bytes() == (recorded.folder / weights).read_bytes()
+    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (recorded.folder / WEIGHTS).read_bytes()
 
 
 def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", count=2)
     bad = truncate(images / "light" / "1.png")
     truncate(images / "light" / "0.png").unlink()
-    flags = ("--batch-size", "2", "--val-fraction", "0.4", "--run-folder", str(tmp_path / "run"))
+    flags = ("--batch-size", "2", "--run-folder", str(tmp_path / "run"))
     message = refusal(train_command(2, *TINY, "--tiles", "1x2", "--images", str(images), *flags))
     assert message == f"{bad}: cannot be decoded: image file is truncated; --on-bad-image skip leaves such images out"
 

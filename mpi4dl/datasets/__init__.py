@@ -5,7 +5,7 @@ the batches of tiles.
 """
 
 from mpi4dl.datasets.augment import Augmentation, Variation
-from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
+from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image, printable
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.loader import Batch, Loader
 from mpi4dl.datasets.sources import open
@@ -23,4 +23,5 @@ __all__ = [
     "View",
     "open",
     "open_image",
+    "printable",
 ]

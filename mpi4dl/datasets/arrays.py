@@ -1,5 +1,6 @@
 """Images that are already arrays in memory, and the .npz files that hold them."""
 
+import hashlib
 import zipfile
 import zlib
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage
 from mpi4dl.datasets.colour import bytes_of
+from mpi4dl.datasets.files import open_regular
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
 _NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
@@ -26,6 +28,16 @@ class ArrayDataset:
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def digest(self) -> str:
+        """What differs where images or labels differ."""
+        found = hashlib.blake2b(self._labels.tobytes(), digest_size=8)
+        for image in self._images:
+            found.update(np.ascontiguousarray(image).data)
+        return f"{self._images.shape} {found.hexdigest()}"
 
     def label(self, index: int) -> int:
         return int(self._labels[index])
@@ -66,7 +78,7 @@ def load_npz(path: Path) -> tuple[ArrayDataset, ArrayDataset | None]:
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         # NumPy leaves a damaged file open where it opened it itself.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files if name in _NAMES}
     except FileNotFoundError as error:
         raise DatasetError(f"{path}: no such file; {NPZ_LAYOUT}") from error

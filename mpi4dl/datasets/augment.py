@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from mpi4dl.datasets.base import Pixels
 
-# Keeps the random numbers of augmentation, shuffling and splitting apart where their seeds are equal.
-AUGMENT_STREAM, SHUFFLE_STREAM, SPLIT_STREAM = 1, 2, 3
+# Keeps the random numbers of augmentation and shuffling apart where their seeds are equal.
+AUGMENT_STREAM, SHUFFLE_STREAM = 1, 2
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
@@ -38,7 +38,7 @@ class Variation:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """From which ranges a `Variation` is drawn; slides larger than the training size are also cropped at random.
+    """From which ranges a `Variation` is drawn; images that are cropped are also cropped at a random place.
 
     `crop` is the smallest share of each side that is kept where an image is resized (1: all of it). `flip_rows` turns
     half of the images upside down, `flip_cols` mirrors half of them left to right. A colour strength s draws its
@@ -83,15 +83,18 @@ def _factor(strength: float, u: float) -> float:
     return 1.0 + strength * (2.0 * u - 1.0)
 
 
-def vary_colour(pixels: Pixels, variation: Variation) -> npt.NDArray[np.float32]:
+def vary_colour(
+    pixels: Pixels, variation: Variation, out: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.float32]:
     """Change saturation, then contrast about mid-grey, then brightness, and limit the result to [0, 255] once.
 
-    Takes uint8 (rows, columns, channels), returns float32 (channels, rows, columns) in [0, 255].
+    Takes uint8 (rows, columns, channels), returns float32 (channels, rows, columns) in [0, 255], in `out` if given.
 
     Raises:
         ValueError: a saturation other than 1 for images that have not three channels.
     """
-    planes = np.moveaxis(pixels, 2, 0).astype(np.float32)
+    planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.float32) if out is None else out
+    planes[...] = np.moveaxis(pixels, 2, 0)
     if (variation.brightness, variation.contrast, variation.saturation) == (1.0, 1.0, 1.0):
         return planes
     gain = np.float32(variation.brightness * variation.contrast)

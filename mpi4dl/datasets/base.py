@@ -1,7 +1,7 @@
 """What every dataset of labelled images answers, and the two errors that reading images can raise."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,13 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class DatasetError(ValueError):
-    """A source of images cannot be used: the message says what was asked, what is expected, and what to do."""
+    """A source of images cannot be used: the message says what was asked, what is expected, and what to do.
+
+    Names of files and folders are in it as `printable` shows them.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class BadImage(DatasetError):
@@ -27,7 +33,15 @@ class BadImage(DatasetError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return printable(f"{self.path}: {self.reason}")
+
+
+def printable(text: str) -> str:
+    """The text with what would steer a terminal, or cannot be written to it, spelled out: an escape becomes \\x1b.
+
+    Anyone may give a file any name: with colours, with new lines, turned right to left, or in no encoding at all.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class Image(Protocol):
@@ -39,10 +53,6 @@ class Image(Protocol):
     @property
     def width(self) -> int: ...
 
-    @property
-    def tiled(self) -> bool:
-        """Whether a small box costs little to read, however large the image is."""
-
     def read(self, rows: Interval, cols: Interval) -> Pixels:
         """The pixels of a box inside the image: uint8, (rows, columns, channels).
 
@@ -52,7 +62,7 @@ class Image(Protocol):
 
 
 class Dataset(Protocol):
-    """Labelled images by index. Every rank lists the same ones in the same order, and reads only its own boxes."""
+    """Labelled images by index. Every rank has the same ones in the same order, and reads only its own boxes."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -62,8 +72,11 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def label(self, index: int) -> int:
-        """The class of image `index`, as an index into `classes`. Opens no file."""
+    def label(self, index: int) -> Any:
+        """What is to be learnt of image `index`: its class, as an index into `classes`, and then opens no file; or a
+        number or several, as a sequence, array or tensor; or a mask, of two dims or more: (..., height, width) of the
+        image as it is read, which is shown cropped, resized and flipped with it.
+        """
 
     def image(self, index: int) -> Image:
         """Image `index`, its header read and its pixels not.
@@ -75,8 +88,6 @@ class Dataset(Protocol):
 
 class WholeImage:
     """An image whose pixels are all in memory: uint8, (height, width, channels)."""
-
-    tiled = False
 
     def __init__(self, pixels: Pixels) -> None:
         self._pixels = pixels

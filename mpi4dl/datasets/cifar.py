@@ -11,6 +11,7 @@ import numpy as np
 
 from mpi4dl.datasets.arrays import ArrayDataset
 from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.files import open_regular
 
 _TEN = [f"data_batch_{i}" for i in range(1, 6)]
 _SIZE_PX = 32
@@ -77,7 +78,7 @@ def _dtype(code: bytes | str, align: int = 0, copy: int = 0) -> np.dtype[Any]:
 
 def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             content = _ArraysOnly(stream, encoding="bytes").load()
     except FileNotFoundError as error:
         raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again") from error

@@ -1,9 +1,11 @@
-"""Turn whatever samples a file stores (grey, palette, alpha, 16 bit, ...) into red, green and blue bytes.
+"""Turn whatever samples a file stores (grey, palette, alpha, 12 bit, float, ...) into red, green and blue bytes.
 
-Every conversion looks at one pixel at a time, so a tile is converted exactly as it is within the whole image. In
-particular 16-bit samples are scaled by their type's range (65535 -> 255), never by the image's own brightest pixel.
+Every conversion looks at one pixel at a time, so a tile is converted exactly as it is within the whole image. One rule
+scales all samples: the range that the file declares, or else that of their type (65535 -> 255; floating point: 0 to 1),
+and never the image's own brightest pixel.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,50 @@ from mpi4dl.datasets.base import Pixels
 
 WHITE = 255
 
+_TABLE_BITS = 16
+_FLOAT_TOLERANCE = 1e-3  # what compression and resampling may add to the range
+_KINDS_OF_NUMBERS = "uif"
 
-def bytes_of(samples: npt.NDArray[Any]) -> Pixels:
-    """Scale samples to bytes by the range of their type.
+
+def bytes_of(samples: npt.NDArray[Any], top: float | None = None) -> Pixels:
+    """Scale samples to bytes: 0 becomes 0, or for signed integers the least of their type, and `top` becomes 255.
+
+    Without `top` that is the largest value of the type; of floating point, 1.
 
     Raises:
-        ValueError: the type has no fixed range (floating point, 32-bit integers).
+        ValueError: floating point samples outside the range, or that are no numbers; a type that is no real number.
     """
-    if samples.dtype == np.uint8:
-        return samples
     if samples.dtype == np.bool_:
         return samples.astype(np.uint8) * np.uint8(WHITE)
-    if samples.dtype == np.uint16:
-        return ((samples.astype(np.uint32) + 128) // 257).astype(np.uint8)
-    raise ValueError(f"stores samples of type {samples.dtype}, which have no fixed range: convert it to 8 or 16 bit")
+    if samples.dtype.kind not in _KINDS_OF_NUMBERS:
+        raise ValueError(f"stores samples of type {samples.dtype}: expected integers or floating point")
+    if samples.dtype.kind == "f":
+        return _bytes_of_floats(samples, 1.0 if top is None else top)
+    info = np.iinfo(samples.dtype)
+    top = info.max if top is None else int(top)
+    if (info.min, top) == (0, WHITE) and samples.dtype == np.uint8:
+        return samples
+    if samples.dtype.kind == "u" and info.bits <= _TABLE_BITS:
+        return _table(top)[np.minimum(samples, samples.dtype.type(min(top, info.max)))]
+    share = (samples.astype(np.float64) - info.min) / (top - info.min)
+    return np.rint(WHITE * np.minimum(share, 1.0, out=share), out=share).astype(np.uint8)
+
+
+@cache
+def _table(top: int) -> Pixels:
+    return ((np.arange(top + 1, dtype=np.int64) * WHITE + top // 2) // top).astype(np.uint8)
+
+
+def _bytes_of_floats(samples: npt.NDArray[Any], top: float) -> Pixels:
+    share = samples.astype(np.float64) / top
+    if share.size:
+        least, most = float(samples.min()), float(samples.max())
+        if not -_FLOAT_TOLERANCE * top <= least <= most <= (1 + _FLOAT_TOLERANCE) * top:
+            raise ValueError(
+                f"stores floating-point values from {least:g} to {most:g}, but 0 is black and {top:g} is white: divide "
+                "them by the largest that there can be, or say it in the tag SMaxSampleValue"
+            )
+    return np.rint(WHITE * np.clip(share, 0.0, 1.0, out=share), out=share).astype(np.uint8)
 
 
 def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pixels:
@@ -40,13 +72,12 @@ def over_white(colour: Pixels, alpha: Pixels, premultiplied: bool = False) -> Pi
     return ((np.minimum(ink, WHITE * WHITE - page) + page + 127) // WHITE).astype(np.uint8)
 
 
-def rgb_of(samples: npt.NDArray[Any], alpha: bool = False, premultiplied: bool = False) -> Pixels:
-    """Three bytes per pixel from samples (h, w, n), where n is 1 (grey) or 3 (colour), and one more where `alpha`.
+def rgb_of(pixels: Pixels, alpha: bool = False, premultiplied: bool = False) -> Pixels:
+    """Three bytes per pixel from bytes (h, w, n), where n is 1 (grey) or 3 (colour), and one more where `alpha`.
 
     Raises:
-        ValueError: another number of samples, or a type without a fixed range.
+        ValueError: another number of samples.
     """
-    pixels = bytes_of(samples)
     colour = pixels[..., :-1] if alpha else pixels
     if colour.shape[2] not in (1, 3):
         raise ValueError(f"has {colour.shape[2]} channels where grey (1) or colour (3) is expected")
@@ -55,18 +86,24 @@ def rgb_of(samples: npt.NDArray[Any], alpha: bool = False, premultiplied: bool =
     return np.repeat(colour, 3, axis=2) if colour.shape[2] == 1 else colour
 
 
+def rgb_of_inks(inks: Pixels) -> Pixels:
+    """Three bytes per pixel from (h, w, 4) bytes of cyan, magenta, yellow and black, 255 being all of the ink."""
+    paper = np.uint16(WHITE) - inks.astype(np.uint16)
+    return ((paper[..., :3] * paper[..., 3:] + WHITE // 2) // WHITE).astype(np.uint8)
+
+
 def rgb_of_pillow(image: PIL.Image.Image) -> Pixels:
     """Three bytes per pixel, (height, width, 3), from a Pillow image of any mode.
 
     Raises:
-        ValueError: floating-point pixels.
+        ValueError: floating-point pixels outside 0 to 1.
     """
     if image.mode.startswith("I"):
         # 16-bit grey: Pillow has called it "I;16", "I;16B" and, before version 11, plain "I".
-        return rgb_of(np.clip(np.asarray(image), 0, 65535).astype(np.uint16)[..., None])
+        return rgb_of(bytes_of(np.clip(np.asarray(image), 0, 65535).astype(np.uint16)[..., None]))
     if image.mode == "F":
-        raise ValueError("stores floating-point pixels, which have no fixed range: convert it to 8 or 16 bit")
+        return rgb_of(bytes_of(np.asarray(image)[..., None]))
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         samples = np.asarray(image.convert("RGBA"))
         return over_white(samples[..., :3], samples[..., 3])
-    return np.asarray(image.convert("RGB"))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))

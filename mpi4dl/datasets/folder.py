@@ -1,12 +1,34 @@
-"""A folder of images, one sub-folder per class; sizes and formats may be mixed."""
+"""A folder of images, one sub-folder per class, listed once; sizes and formats may be mixed.
+
+A list is made by one rank for all. Whoever opens a file sees to it that it is the one that was listed: on a rank that
+sees another file system, a path may be another picture.
+"""
 
 import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mpi4dl.datasets.base import DatasetError, Image
-from mpi4dl.datasets.files import SUFFIXES, open_image
+from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
+from mpi4dl.datasets.layout import LAYOUT, TRAINING, class_folders, visible
 
-LAYOUT = "expected <folder>/<class>/*.png, or <folder>/train/<class>/*.png and <folder>/val/<class>/*.png"
+PROBE_BYTES = 4096
+UNKNOWN = -1
+
+
+class File(NamedTuple):
+    """A file of the list: its path from the folder on, with slashes, its size, or -1, and its class as an index."""
+
+    name: str
+    num_bytes: int
+    label: int
+
+
+class OtherFile(DatasetError):
+    """What a path leads to is not what was listed."""
 
 
 class ImageFolder:
@@ -23,11 +45,12 @@ class ImageFolder:
     def __init__(self, root: Path, classes: tuple[str, ...] | None = None) -> None:
         found = class_folders(root)
         if not found:
-            loose = "; it has images of its own: move them into one sub-folder per class" if _images(root) else ""
+            loose = "; it has images of its own: move them into one sub-folder per class" if _has_images(root) else ""
             raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
         if classes is None and len(found) < 2:
-            hint = f": add {root / 'val'}, or give {root / 'train'}" if found == ("train",) else ""
+            hint = f": add {root / 'val'}, or give {root / found[0]}" if found[0].casefold() in TRAINING else ""
             raise DatasetError(f"{root}: has only one class folder, {found[0]!r}{hint}; a classifier needs two or more")
+        self.root = root
         self.classes = found if classes is None else classes
         unknown = sorted(set(found) - set(self.classes))
         if unknown:
@@ -35,49 +58,109 @@ class ImageFolder:
                 f"{root}: has the class {unknown[0]!r}, but the training set has only {', '.join(self.classes)}: "
                 "rename or remove it, or add training images of that class"
             )
-        self._files: list[tuple[Path, int]] = []
+        files: list[File] = []
         for name in found:
-            files = _images(root / name, recursive=True)
-            if not files:
+            images = sorted(_images(root / name))
+            if not images:
                 raise DatasetError(
                     f"{root / name}: this class has no images: add some, or remove the folder; "
                     f"files count as images if they end in {' '.join(SUFFIXES)}"
                 )
-            self._files += [(file, self.classes.index(name)) for file in files]
+            label = self.classes.index(name)
+            files += [File(path.relative_to(root).as_posix(), size, label) for path, size in images]
+        self.files = tuple(files)
+        self._prints: Sequence[int | None] = ()
+        self._reader = "here"
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def path(self, index: int) -> Path:
-        return self._files[index][0]
+        return self.root / self.files[index].name
+
+    def name(self, index: int) -> str:
+        return self.files[index].name
 
     def label(self, index: int) -> int:
-        return self._files[index][1]
+        return self.files[index].label
 
     def image(self, index: int) -> Image:
+        """Image `index`, its header read and its pixels not.
+
+        Raises:
+            BadImage: the file cannot be opened.
+            OtherFile: it is not the one that was listed.
+        """
+        self._check_size(index)
+        if self._prints and self._prints[index] not in (None, self._print(index)):
+            raise OtherFile(
+                f"{self.path(index)}: has other content {self._reader} than elsewhere, though as many bytes: "
+                f"{_SAME_FILES}"
+            )
         return open_image(self.path(index))
 
+    def prints(self, part: slice, reader: str) -> list[int | None]:
+        """A checksum of some bytes of each file of a part of the list; None of what cannot be read.
 
-def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of the sub-folders of `root`, in order.
+        `reader` says in messages who reads here, such as "on rank 3".
 
-    Raises:
-        DatasetError: `root` is no folder.
-    """
-    if not root.is_dir():
-        what = "is a file, not a folder of images" if root.exists() else "no such folder"
-        raise DatasetError(f"{root}: {what}; {LAYOUT}")
-    return tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and _visible(entry.name)))
+        Raises:
+            OtherFile: a file of that part is not the one that was listed.
+        """
+        self._reader = reader
+        indices = range(len(self))[part]
+        for index in indices:
+            self._check_size(index)
+        return [self._print(index) for index in indices]
+
+    def expect(self, prints: Sequence[int | None]) -> None:
+        """From now on, accept only files with these checksums, one for each of the list."""
+        self._prints = prints
+
+    def _check_size(self, index: int) -> None:
+        path, listed = self.path(index), self.files[index].num_bytes
+        if listed == UNKNOWN:
+            return
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise OtherFile(f"{path}: is not there {self._reader}, but was listed: {_SAME_FILES}") from error
+        except OSError:
+            return  # which opening it will say
+        if stat.S_ISREG(found.st_mode) and found.st_size != listed:
+            raise OtherFile(
+                f"{path}: has {found.st_size} bytes {self._reader}, but had {listed} when it was listed: {_SAME_FILES}"
+            )
+
+    def _print(self, index: int) -> int | None:
+        last = max(0, self.files[index].num_bytes - PROBE_BYTES)
+        try:
+            with open_regular(self.path(index)) as file:
+                found = 0
+                for offset in sorted({0, last // 2, last}):
+                    found = zlib.crc32(os.pread(file.fileno(), PROBE_BYTES, offset), found)
+                return found
+        except OSError:
+            return None
 
 
-def _images(folder: Path, recursive: bool = False) -> list[Path]:
-    files = []
+_SAME_FILES = "all ranks must see the same files, and they must stay as they are"
+
+
+def _has_images(folder: Path) -> bool:
+    return any(visible(path.name) and path.name.lower().endswith(SUFFIXES) for path in folder.iterdir())
+
+
+def _images(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The images below a folder, and their sizes in bytes."""
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
-        folders[:] = sorted(name for name in folders if recursive and _visible(name))
-        files += [Path(parent, name) for name in names if _visible(name) and name.lower().endswith(SUFFIXES)]
-    return sorted(files)
-
-
-def _visible(name: str) -> bool:
-    return not name.startswith(".")
+        folders[:] = [name for name in folders if visible(name)]
+        for name in names:
+            if visible(name) and name.lower().endswith(SUFFIXES):
+                path = Path(parent, name)
+                try:
+                    size = path.stat().st_size
+                except OSError:  # a link to nowhere is an image that cannot be read
+                    size = UNKNOWN
+                yield path, size

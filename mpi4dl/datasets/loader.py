@@ -3,30 +3,38 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
 
 import numpy as np
 import torch
 
 from mpi4dl.datasets.augment import SHUFFLE_STREAM
-from mpi4dl.datasets.base import BadImage, Dataset
+from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.prefetch import Prefetcher
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
+
+MASK_DIMS = 2  # labels of so many dims or more are masks
 
 
 @dataclass(frozen=True)
 class Batch:
     """This rank's boxes of a global batch.
 
-    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box. `labels`, int64, and `indices`
-    are those of the whole global batch. `errors` maps positions in the global batch to what is wrong with that image,
-    whose tiles are zeros. A position is there only on ranks that hold a part of the image, and perhaps not on all.
+    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box. `labels` and `indices` are
+    those of the whole global batch: classes and other integers as int64, floating point in its own type, and masks
+    (samples, ..., height, width) as the images are shown. `errors`, if the loader reports them, maps positions in the
+    global batch to what is wrong with that image, whose tiles are zeros. A position is there only on ranks that hold a
+    part of the image, and perhaps not on all. `problem`, reported too, is what this rank alone may be short of: a file
+    that others see, a package.
     """
 
     tiles: tuple[torch.Tensor, ...]
     labels: torch.Tensor
     indices: tuple[int, ...]
     errors: dict[int, str]
+    problem: str | None = None
 
 
 class Loader:
@@ -35,6 +43,9 @@ class Loader:
     `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
     batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. A rank that holds no
     pixels has none, or empty ones; it reads nothing and still sees the labels.
+
+    An image that cannot be read raises `BadImage` where its batch is wanted; by `on_bad_image` "report" it is named in
+    the batch's `errors` instead, for loops whose ranks then agree on what to do without it.
 
     `num_workers` threads read ahead, up to `prefetch` batches; 0 reads in the caller's thread when a batch is wanted.
     The order of samples depends on (`seed`, epoch) alone, never on the number of workers.
@@ -58,17 +69,20 @@ class Loader:
         drop_last: bool = False,
         num_workers: int = 0,
         prefetch: int = 2,
+        on_bad_image: Literal["error", "report"] = "error",
     ) -> None:
         if batch_size < 1 or num_workers < 0 or prefetch < 1:
             asked = f"batch_size={batch_size}, num_workers={num_workers}, prefetch={prefetch}"
             raise ValueError(f"{asked}: needs a batch_size and a prefetch of at least 1, and 0 or more workers")
+        if on_bad_image not in ("error", "report"):
+            raise ValueError(f"on_bad_image={on_bad_image!r}: expected error or report")
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} images to train on do not fill one batch of {batch_size}: choose a smaller batch size"
             )
         self._dataset, self._view, self._batch_size, self._boxes_of = dataset, view, batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._num_workers, self._prefetch = num_workers, prefetch
+        self._num_workers, self._prefetch, self._reports = num_workers, prefetch, on_bad_image == "report"
         self.wait_seconds = 0.0
 
     def __len__(self) -> int:
@@ -118,20 +132,67 @@ class Loader:
 
     def _read(self, indices: tuple[int, ...], epoch: int) -> Batch:
         errors: dict[int, str] = {}
-        tiles = tuple(self._tile(box, indices, epoch, errors) for box in self._boxes_of(len(indices)))
-        labels = torch.tensor([self._dataset.label(index) for index in indices], dtype=torch.int64)
-        return Batch(tiles, labels, indices, errors)
+        problems: list[str] = []
+        labels = [_label(self._dataset, index) for index in indices]
+        tiles = tuple(self._tile(box, indices, labels, epoch, errors, problems) for box in self._boxes_of(len(indices)))
+        shown = [
+            torch.from_numpy(self._view.mask(label.numpy(), self._view.variation(index, epoch)))
+            if label.dim() >= MASK_DIMS
+            else label
+            for index, label in zip(indices, labels, strict=True)
+        ]
+        return Batch(tiles, _stacked(shown, indices), indices, errors, next(iter(problems), None))
 
-    def _tile(self, box: Box, indices: tuple[int, ...], epoch: int, errors: dict[int, str]) -> torch.Tensor:
+    def _tile(
+        self,
+        box: Box,
+        indices: tuple[int, ...],
+        labels: Sequence[torch.Tensor],
+        epoch: int,
+        errors: dict[int, str],
+        problems: list[str],
+    ) -> torch.Tensor:
         samples, height, width = box.shape
         tile = torch.zeros((samples, self._dataset.channels, height, width))
         for position in range(*box.batch) if not box.empty else ():
-            index = indices[position]
+            index, out = indices[position], tile[position - box.batch.start]
             try:
                 image = self._dataset.image(index)
-                pixels = self._view.tile(image, box.rows, box.cols, self._view.variation(index, epoch))
-            except BadImage as error:
-                errors[position] = str(error)
-                continue
-            tile[position - box.batch.start] = torch.from_numpy(pixels)
+                _check_mask(labels[position], image, index)
+                self._view.tile(image, box.rows, box.cols, self._view.variation(index, epoch), out.numpy())
+            except DatasetError as error:
+                if not self._reports:
+                    raise
+                if isinstance(error, BadImage):
+                    errors[position] = str(error)
+                else:
+                    problems.append(str(error))
+                out.zero_()
         return tile
+
+
+def _check_mask(label: torch.Tensor, image: Image, index: int) -> None:
+    if label.dim() >= MASK_DIMS and label.shape[-2:] != (image.height, image.width):
+        raise ValueError(
+            f"the label of sample {index} has shape {tuple(label.shape)}, but its image {image.height} x {image.width} "
+            "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
+        )
+
+
+def _label(dataset: Dataset, index: int) -> torch.Tensor:
+    """A label as a tensor: of integers, int64, and else of its own type."""
+    found = dataset.label(index)
+    try:
+        label = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the label of sample {index} is {found!r}: expected a number, numbers, or a mask") from error
+    return label if label.is_floating_point() or label.is_complex() else label.long()
+
+
+def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
+    for label, index in zip(labels, indices, strict=True):
+        if label.shape != labels[0].shape:
+            first = f"{tuple(labels[0].shape)} (sample {indices[0]})"
+            raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
+    dtype = reduce(torch.promote_types, (label.dtype for label in labels))
+    return torch.stack([label.to(dtype) for label in labels])

@@ -1,57 +1,63 @@
 """Read PNG, JPEG and other images that have to be decoded whole, with Pillow."""
 
+import warnings
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import PIL.Image
 
-from mpi4dl.datasets.base import BadImage, Pixels
+from mpi4dl.datasets.base import BadImage, Image, Pixels
 from mpi4dl.datasets.colour import rgb_of_pillow
+from mpi4dl.datasets.orientation import TAG, upright
 from mpi4dl.geometry import Interval
 
-# What Pillow raises for damaged files, by format: OSError (truncated, unidentified), SyntaxError (PNG chunks), and the
-# others from inside its parsers of headers. A "decompression bomb" is an image larger than MAX_IMAGE_PIXELS.
-_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError, OverflowError)
 _TOO_LARGE = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
+_STRIP_ROWS = 256  # what is converted at a time, so that little is alive beside the decoded image and the result
+
+# Pillow warns of a large picture, or of odd metadata, at each reading on each rank. What matters is raised.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-class PillowImage:
+def open_picture(path: Path) -> Image:
     """An image file whose header is read at once, and whose pixels are decoded, all of them, at the first `read`.
 
     Raises:
-        BadImage: empty, truncated, not an image, or larger than Pillow's own limit.
+        BadImage: not an image, or larger than Pillow's own limit. Damaged ones raise what Pillow raises.
     """
+    try:
+        with PIL.Image.open(path) as image:
+            size, tiff = image.size, image.format == "TIFF"
+            # Not the override for PNG, which decodes all pixels to find what may stand behind them.
+            orientation = None if tiff else PIL.Image.Image.getexif(image).get(TAG)
+    except _TOO_LARGE as error:
+        reason = f"is too large to be decoded whole ({error})"
+        raise BadImage(path, f"{reason}: convert it to a tiled TIFF, of which boxes can be read") from error
+    except PIL.UnidentifiedImageError as error:
+        reason = "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
+        raise BadImage(path, reason) from error
+    return upright(_Picture(path, size), orientation)  # Pillow itself turns what is in a TIFF file
 
-    tiled = False
 
-    def __init__(self, path: Path) -> None:
+class _Picture:
+    def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self._path = path
-        try:
-            with PIL.Image.open(path) as image:
-                self.width, self.height = image.size
-        except _TOO_LARGE as error:
-            reason = f"is too large to be decoded whole ({error})"
-            raise BadImage(path, f"{reason}: convert it to a tiled TIFF, of which boxes can be read") from error
-        except _DAMAGED as error:
-            raise BadImage(path, _describe(path, error)) from error
+        self.width, self.height = size
 
     @cached_property
-    def _pixels(self) -> Pixels:
-        try:
-            with PIL.Image.open(self._path) as image:
-                return rgb_of_pillow(image)
-        except _DAMAGED as error:
-            raise BadImage(self._path, _describe(self._path, error)) from error
+    def _decoded(self) -> PIL.Image.Image:
+        with PIL.Image.open(self._path) as image:
+            image.load()
+        if image.size != (self.width, self.height):
+            raise BadImage(self._path, f"has {image.size} pixels where its header says {(self.width, self.height)}")
+        return image
 
     def read(self, rows: Interval, cols: Interval) -> Pixels:
-        return self._pixels[rows.start : rows.stop, cols.start : cols.stop]
-
-
-def _describe(path: Path, error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"cannot be read: {error.strerror}"
-    if path.stat().st_size == 0:
-        return "is empty (0 bytes)"
-    if isinstance(error, PIL.UnidentifiedImageError):
-        return "is not an image of a kind that Pillow knows: the file is damaged, or its extension is wrong"
-    return f"cannot be decoded: {error}"
+        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+        if pixels.size == 0:
+            return pixels
+        for top in range(rows.start, rows.stop, _STRIP_ROWS):
+            bottom = min(top + _STRIP_ROWS, rows.stop)
+            strip = self._decoded.crop((cols.start, top, cols.stop, bottom))
+            pixels[top - rows.start : bottom - rows.start] = rgb_of_pillow(strip)
+        return pixels

@@ -1,12 +1,14 @@
 """Open whatever the user named as a source of images: "synthetic", a folder, or an .npz file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpi4dl.datasets.arrays import load_npz
-from mpi4dl.datasets.base import Dataset, DatasetError
+from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.cifar import is_cifar, load_cifar
-from mpi4dl.datasets.folder import ImageFolder, class_folders
-from mpi4dl.datasets.split import Subset, split
+from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.layout import parts
+from mpi4dl.datasets.split import Named, Subset, split
 from mpi4dl.datasets.synthetic import Synthetic
 
 SYNTHETIC = "synthetic"
@@ -21,12 +23,14 @@ def open(
     num_val: int = 200,
     validation_fraction: float = 0.2,
     seed: int = 0,
-) -> tuple[Dataset, Dataset]:
+    validating: Mapping[str, bool] | None = None,
+) -> tuple[Named, Named]:
     """The training and the validation images of a source.
 
     - "synthetic": `num_train` and `num_val` images of `size` (height, width) in `num_classes` classes.
-    - a folder with `train/<class>/` and `val/<class>/`: these.
-    - a folder with `<class>/`: `validation_fraction` of every class is set aside, chosen by `seed`.
+    - a folder with `train/<class>/` and `val/<class>/`, or other names of such parts: these.
+    - a folder with `<class>/`: `validation_fraction` of the images is set aside, by a hash of `seed` and each path, but
+      where `validating` says of a path, from the folder on, whether it was.
     - CIFAR's folder of python batches: its training and its test images.
     - an .npz file with x_train, y_train, x_test, y_test: these; with x and y: split as above.
 
@@ -41,12 +45,13 @@ def open(
     path = Path(source).expanduser()
     if path.suffix == ".npz":
         training, test = load_npz(path)
-        return (training, test) if test else split(training, validation_fraction, seed)
+        return (training, test) if test else split(training, validation_fraction, seed, validating or {})
     if is_cifar(path):
         return load_cifar(path)
     if not path.exists():
         raise DatasetError(f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz")
-    if {"train", "val"} <= set(class_folders(path)):
-        train = ImageFolder(path / "train")
-        return train, ImageFolder(path / "val", train.classes)
-    return split(ImageFolder(path), validation_fraction, seed)
+    found = parts(path)
+    if found is None:
+        return split(ImageFolder(path), validation_fraction, seed, validating or {})
+    train = ImageFolder(path / found.training)
+    return train, ImageFolder(path / found.validation, train.classes)

@@ -1,51 +1,75 @@
-"""Choose which samples train and which validate, the same way on every rank."""
+"""Choose which samples train and which validate: by a hash of each one's name, so that a new one moves no other."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import ceil, floor
+from typing import Protocol
 
-import numpy as np
-
-from mpi4dl.datasets.augment import SPLIT_STREAM
 from mpi4dl.datasets.base import Dataset, DatasetError, Image
+
+_NO_SAMPLES: Mapping[str, bool] = {}
+
+
+class Named(Dataset, Protocol):
+    """A dataset whose samples have names that stay theirs when others come or go."""
+
+    def name(self, index: int) -> str: ...
 
 
 class Subset:
     """Some samples of a dataset, in the given order."""
 
-    def __init__(self, whole: Dataset, indices: Sequence[int]) -> None:
-        self._whole, self._indices = whole, indices
+    def __init__(self, whole: Named, indices: Sequence[int]) -> None:
+        self.whole, self.indices = whole, indices
         self.classes = whole.classes
         self.channels = whole.channels
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
+
+    def name(self, index: int) -> str:
+        return self.whole.name(self.indices[index])
 
     def label(self, index: int) -> int:
-        return self._whole.label(self._indices[index])
+        return self.whole.label(self.indices[index])
 
     def image(self, index: int) -> Image:
-        return self._whole.image(self._indices[index])
+        return self.whole.image(self.indices[index])
 
 
-def split(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[Subset, Subset]:
-    """Set `fraction` of every class aside for validation, at least one image of each class that has two or more.
+def split(
+    dataset: Named, fraction: float, seed: int = 0, validating: Mapping[str, bool] = _NO_SAMPLES
+) -> tuple[Subset, Subset]:
+    """Set `fraction` of the samples aside for validation: those whose name and `seed` hash below it.
+
+    `validating` says it of samples that were split before, by name, and they stay where they were.
 
     Raises:
         DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
     """
     if not 0.0 < fraction < 1.0:
         raise DatasetError(f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)")
-    labels = np.array([dataset.label(i) for i in range(len(dataset))])
-    training: list[int] = []
-    validation: list[int] = []
-    for label in range(len(dataset.classes)):
-        members = np.flatnonzero(labels == label)
-        np.random.default_rng((SPLIT_STREAM, seed, label)).shuffle(members)
-        aside = min(max(1, round(fraction * len(members))), len(members) - 1) if len(members) else 0
-        validation += members[:aside].tolist()
-        training += members[aside:].tolist()
-    if not validation:
-        raise DatasetError(
-            f"{len(dataset)} images in {len(dataset.classes)} classes leave none to validate with: a class needs two "
-            "images or more"
+    names = [dataset.name(index) for index in range(len(dataset))]
+    places = [_place(name, seed) for name in names]
+    aside = [validating.get(name, place < fraction) for name, place in zip(names, places, strict=True)]
+    if not any(aside) or all(aside):
+        # A share that would do, rounded to where it still does.
+        lacks, remedy = (
+            ("validate with", f"more than {ceil(100 * min(places)) / 100}")
+            if not any(aside)
+            else ("train on", f"less than {floor(100 * max(places)) / 100}")
         )
-    return Subset(dataset, sorted(training)), Subset(dataset, sorted(validation))
+        raise DatasetError(
+            f"a share of {fraction} for validation leaves none of {len(names)} images to {lacks}, since each goes by a "
+            f"hash of its name: choose {remedy}, or make folders train and val"
+        )
+    return (
+        Subset(dataset, [index for index, held in enumerate(aside) if not held]),
+        Subset(dataset, [index for index, held in enumerate(aside) if held]),
+    )
+
+
+def _place(name: str, seed: int) -> float:
+    """Where in [0, 1) a name lies, anywhere alike."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(errors="surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64

@@ -34,6 +34,9 @@ class Synthetic:
     def __len__(self) -> int:
         return self._length
 
+    def name(self, index: int) -> str:
+        return str(index)
+
     def label(self, index: int) -> int:
         return index % len(self.classes)
 
@@ -42,8 +45,6 @@ class Synthetic:
 
 
 class _Stripes:
-    tiled = True
-
     def __init__(self, size: tuple[int, int], label: int, num_classes: int, key: tuple[int, int]) -> None:
         self.height, self.width = size
         random = np.random.default_rng(key)

@@ -4,63 +4,90 @@ tifffile parses the header, once; after that the file is closed, and each read o
 and closes it again. So no handle is ever shared between threads or carried over a fork.
 """
 
+import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
-from mpi4dl.datasets.colour import WHITE, rgb_of
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.colour import WHITE
+from mpi4dl.datasets.orientation import TAG, upright
+from mpi4dl.datasets.tiff_colour import Unsupported, colouring
 from mpi4dl.geometry import Interval, ceil_div
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
-# Values of the TIFF 6.0 tags that this reader handles itself.
-_MIN_IS_WHITE, _MIN_IS_BLACK, _RGB, _YCBCR = 0, 1, 2, 6
-_JPEG_COMPRESSIONS = (6, 7)
-_PREMULTIPLIED, _STRAIGHT = 1, 2
+# What is decoded at a time, one tile or strip, is not larger than the largest picture that Pillow decodes whole.
+MOST_PIXELS_AT_ONCE = 178_956_970
+
+# tifffile logs what it also raises, or what is checked here: without a handler, Python prints that for each reading.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
-class TiffImage:
-    """The first page of a TIFF file (of a pyramid: its full resolution), as RGB bytes.
+def open_tiff(path: Path) -> Image:
+    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright.
 
     Raises:
-        BadImage: no TIFF, truncated, or with a number of channels that no colour image has.
-        Unsupported: intact, but stored in a way that this reader leaves to Pillow (palettes, CMYK, 1 bit, ...).
+        BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
+        Unsupported: intact, but of colours that this reader leaves to Pillow.
     """
+    try:
+        import tifffile
+    except ImportError as error:
+        raise DatasetError(f"{path}: reading TIFF needs tifffile: run pip install tifffile imagecodecs") from error
+    try:
+        with tifffile.TiffFile(path, _multifile=False) as file:
+            first: Any = file.pages[0]
+            _check_segments(path, first)
+            _check_directories(path)
+            return upright(_Tiff(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
+    except (DatasetError, Unsupported):
+        raise
+    except Exception as error:  # a damaged header makes the parser stumble in many ways
+        raise BadImage(path, f"has no readable TIFF header, it is truncated or damaged: {error}") from error
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._page = page = _first_page(path)
-        _check_complete(path, page)
-        if page.samplesperpixel not in (1, 2, 3, 4):
-            raise BadImage(path, f"has {page.samplesperpixel} channels; expected 1 (grey) or 3 (colour), and alpha")
-        if not _handled(page):
-            raise Unsupported(path)
-        self.height: int = page.imagelength
-        self.width: int = page.imagewidth
-        self.tiled = bool(page.is_tiled)
-        self._tile_height: int = page.tilelength if page.is_tiled else min(page.rowsperstrip, self.height)
-        self._tile_width: int = page.tilewidth if page.is_tiled else self.width
-        if min(self.height, self.width, self._tile_height, self._tile_width) < 1:
-            raise BadImage(path, "has no pixels: it is damaged")
+
+class _Tiff:
+    """Its pages are one with all colours, or one of each colour."""
+
+    def __init__(self, path: Path, pages: Sequence[Any], ome: str | None) -> None:
+        self._path, self._pages = path, pages
+        first = pages[0]
+        # Both are looked up in the file when first used, and it is closed by then.
+        self._decode, self._jpegtables = first.decode, first.jpegtables
+        try:
+            self._colour = colouring(first, len(pages), ome)
+        except ValueError as error:
+            raise BadImage(path, str(error)) from error
+        self.height: int = first.imagelength
+        self.width: int = first.imagewidth
+        self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
+        self._tile_width: int = first.tilewidth if first.is_tiled else self.width
+        sides = (self.height, self.width, self._tile_height, self._tile_width)
+        if min(sides) < 1 or first.imagedepth != 1:
+            raise BadImage(path, f"has {self.height} x {self.width} x {first.imagedepth} pixels: it is damaged")
+        if self._tile_height * self._tile_width > MOST_PIXELS_AT_ONCE:
+            what = f"{self._tile_height} x {self._tile_width} pixels that must be decoded at once"
+            raise BadImage(path, f"stores {what}, which is too many: convert it to a TIFF of small tiles")
         self._tiles_down = ceil_div(self.height, self._tile_height)
         self._tiles_across = ceil_div(self.width, self._tile_width)
-        self._planes = page.samplesperpixel if page.planarconfig == 2 else 1
+        self._planes = first.samplesperpixel if first.planarconfig == 2 else 1
         expected = self._tiles_down * self._tiles_across * self._planes
-        if len(page.dataoffsets) != expected:
-            raise BadImage(path, f"lists {len(page.dataoffsets)} tiles where its size needs {expected}: it is damaged")
+        for page in pages:
+            _check_segments(path, page)
+            if len(page.dataoffsets) != expected:
+                found = f"lists {len(page.dataoffsets)} tiles where its size needs {expected}"
+                raise BadImage(path, f"{found}: it is damaged")
 
     def read(self, rows: Interval, cols: Interval) -> Pixels:
         pixels = np.full((rows.length, cols.length, 3), WHITE, np.uint8)
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY)
-        except OSError as error:
-            raise BadImage(self._path, f"cannot be read: {error.strerror}") from error
+        descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for down, across in self._touched(rows, cols):
                 top, left = down * self._tile_height, across * self._tile_width
@@ -85,80 +112,71 @@ class TiffImage:
     def _tile(self, descriptor: int, down: int, across: int) -> npt.NDArray[Any] | None:
         """The samples (rows, columns, samples) of one tile, or None where the file leaves it out as empty."""
         planes = []
-        for plane in range(self._planes):
-            index = (plane * self._tiles_down + down) * self._tiles_across + across
-            samples = self._segment(descriptor, index)
-            if samples is None:
-                return None
-            planes.append(samples)
+        for page in self._pages:
+            for plane in range(self._planes):
+                index = (plane * self._tiles_down + down) * self._tiles_across + across
+                samples = self._segment(descriptor, page, index)
+                if samples is None:
+                    return None
+                planes.append(samples)
         return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
 
-    def _segment(self, descriptor: int, index: int) -> npt.NDArray[Any] | None:
-        offset, num_bytes = self._page.dataoffsets[index], self._page.databytecounts[index]
+    def _segment(self, descriptor: int, page: Any, index: int) -> npt.NDArray[Any] | None:
+        offset, num_bytes = page.dataoffsets[index], page.databytecounts[index]
         if offset == 0 or num_bytes == 0:
             return None
         data = os.pread(descriptor, num_bytes, offset)
         if len(data) < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")
         try:
-            samples = self._page.decode(data, index, jpegtables=self._page.jpegtables)[0]
+            samples = self._decode(data, index, jpegtables=self._jpegtables)[0]
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
             raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
         return samples[0]
-
-    def _colour(self, samples: npt.NDArray[Any]) -> Pixels:
-        page = self._page
-        if page.photometric == _MIN_IS_WHITE:
-            samples = np.iinfo(samples.dtype).max - samples
-        if page.samplesperpixel in (1, 3):
-            return rgb_of(samples)
-        kind = page.extrasamples[-1] if page.extrasamples else 0
-        if kind not in (_PREMULTIPLIED, _STRAIGHT):
-            return rgb_of(samples[..., :-1])
-        return rgb_of(samples, alpha=True, premultiplied=kind == _PREMULTIPLIED)
-
-
-class Unsupported(Exception):
-    """The TIFF file is stored in a way that is left to another reader."""
 
 
 def _slice(interval: Interval, origin: int) -> slice:
     return slice(interval.start - origin, interval.stop - origin)
 
 
-def _first_page(path: Path) -> Any:
-    try:
-        import tifffile
-    except ImportError as error:
-        raise DatasetError(f"{path}: reading TIFF needs tifffile: run pip install tifffile imagecodecs") from error
-    try:
-        with tifffile.TiffFile(path) as file:
-            page = file.pages[0]
-            # Both are looked up in the file when first used, and it is closed by then.
-            _ = page.decode, page.jpegtables
-    except Exception as error:  # a damaged header makes the parser stumble in many ways
-        raise BadImage(path, f"has no readable TIFF header, it is truncated or damaged: {error}") from error
-    return page
+def _planes(path: Path, file: Any) -> Sequence[Any]:
+    """The page that is the image, or where channels are pages of their own (as OME's and ImageJ's CYX), these."""
+    first = file.pages[0]
+    if len(file.pages) == 1:
+        return [first]
+    series = file.series[0]
+    if series.keyframe.index != first.index:
+        return [first]
+    lengths = dict(zip(series.axes, series.shape, strict=True))
+    stacked = prod(length for axis, length in lengths.items() if axis not in "YXSC")
+    planes = [page for page in series.pages if page is not None]
+    if stacked != 1 or len(planes) != max(1, prod(series.shape) // prod(first.shape)):
+        size = " x ".join(map(str, series.shape))
+        raise BadImage(path, f"is a stack of images (axes {series.axes}, {size}): write each to a file of its own")
+    return planes
 
 
-def _handled(page: Any) -> bool:
-    ycbcr_jpeg = page.photometric == _YCBCR and page.compression in _JPEG_COMPRESSIONS
-    known_colours = page.photometric in (_MIN_IS_WHITE, _MIN_IS_BLACK, _RGB) or ycbcr_jpeg
-    known_samples = page.bitspersample in (8, 16) and page.dtype in ("uint8", "uint16")
-    return known_colours and known_samples and page.imagedepth == 1
-
-
-def _check_complete(path: Path, page: Any) -> None:
-    """See that the file holds all that its header speaks of, so that every rank rejects it and not only the one whose
-    tile is missing. (tifffile opens a truncated file, with fewer pages and no error.) The tiles of further pages, which
-    are never read, are not looked at.
+def _check_segments(path: Path, page: Any) -> None:
+    """See that the file holds all that a page lists, so that every rank rejects it and not only the one whose tile is
+    missing. (tifffile opens a truncated file with no error.)
     """
     file_bytes = path.stat().st_size
-    offsets = np.asarray(page.dataoffsets, np.uint64)
-    ends = np.where(offsets > 0, offsets + np.asarray(page.databytecounts, np.uint64), 0)
-    if ends.size and ends.max() > file_bytes:
-        missing = int((ends > file_bytes).sum())
+    if len(page.dataoffsets) != len(page.databytecounts):
+        raise BadImage(path, f"lists {len(page.dataoffsets)} tiles, and sizes of {len(page.databytecounts)}")
+    offsets, counts = np.asarray(page.dataoffsets, np.uint64), np.asarray(page.databytecounts, np.uint64)
+    if not ((offsets > 0) & (counts > 0)).any():
+        raise BadImage(path, "has no pixels: it is damaged")
+    ends = np.where(offsets > 0, offsets + counts, 0)
+    if ends.max() > file_bytes or counts.max() > file_bytes:
+        missing = int(((ends > file_bytes) | (counts > file_bytes)).sum())
         raise BadImage(path, f"is truncated: {missing} of {ends.size} tiles lie beyond its {file_bytes} bytes")
+
+
+def _check_directories(path: Path) -> None:
+    """See that the directories of all pages are in the file. (tifffile opens a truncated file, with fewer pages.) The
+    tiles of further pages, which are never read, are not looked at.
+    """
+    file_bytes = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(16)
         order = "<" if header[:2] == b"II" else ">"

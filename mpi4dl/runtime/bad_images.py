@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
-from mpi4dl.geometry import Interval
-from mpi4dl.parallel.plan import Microbatch
+from mpi4dl.parallel.plan import Microbatch, Read
 from mpi4dl.runtime.folder import LOGGER_NAME
 
 
@@ -24,15 +23,17 @@ class BadImages:
         return len(self.known)
 
     def agree(
-        self, batch: Batch, microbatches: Sequence[Microbatch], held: Sequence[Interval]
+        self, batch: Batch, microbatches: Sequence[Microbatch], reads: Sequence[Read]
     ) -> tuple[Batch, tuple[Microbatch, ...]] | None:
         """The batch without the images that some rank could not read, and how that is divided. Collective.
 
-        `held` says which of the batch's images each of this rank's tiles is of. A batch of which a microbatch would be
-        left without images is given up: None. Raises Refusal on all ranks by policy "error".
+        `reads` says what each of this rank's tiles is of. Microbatches without images are left out, and a batch without
+        any is None. Raises Refusal on all ranks by policy "error", and for a problem that is no image's.
         """
         errors: dict[int, str] = {}
-        for found in self.comm.all_gather_object(batch.errors):
+        for found, problem in self.comm.all_gather_object((batch.errors, batch.problem)):
+            if problem is not None:
+                raise Refusal(problem)
             errors |= found
         if not errors:
             return batch, tuple(microbatches)
@@ -43,12 +44,14 @@ class BadImages:
                 self.known.add(errors[position])
                 logging.getLogger(LOGGER_NAME).warning("skipped: %s", errors[position])
         keep = [position for position in range(len(batch.indices)) if position not in errors]
-        left = tuple(microbatch.without(errors) for microbatch in microbatches)
-        if any(microbatch.samples.empty for microbatch in left):
+        if not keep:
             return None
+        left = [microbatch.without(errors) for microbatch in microbatches]
         tiles = tuple(
-            tile[[position - part.start for position in keep if part.start <= position < part.stop]]
-            for tile, part in zip(batch.tiles, held, strict=True)
+            tile[[position - read.box.batch.start for position in keep if position in range(*read.box.batch)]]
+            for tile, read in zip(batch.tiles, reads, strict=True)
+            if not read.microbatch.without(errors).samples.empty
         )
         indices = tuple(batch.indices[position] for position in keep)
-        return replace(batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={}), left
+        batch = replace(batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={})
+        return batch, tuple(microbatch for microbatch in left if not microbatch.samples.empty)

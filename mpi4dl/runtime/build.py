@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.geometry import Box
+from mpi4dl.datasets.split import Named
+from mpi4dl.datasets.view import Fit
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
@@ -77,8 +78,8 @@ def engine_options(config: Config) -> dict[str, Any]:
     }
 
 
-def build_datasets(config: Config) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The training and the validation images."""
+def build_datasets(config: Config, validating: Mapping[str, bool] | None = None) -> tuple[Named, Named]:
+    """The training and the validation images; `validating` says of some, by name, which they were before."""
     held_out = max(1, round(config.data.num_samples * config.data.val_fraction))
     return datasets.open(
         config.data.images,
@@ -88,10 +89,11 @@ def build_datasets(config: Config) -> tuple[datasets.Dataset, datasets.Dataset]:
         num_val=held_out,
         validation_fraction=config.data.val_fraction,
         seed=config.training.seed,
+        validating=validating,
     )
 
 
-def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.View]:
+def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:
     """How training images are shown, varied at random, and how validation images are."""
     data = config.data
     augmentation = datasets.Augmentation(
@@ -102,24 +104,9 @@ def build_views(config: Config, channels: int) -> tuple[datasets.View, datasets.
         contrast=data.jitter,
         saturation=data.jitter,
     )
-    common: Mapping[str, Any] = {"fit": data.fit, "mean": (data.mean,) * channels, "std": (data.std,) * channels}
+    common: Mapping[str, Any] = {"fit": fit, "mean": (data.mean,) * channels, "std": (data.std,) * channels}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
     return training, datasets.View(data.image_size, **common)
-
-
-def build_loaders(
-    config: Config,
-    images: tuple[datasets.Dataset, datasets.Dataset],
-    training_boxes: Callable[[int], Sequence[Box]],
-    validation_boxes: Callable[[int], Sequence[Box]],
-) -> tuple[datasets.Loader, datasets.Loader]:
-    """The batches of training and of validation. Raises ValueError if there are too few images for one."""
-    data, views = config.data, build_views(config, images[0].channels)
-    common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
-    return (
-        datasets.Loader(images[0], views[0], data.batch_size, training_boxes, shuffle=True, drop_last=True, **common),
-        datasets.Loader(images[1], views[1], data.batch_size, validation_boxes, **common),
-    )
 
 
 def number_of_steps(config: Config, num_batches: int) -> int:
@@ -186,7 +173,8 @@ def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
     if asked is not None and asked < len(classes):
-        raise ConfigError(f"--num-classes {asked}, but the images have {len(classes)}: {', '.join(classes[:10])}")
+        names = datasets.printable(", ".join(classes[:10]))
+        raise ConfigError(f"--num-classes {asked}, but the images have {len(classes)}: {names}")
     return asked or len(classes)
 
 

@@ -54,7 +54,11 @@ class Data:
     batch_size: int = option(4, "images per step, over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
     val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
-    fit: str = option("auto", "how an image is brought to the image size", choice("auto", "resize", "crop"))
+    fit: str = option(
+        "auto",
+        "how images of all formats are brought to the image size; auto: slides of more than 8192 x 8192 px are cropped",
+        choice("auto", "resize", "crop"),
+    )
     flip: bool = option(True, "mirror training images at random", BOOLEAN)
     random_crop: bool = option(False, "crop training images at a random place", BOOLEAN)
     jitter: float = option(

@@ -2,6 +2,7 @@
 
     runs/resnet18-20260131-120000/
         config.toml      every option; `python -m mpi4dl.train --config` repeats the run
+        images.json      which images train and which validate
         versions.json    the software, the machine, and the command line
         log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
         metrics.jsonl    one JSON object per line: every report of training and validation

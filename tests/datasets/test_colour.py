@@ -4,7 +4,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from mpi4dl.datasets.colour import bytes_of, over_white, rgb_of, rgb_of_pillow
+from mpi4dl.datasets.colour import bytes_of, over_white, rgb_of, rgb_of_inks, rgb_of_pillow
 
 
 def test_sixteen_bit_samples_are_scaled_by_the_range_of_their_type():
@@ -15,9 +15,40 @@ def test_one_bit_samples_are_black_and_white():
     assert bytes_of(np.array([False, True])).tolist() == [0, 255]
 
 
-def test_samples_without_a_range_are_refused():
-    with pytest.raises(ValueError, match=r"type float32, which have no fixed range: convert it to 8 or 16 bit"):
-        bytes_of(np.zeros(3, np.float32))
+@pytest.mark.parametrize(
+    ("samples", "top", "expected"),
+    [
+        (np.array([0, 2048, 4095, 9999], np.uint16), 4095, [0, 128, 255, 255]),
+        (np.array([0, 1], np.uint8), 1, [0, 255]),
+        (np.array([0, 2**31, 2**32 - 1], np.uint32), None, [0, 128, 255]),
+        (np.array([0, 2**24 - 1], np.uint32), 2**24 - 1, [0, 255]),
+        (np.array([-(2**15), 0, 2**15 - 1], np.int16), None, [0, 128, 255]),
+        (np.array([-128, 127], np.int8), None, [0, 255]),
+        (np.array([0, 0.5, 1], np.float32), None, [0, 128, 255]),
+        (np.array([-0.0005, 1.0005], np.float16), None, [0, 255]),
+        (np.array([0, 2.5, 5]), 5.0, [0, 128, 255]),
+    ],
+    ids=str,
+)
+def test_one_rule_scales_all_samples(samples, top, expected):
+    assert bytes_of(samples, top).tolist() == expected
+
+
+@pytest.mark.parametrize("wrong", [[0, 1.1], [-0.1, 1], [0, np.nan], [0, np.inf]])
+def test_floating_point_outside_the_range_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"stores floating-point values from .* but 0 is black and 1 is white: divide"):
+        bytes_of(np.array(wrong, np.float32))
+
+
+def test_complex_samples_are_refused():
+    with pytest.raises(ValueError, match="type complex64: expected integers or floating point"):
+        bytes_of(np.zeros(3, np.complex64))
+
+
+def test_inks_on_paper():
+    inks = np.array([[[0, 0, 0, 0], [255, 0, 0, 0], [0, 255, 255, 0], [0, 0, 0, 255], [0, 0, 128, 128]]], np.uint8)
+    red_green_blue = [[255, 255, 255], [0, 255, 255], [255, 0, 0], [0, 0, 0], [127, 127, 63]]
+    assert rgb_of_inks(inks).tolist() == [red_green_blue]
 
 
 def test_grey_is_repeated():
@@ -49,13 +80,11 @@ def test_two_colours_are_refused():
         rgb_of(np.zeros((1, 1, 2), np.uint8))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "LA", "RGBA", "I;16", "I"])
+NUMBERS = {"I;16": 65535, "I": 65535, "F": 1.0}
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "LA", "RGBA", "I;16", "I", "F"])
 def test_every_mode_of_pillow_gives_white_for_white(mode):
     white = PIL.Image.new("RGB", (3, 2), "white")
-    image = white.convert(mode) if mode not in ("I;16", "I") else PIL.Image.new(mode, (3, 2), 65535)
+    image = white.convert(mode) if mode not in NUMBERS else PIL.Image.new(mode, (3, 2), NUMBERS[mode])
     assert rgb_of_pillow(image).tolist() == np.full((2, 3, 3), 255).tolist()
-
-
-def test_floating_point_pictures_are_refused():
-    with pytest.raises(ValueError, match="floating-point pixels"):
-        rgb_of_pillow(PIL.Image.new("F", (3, 2)))

@@ -1,16 +1,20 @@
 """mpi4dl.datasets.files and .pillow: files of all kinds, intact and damaged."""
 
+import importlib
+import os
 import re
+import struct
+import threading
+import tracemalloc
+import warnings
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
 import tifffile
 
-from mpi4dl.datasets import BadImage, open_image
-from mpi4dl.datasets.pillow import PillowImage
-from mpi4dl.datasets.tiff import TiffImage
-from mpi4dl.datasets.vendor import OpenSlideImage
+from mpi4dl.datasets import BadImage, open_image, pillow, vendor
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import noise_image, smooth_image, whole
 
@@ -26,7 +30,7 @@ def test_png_is_read_exactly(tmp_path):
     pixels = noise_image(HEIGHT, WIDTH)
     PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
     image = open_image(tmp_path / "a.png")
-    assert (image.height, image.width, image.tiled) == (HEIGHT, WIDTH, False)
+    assert (image.height, image.width) == (HEIGHT, WIDTH)
     assert np.array_equal(image.read(Interval(3, 20), Interval(11, 50)), pixels[3:20, 11:50])
 
 
@@ -64,15 +68,16 @@ def test_transparent_png_lies_on_white(tmp_path):
 
 
 def test_the_content_decides_and_not_the_extension(tmp_path):
-    PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(tmp_path / "a.png")
+    pixels = noise_image(HEIGHT, WIDTH)
+    PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
     (tmp_path / "a.png").rename(tmp_path / "a.tif")
-    assert isinstance(open_image(tmp_path / "a.tif"), PillowImage)
-    tifffile.imwrite(tmp_path / "b.tif", noise_image(HEIGHT, WIDTH), photometric="rgb")
+    tifffile.imwrite(tmp_path / "b.tif", pixels, photometric="rgb")
     (tmp_path / "b.tif").rename(tmp_path / "b.jpg")
-    assert isinstance(open_image(tmp_path / "b.jpg"), TiffImage)
+    for name in ("a.tif", "b.jpg"):
+        assert np.array_equal(read_all(tmp_path / name), pixels)
 
 
-def test_palette_tiff_is_left_to_pillow(tmp_path):
+def test_palette_tiff(tmp_path):
     PIL.Image.fromarray(smooth_image(HEIGHT, WIDTH)).quantize(16).save(tmp_path / "a.tif")
     with PIL.Image.open(tmp_path / "a.tif") as image:
         assert image.mode == "P"
@@ -84,8 +89,7 @@ def test_openslide_reads_scanners_formats(tmp_path):
     pixels = noise_image(300, 200)
     tifffile.imwrite(tmp_path / "a.svs", pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     image = open_image(tmp_path / "a.svs")
-    assert isinstance(image, OpenSlideImage)
-    assert (image.height, image.width, image.tiled) == (300, 200, True)
+    assert (image.height, image.width) == (300, 200)
     assert np.array_equal(image.read(Interval(50, 290), Interval(60, 200)), pixels[50:290, 60:200])
     assert image.read(Interval(50, 50), Interval(0, 9)).shape == (0, 9, 3)
     assert image.read(Interval(50, 59), Interval(7, 7)).shape == (9, 0, 3)
@@ -103,7 +107,7 @@ def test_openslide_reads_tall_boxes_in_strips(tmp_path, monkeypatch):
     [
         ("a.png", b"", "is empty (0 bytes)"),
         ("a.tif", b"", "is empty (0 bytes)"),
-        ("a.svs", b"", "is no slide that OpenSlide can open"),
+        ("a.svs", b"", "is empty (0 bytes)"),
         ("a.png", b"a letter to my aunt", "the file is damaged, or its extension is wrong"),
         ("a.tif", b"II*\0\x08\0\0\0", "has no readable TIFF header, it is truncated or damaged"),
         ("a.ndpi", b"a letter to my aunt", "the file is damaged, or its extension is wrong"),
@@ -166,11 +170,99 @@ def test_a_picture_above_pillows_limit_is_named_and_the_limit_stays(tmp_path, mo
 
 def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
     tifffile.imwrite(tmp_path / "a.tif", noise_image(64, 64), photometric="rgb")
-    for package in ("tifffile", "openslide"):
-        monkeypatch.setitem(__import__("sys").modules, package, None)
+    (tmp_path / "a.svs").write_bytes(b"a slide")
+    monkeypatch.setitem(__import__("sys").modules, "tifffile", None)
+    monkeypatch.setattr("mpi4dl.datasets.vendor.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="reading TIFF needs tifffile: run pip install tifffile imagecodecs"):
         open_image(tmp_path / "a.tif")
     with pytest.raises(
         ValueError, match=r"reading \.svs needs openslide: run pip install openslide-python openslide-bin"
     ):
         open_image(tmp_path / "a.svs")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    for name in ("a.png", "a.tif", "a.svs"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BadImage, match="cannot be read: it is no regular file, but a pipe, a device or a folder"):
+            open_image(tmp_path / name)
+    (tmp_path / "b.png").symlink_to("/dev/zero")
+    with pytest.raises(BadImage, match="is no regular file"):
+        open_image(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ValueError("box can't exceed original image size"), "cannot be decoded: box can't exceed original image size"),
+        (struct.error("unpack requires 4 bytes"), "cannot be decoded: unpack requires 4 bytes"),
+        (ZeroDivisionError(), "cannot be decoded: ZeroDivisionError"),
+        (RecursionError("too deep"), "cannot be decoded: too deep"),
+        (MemoryError(), "needs more memory than there is: it is damaged, or too large"),
+        (OSError(5, "Input/output error"), "cannot be read: Input/output error"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_reader_stumbles_over_is_a_bad_image(tmp_path, monkeypatch, problem, reason):
+    def stumble(*_):
+        raise problem
+
+    path = tmp_path / "a.png"
+    PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(path)
+    image = open_image(path)
+    monkeypatch.setattr("PIL.Image.Image.crop", stumble)
+    with pytest.raises(BadImage, match=re.escape(reason)):
+        image.read(*whole(HEIGHT, WIDTH))
+    monkeypatch.setattr("PIL.Image.open", stumble)
+    with pytest.raises(BadImage, match=re.escape(reason)):
+        open_image(path)
+
+
+def test_a_reader_that_gives_other_pixels_than_asked_for_is_noticed(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(path)
+    image = open_image(path)
+    monkeypatch.setattr("mpi4dl.datasets.pillow._Picture.read", lambda *_: np.zeros((1, 1, 3), np.uint8))
+    with pytest.raises(BadImage, match=r"gives uint8 pixels of shape \(1, 1, 3\) for"):
+        image.read(*whole(HEIGHT, WIDTH))
+
+
+def test_a_slide_that_ends_its_process_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
+    pixels = noise_image(300, 200)
+    for name in ("a.svs", "b.svs"):
+        tifffile.imwrite(tmp_path / name, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
+    dying = tmp_path / "dying.py"
+    line = "        wanted, box ="
+    program = Path(vendor.__file__).with_name("openslide_child.py").read_text()
+    dying.write_text(program.replace(line, f"        if b'a.svs' in line: os.abort()\n{line}"))
+    monkeypatch.setattr(vendor, "_CHILD", dying)
+    monkeypatch.setattr(vendor, "_of_thread", threading.local())
+    with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded: OpenSlide ended its process by SIGABRT"):
+        open_image(tmp_path / "a.svs")
+    assert np.array_equal(read_all(tmp_path / "b.svs"), pixels)
+
+
+def test_a_large_picture_is_decoded_once_and_not_copied(tmp_path, monkeypatch):
+    side = 3000
+    PIL.Image.new("RGB", (side, side), (1, 2, 3)).save(tmp_path / "a.png")
+    decoded = []
+    load = PIL.Image.open
+    monkeypatch.setattr("PIL.Image.open", lambda path: decoded.append(path) or load(path))
+    image = open_image(tmp_path / "a.png")
+    tracemalloc.start()
+    for top in range(0, side, 1000):
+        image.read(Interval(top, top + 1000), Interval(0, side))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(decoded) == 2  # the header, and all of it
+    assert peak < 2 * 1000 * side * 3  # beside Pillow's own: the box and a strip
+
+
+def test_nothing_is_said_of_what_pillow_warns_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", HEIGHT * WIDTH - 1)  # it refuses twice as many
+    PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(tmp_path / "a.png")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.resetwarnings()
+        importlib.reload(pillow)  # as in a program that starts
+        pillow.open_picture(tmp_path / "a.png").read(*whole(HEIGHT, WIDTH))
+    assert found == []

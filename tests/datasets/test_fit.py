@@ -51,7 +51,6 @@ def test_large_frames_differ_from_pillow_by_rounding_only(source, target):
 def test_a_large_reduction_reads_a_bounded_window_at_a_time():
     class Endless:
         height = width = 100_000
-        tiled = True
         largest = 0
 
         def read(self, rows, cols):

@@ -1,5 +1,6 @@
 """mpi4dl.datasets.folder: one sub-folder per class, and messages for every way to get that wrong."""
 
+import os
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
-from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.folder import ImageFolder, OtherFile
 from tests.datasets.boxes import noise_image, whole
 
 
@@ -44,11 +45,11 @@ def test_sizes_and_formats_may_be_mixed(tmp_path):
     tifffile.imwrite(tmp_path / "b/4.svs", pixels, tile=(32, 32), photometric="rgb")
     dataset = ImageFolder(tmp_path)
     images = [dataset.image(i) for i in range(len(dataset))]
-    assert [(i.height, i.width, i.tiled) for i in images] == [
-        (4, 5, False),
-        (7, 3, False),
-        (96, 80, True),
-        (96, 80, True),
+    assert [(i.height, i.width) for i in images] == [
+        (4, 5),
+        (7, 3),
+        (96, 80),
+        (96, 80),
     ]
     assert (images[1].read(*whole(7, 3)) == 20).all()
     for slide in images[2:]:
@@ -120,3 +121,57 @@ def test_given_classes_keep_their_numbers(tmp_path):
 def test_a_class_that_is_not_among_the_given(tmp_path):
     put(tmp_path / "z/1.png")
     refused("has the class 'z', but the training set has only a, b: rename or remove it", tmp_path, ("a", "b"))
+
+
+def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):
+    for name in ("a/1.png", "b/1.png", "b/2.png"):
+        put(tmp_path / name, 7)
+    dataset = ImageFolder(tmp_path)
+    put(tmp_path / "a/1.png", 7, (40, 50))
+    (tmp_path / "b/1.png").unlink()
+    size = dataset.files[0].num_bytes
+    with pytest.raises(OtherFile, match=rf"a/1\.png: has \d+ bytes here, but had {size} when it was listed: all ranks"):
+        dataset.image(0)
+    with pytest.raises(OtherFile, match=r"b/1\.png: is not there here, but was listed: all ranks must see"):
+        dataset.image(1)
+    assert dataset.image(2).height == 4
+
+
+def test_other_content_of_the_same_size_is_noticed_by_its_print(tmp_path):
+    for name in ("a/1.bmp", "a/2.bmp", "b/1.bmp"):
+        put(tmp_path / name, 7, (60, 60))
+    dataset = ImageFolder(tmp_path)
+    mine = dataset.prints(slice(0, None, 2), "on rank 1")
+    theirs = ImageFolder(tmp_path).prints(slice(1, None, 2), "on rank 0")
+    dataset.expect([mine[0], *theirs, mine[1]])
+    for index in range(3):
+        dataset.image(index)
+    put(tmp_path / "a/2.bmp", 8, (60, 60))
+    with pytest.raises(OtherFile, match=r"a/2\.bmp: has other content on rank 1 than elsewhere, though as many bytes"):
+        dataset.image(1)
+
+
+def test_what_cannot_be_read_has_no_print_and_is_a_bad_image(tmp_path):
+    for name in ("a/1.png", "b/1.png"):
+        put(tmp_path / name)
+    (tmp_path / "a/0.png").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "a/2.png")
+    dataset = ImageFolder(tmp_path)
+    prints = dataset.prints(slice(None), "on rank 0")
+    assert [one is None for one in prints] == [True, False, True, False]
+    dataset.expect(prints)
+    for index in (0, 2):
+        with pytest.raises(BadImage, match="cannot be read"):
+            dataset.image(index)
+
+
+def test_names_do_not_steer_the_terminal(tmp_path):
+    for name in ("a/\x1b[31m\u202e.png", "b/\udcff\n.png"):
+        put(tmp_path / name)
+        (tmp_path / name).write_bytes(b"damaged")
+    dataset = ImageFolder(tmp_path)
+    for index, shown in enumerate([r"a/\x1b[31m\u202e.png", r"b/\udcff\n.png"]):
+        with pytest.raises(BadImage) as caught:
+            dataset.image(index)
+        assert str(caught.value).startswith(f"{tmp_path}/{shown}: ")
+        assert str(caught.value).isprintable()

@@ -124,7 +124,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_images_are_reported_and_zero(folder, num_workers):
-    loader = Loader(folder, View(SIZE), 4, WHOLE, num_workers=num_workers)
+    loader = Loader(folder, View(SIZE), 4, WHOLE, num_workers=num_workers, on_bad_image="report")
     (batch,) = loader.epoch(0)
     assert sorted(batch.errors) == [1, 2]
     assert batch.errors[1] == f"{folder.path(1)}: is empty (0 bytes)"
@@ -136,10 +136,98 @@ def test_bad_images_are_reported_and_zero(folder, num_workers):
 def test_positions_of_errors_are_those_of_the_global_batch(folder):
     errors = []
     for way in range(2):
-        (batch,) = Loader(folder, View(SIZE), 4, Share(WHOLE.rows, WHOLE.cols, way, 2)).epoch(0)
+        (batch,) = Loader(folder, View(SIZE), 4, Share(WHOLE.rows, WHOLE.cols, way, 2), on_bad_image="report").epoch(0)
         assert batch.tiles[0].shape == (2, 3, *SIZE)
         errors.append(sorted(batch.errors))
     assert errors == [[1], [2]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_images_are_errors_unless_the_loop_asks_for_reports(folder, num_workers):
+    batches = Loader(folder, View(SIZE), 1, WHOLE, num_workers=num_workers).epoch(0)
+    assert next(batches).errors == {}
+    with pytest.raises(BadImage, match=re.escape(f"{folder.path(1)}: is empty (0 bytes)")):
+        next(batches)
+
+
+class Labelled:
+    """Synthetic images, (12, 10) px, with other labels."""
+
+    classes, channels = ("a", "b"), 3
+
+    def __init__(self, labels):
+        self.labels = labels
+        self.image = Synthetic(len(labels), SIZE).image
+
+    def __len__(self):
+        return len(self.labels)
+
+    def label(self, index):
+        return self.labels[index]
+
+
+@pytest.mark.parametrize(
+    ("labels", "dtype"),
+    [
+        ([0.7, 1.0], torch.float32),
+        ([np.float64(0.7), np.float64(1)], torch.float64),
+        ([1, 0.7], torch.float32),
+        ([np.int32(3), np.int32(4)], torch.int64),
+        ([True, False], torch.int64),
+        ([[0.0, 1.0, 0.5], [1.0, 0.0, 0.0]], torch.float32),
+        ([np.array([0.5, 1]), np.array([0, 2.5])], torch.float64),
+        ([torch.tensor([0.5, 1]), torch.tensor([0, 2.5])], torch.float32),
+        ([np.array([1, 0], np.uint8), np.array([1, 1], np.uint8)], torch.int64),
+    ],
+    ids=str,
+)
+def test_labels_keep_their_type(labels, dtype):
+    (batch,) = Loader(Labelled(labels), View(SIZE), 2, WHOLE).epoch(0)
+    assert batch.labels.dtype == dtype
+    assert batch.labels.tolist() == pytest.approx(np.array([np.asarray(label) for label in labels]).astype(float))
+
+
+@pytest.mark.parametrize("fit", ["crop", "resize"])
+@pytest.mark.parametrize("size", [SIZE, (7, 6), (20, 23)])
+def test_masks_go_with_their_images(fit, size):
+    """The mask of each image is its own red channel, so that both must be the same afterwards."""
+    images = Synthetic(8, SIZE)
+    red = [images.image(i).read(Interval(0, 12), Interval(0, 10))[..., 0].astype(np.int64) for i in range(8)]
+    view = View(size, fit, Augmentation(flip_rows=True, crop=1.0), seed=3, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    share = Share(Interval(0, size[0]), Interval(0, size[1]))
+    (batch,) = Loader(Labelled(red), view, 8, share).epoch(1)
+    assert batch.labels.shape == (8, *size)
+    shown = batch.tiles[0][:, 0]
+    if fit == "crop":
+        inside = batch.labels != -100
+        assert inside.sum() == 8 * min(12, size[0]) * min(10, size[1])
+        assert torch.equal(batch.labels[inside].float(), shown[inside].round())
+    elif size == SIZE:
+        assert torch.equal(batch.labels.float(), shown.round())
+    else:
+        assert set(batch.labels.unique().tolist()) <= set(np.unique(red).tolist())  # no class between two others
+
+
+def test_masks_of_floating_point_are_no_numbers_beyond_the_image():
+    masks = [np.ones((2, *SIZE), np.float32)]
+    (batch,) = Loader(Labelled(masks), View((13, 10), "crop"), 1, WHOLE).epoch(0)
+    assert batch.labels.shape == (1, 2, 13, 10)
+    assert batch.labels.isnan().sum() == 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([np.zeros((3, 4))], "the label of sample 0 has shape (3, 4), but its image 12 x 10 pixels: labels of two or"),
+        (["cat"], "the label of sample 0 is 'cat': expected a number, numbers, or a mask"),
+        ([None], "the label of sample 0 is None: expected"),
+        ([[1, 2], [1, 2, 3]], "labels of one batch have shapes (2,) (sample 0) and (3,) (sample 1)"),
+    ],
+    ids=str,
+)
+def test_labels_that_cannot_be(labels, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next(Loader(Labelled(labels), View(SIZE), 2, WHOLE).epoch(0))
 
 
 class Failing(Synthetic):
@@ -155,6 +243,12 @@ def test_other_errors_surface_in_the_consumer(num_workers):
     assert [next(batches).indices, next(batches).indices] == [(0, 1), (2, 3)]
     with pytest.raises(DatasetError, match="tifffile is not installed"):
         next(batches)
+
+
+def test_other_errors_are_reported_as_a_problem_of_this_rank():
+    batches = list(Loader(Failing(20, SIZE), View(SIZE), 2, WHOLE, on_bad_image="report").epoch(0))
+    assert [batch.problem for batch in batches] == [None, None, "tifffile is not installed", *[None] * 7]
+    assert all(batch.errors == {} for batch in batches)
 
 
 def test_leaving_early_leaves_no_thread():
@@ -199,6 +293,7 @@ def test_images_of_one_channel():
         ({"batch_size": 0}, "batch_size=0, num_workers=0, prefetch=2: needs a batch_size and a prefetch of at least 1"),
         ({"num_workers": -1}, "num_workers=-1, prefetch=2: needs a batch_size and a prefetch of at least 1, and 0 or"),
         ({"prefetch": 0}, "prefetch=0: needs a batch_size"),
+        ({"on_bad_image": "skip"}, "on_bad_image='skip': expected error or report"),
         (
             {"batch_size": 12, "drop_last": True},
             "11 images to train on do not fill one batch of 12: choose",

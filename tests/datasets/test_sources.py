@@ -41,13 +41,19 @@ def test_a_folder_of_classes_is_split(tmp_path):
     for name in "ab":
         for i in range(10):
             put(tmp_path / name / f"{i}.png")
-    assert sizes(datasets.open(tmp_path, validation_fraction=0.3)) == (14, 6)
+    training, validation = datasets.open(tmp_path, validation_fraction=0.3)
+    assert len(training) + len(validation) == 20
+    names = [part.name(i) for part in (training, validation) for i in range(len(part))]
+    assert sorted(names) == sorted(f"{name}/{i}.png" for name in "ab" for i in range(10))
+    put(tmp_path / "b" / "new.png")
+    again = datasets.open(tmp_path, validation_fraction=0.3)
+    assert {again[1].name(i) for i in range(len(again[1]))} - {"b/new.png"} == set(names[len(training) :])
 
 
 def test_npz(tmp_path):
     x, y = np.zeros((10, 4, 4, 3), np.uint8), np.arange(10) % 2
     np.savez(tmp_path / "a.npz", x=x, y=y)
-    assert sizes(datasets.open(tmp_path / "a.npz", validation_fraction=0.4)) == (6, 4)
+    assert sum(sizes(datasets.open(tmp_path / "a.npz", validation_fraction=0.4))) == 10
     np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x[:3], y_test=y[:3])
     assert sizes(datasets.open(tmp_path / "b.npz")) == (10, 3)
 

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.split: every class is split by the same fraction, and the two parts are disjoint."""
+"""mpi4dl.datasets.split: a sample's name decides where it goes, so that others may come and go."""
 
 import re
 
@@ -12,59 +12,86 @@ from mpi4dl.datasets.split import Subset, split
 
 class Labelled:
     channels = 3
+    classes = tuple("abcdef")
 
-    def __init__(self, labels):
-        self.labels = labels
-        self.classes = tuple("abcdef")
+    def __init__(self, names):
+        self.names = list(names)
 
     def __len__(self):
-        return len(self.labels)
+        return len(self.names)
+
+    def name(self, index):
+        return self.names[index]
 
     def label(self, index):
-        return self.labels[index]
+        return index % 6
 
     def image(self, index):
         return index
 
 
-@given(st.lists(st.integers(0, 5), min_size=12), st.floats(0.01, 0.99), st.integers(0, 9))
-def test_each_class_is_split_by_the_fraction(labels, fraction, seed):
-    training, validation = split(Labelled([*labels, 0, 0]), fraction, seed)
-    chosen = [[subset.image(i) for i in range(len(subset))] for subset in (training, validation)]
-    assert sorted(chosen[0] + chosen[1]) == list(range(len(labels) + 2))
-    for label in range(6):
-        count = [*labels, 0, 0].count(label)
-        aside = [validation.label(i) for i in range(len(validation))].count(label)
-        assert abs(aside - fraction * count) <= 1
-        assert (aside >= 1) == (count >= 2)
-        assert aside < count or count == 0
+HUNDRED = [f"a/{i}.png" for i in range(100)]
+
+
+def names(subset):
+    return {subset.name(i) for i in range(len(subset))}
+
+
+@given(st.sets(st.text(max_size=5)), st.sets(st.sampled_from(HUNDRED), max_size=50), st.integers(0, 9))
+def test_samples_that_come_or_go_move_no_other(new, gone, seed):
+    before = split(Labelled(HUNDRED), 0.3, seed)
+    after = split(Labelled(sorted({*HUNDRED, *new} - gone)), 0.3, seed)
+    for old, now in zip(before, after, strict=True):
+        assert names(old) - gone <= names(now)
+        assert names(now) <= names(old) | new
+
+
+def test_the_share_is_about_the_fraction():
+    training, validation = split(Labelled(f"{i}.png" for i in range(10_000)), 0.2)
+    assert names(training).isdisjoint(names(validation))
+    assert len(training) + len(validation) == 10_000
+    assert abs(len(validation) - 2000) < 200
+
+
+def test_a_larger_share_keeps_what_a_smaller_one_set_aside():
+    assert names(split(Labelled(HUNDRED), 0.1)[1]) < names(split(Labelled(HUNDRED), 0.4)[1])
 
 
 def test_the_seed_decides():
-    dataset = Labelled([0] * 50 + [1] * 50)
+    chosen = [names(split(Labelled(HUNDRED), 0.2, seed)[1]) for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
 
-    def chosen(seed):
-        _, validation = split(dataset, 0.2, seed)
-        return [validation.image(i) for i in range(len(validation))]
 
-    assert chosen(0) == chosen(0)
-    assert chosen(0) != chosen(1)
-    assert len(chosen(0)) == 20
+def test_samples_that_were_split_before_stay_where_they_were():
+    known = {"a/0.png": True, "a/1.png": False, "gone": True}
+    for fraction in (0.05, 0.95):
+        training, validation = split(Labelled(HUNDRED), fraction, validating=known)
+        assert "a/0.png" in names(validation)
+        assert "a/1.png" in names(training)
+
+
+def test_names_in_no_encoding_have_a_place_too():
+    assert sum(len(part) for part in split(Labelled([*HUNDRED, "a/\udcff.png"]), 0.3)) == 101
 
 
 def test_a_subset_renumbers_its_samples():
-    subset = Subset(Labelled([0, 1, 2, 3]), [3, 1])
-    assert (len(subset), subset.label(0), subset.image(1), subset.classes) == (2, 3, 1, tuple("abcdef"))
+    subset = Subset(Labelled("xyz"), [2, 1])
+    assert (len(subset), subset.label(0), subset.image(1), subset.name(1)) == (2, 2, 1, "y")
+    assert subset.classes == tuple("abcdef")
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 1.5])
 def test_fractions_that_cannot_be(fraction):
     message = f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)"
     with pytest.raises(DatasetError, match=re.escape(message)):
-        split(Labelled([0, 0, 1, 1]), fraction)
+        split(Labelled(HUNDRED), fraction)
 
 
-def test_nothing_to_validate_with():
-    message = "2 images in 6 classes leave none to validate with: a class needs two images"
-    with pytest.raises(DatasetError, match=re.escape(message)):
-        split(Labelled([0, 1]), 0.5)
+@pytest.mark.parametrize(("fraction", "what"), [(0.001, "validate with"), (0.999, "train on")])
+def test_a_share_that_leaves_nothing_says_which_would_do(fraction, what):
+    few = Labelled(HUNDRED[:5])
+    message = rf"a share of {fraction} for validation leaves none of 5 images to {what}, .*: choose (more|less) than "
+    with pytest.raises(DatasetError, match=message) as caught:
+        split(few, fraction)
+    advised = float(re.search(r"than ([\d.]+)", str(caught.value))[1])
+    assert all(len(part) for part in split(few, advised))

@@ -4,11 +4,11 @@ import os
 import threading
 
 import numpy as np
+import PIL.Image
 import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, open_image
-from mpi4dl.datasets.tiff import TiffImage
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import noise_image, smooth_image, whole
 
@@ -32,7 +32,6 @@ def write(path, pixels, **options):
 
 def assert_boxes_equal(path, expected):
     image = open_image(path)
-    assert isinstance(image, TiffImage)
     assert (image.height, image.width) == expected.shape[:2]
     for rows, cols in BOXES:
         assert np.array_equal(image.read(rows, cols), expected[rows.start : rows.stop, cols.start : cols.stop])
@@ -60,7 +59,6 @@ def test_lossless_files(tmp_path, options):
     pixels = noise_image(HEIGHT, WIDTH)
     path = write(tmp_path / "a.tif", pixels, **options)
     assert_boxes_equal(path, pixels)
-    assert open_image(path).tiled == ("tile" in options)
 
 
 def test_jpeg_tiles(tmp_path):
@@ -174,11 +172,103 @@ def test_five_channels_are_refused(tmp_path):
         open_image(path)
 
 
-def test_floating_point_samples_are_refused(tmp_path):
-    path = tmp_path / "a.tif"
-    tifffile.imwrite(path, np.zeros((64, 64), np.float32), photometric="minisblack")
-    with pytest.raises(BadImage, match=r"a\.tif: cannot be decoded: stores floating-point pixels"):
-        open_image(path).read(*whole(64, 64))
+GREY = noise_image(HEIGHT, WIDTH, 1)
+SCALED = {
+    "12 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"bitspersample": 12}),
+    "12 of 16 bits": ((GREY.astype(int) * 4095 // 255).astype(np.uint16), {"extratags": [(281, "H", 1, 4095, True)]}),
+    "brightest pixel of 16 bits": (GREY.astype(np.uint16) * 257, {"extratags": [(281, "H", 1, 60000, True)]}),
+    "32 bits": (GREY.astype(np.uint32) * 0x01010101, {}),
+    "signed 16 bits": ((GREY.astype(np.int32) * 257 - 2**15).astype(np.int16), {}),
+    "half": ((GREY / 255).astype(np.float16), {}),
+    "float": ((GREY / 255).astype(np.float32), {}),
+    "double": (GREY / 255, {}),
+    "float with a range": ((GREY / 51).astype(np.float32), {"extratags": [(341, "f", 1, 5.0, True)]}),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_samples_are_scaled_by_the_range_that_the_file_declares(tmp_path, kind):
+    pixels, options = SCALED[kind]
+    options = {"photometric": "minisblack", **options}
+    tifffile.imwrite(tmp_path / "a.tif", pixels[..., 0], rowsperstrip=40, **options)
+    found = open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH))
+    assert np.abs(found.astype(int) - GREY).max() <= (kind.startswith("12"))
+
+
+def test_significant_bits_of_ome(tmp_path):
+    pixels = GREY[..., 0].astype(np.uint16) * 16
+    metadata = {"axes": "YX", "SignificantBits": 12}
+    tifffile.imwrite(tmp_path / "a.ome.tif", pixels, photometric="minisblack", ome=True, metadata=metadata)
+    found = open_image(tmp_path / "a.ome.tif").read(*whole(HEIGHT, WIDTH))
+    assert np.abs(found.astype(int) - GREY).max() <= 1
+
+
+def test_one_bit(tmp_path):
+    for photometric in ("minisblack", "miniswhite"):
+        bits = GREY[..., 0] > 127
+        tifffile.imwrite(tmp_path / "a.tif", bits, photometric=photometric)
+        expected = np.where(bits == (photometric == "minisblack"), 255, 0)
+        assert np.array_equal(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH))[..., 1], expected)
+
+
+@pytest.mark.parametrize("compression", ["group3", "group4", "tiff_ccitt"])
+def test_faxes(tmp_path, compression):
+    image = PIL.Image.fromarray(smooth_image(HEIGHT, WIDTH)).convert("1")
+    image.save(tmp_path / "a.tif", compression=compression)
+    assert_boxes_equal(tmp_path / "a.tif", np.asarray(image.convert("RGB")))
+
+
+def test_inks(tmp_path):
+    image = PIL.Image.fromarray(noise_image(HEIGHT, WIDTH, 4), "CMYK")
+    image.save(tmp_path / "a.tif")
+    expected = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(open_image(tmp_path / "a.tif").read(*whole(HEIGHT, WIDTH)) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("options", [{"ome": True}, {"ome": True, **TILED, "compression": "zlib"}, {"imagej": True}])
+def test_channels_that_are_pages_of_their_own(tmp_path, options):
+    pixels = noise_image(HEIGHT, WIDTH)
+    channels = np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    metadata = {"axes": "CYX"}
+    tifffile.imwrite(tmp_path / "a.tif", channels, photometric="minisblack", metadata=metadata, **options)
+    assert_boxes_equal(tmp_path / "a.tif", pixels)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "reason"),
+    [
+        ("CYX", (2,), r"has 2 channels; expected 1 \(grey\) or 3 \(colour\)"),
+        ("CYX", (4,), "has 4 channels; expected 1"),
+        ("ZYX", (3,), r"is a stack of images \(axes ZYX, 3 x 150 x 133\): write each to a file of its own"),
+        ("TCYX", (2, 3), r"is a stack of images \(axes TCYX, 2 x 3 x 150 x 133\)"),
+    ],
+)
+def test_stacks_are_refused(tmp_path, axes, shape, reason):
+    pixels = np.zeros((*shape, HEIGHT, WIDTH), np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, photometric="minisblack", ome=True, metadata={"axes": axes})
+    with pytest.raises(BadImage, match=reason):
+        open_image(tmp_path / "a.tif")
+
+
+def test_a_stack_of_plain_pages_is_refused(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((3, 40, 50), np.uint8), photometric="minisblack", metadata=None)
+    with pytest.raises(BadImage, match=r"is a stack of images \(axes IYX, 3 x 40 x 50\)"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_a_tile_too_large_to_be_decoded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpi4dl.datasets.tiff.MOST_PIXELS_AT_ONCE", 1000)
+    path = write(tmp_path / "a.tif", noise_image(HEIGHT, WIDTH), **TILED)
+    with pytest.raises(BadImage, match="stores 32 x 32 pixels that must be decoded at once, which is too many"):
+        open_image(path)
+
+
+def test_of_a_file_whose_tiles_are_all_missing_nothing_is_shown(tmp_path):
+    path = write(tmp_path / "a.tif", noise_image(64, 64), **TILED)
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        file.pages[0].tags["TileOffsets"].overwrite([0] * 4)
+    with pytest.raises(BadImage, match="has no pixels: it is damaged"):
+        open_image(path)
 
 
 @pytest.mark.parametrize(

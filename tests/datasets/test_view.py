@@ -13,10 +13,6 @@ from mpi4dl.geometry import Interval
 from tests.datasets.boxes import cuts, noise_image, tiles, whole
 
 
-class Slide(WholeImage):
-    tiled = True
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_tiles_join_to_the_whole(data):
@@ -53,30 +49,31 @@ def test_flips_mirror_the_whole_image(fit):
         assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
 
 
-def test_auto_crops_slides_and_resizes_pictures():
-    pixels, view = noise_image(40, 60), View((20, 30))
-    assert np.array_equal(view.pixels(Slide(pixels), *whole(20, 30)), pixels[10:30, 15:45])
-    resized = View((20, 30), "resize").pixels(Slide(pixels), *whole(20, 30))
-    assert np.array_equal(view.pixels(WholeImage(pixels), *whole(20, 30)), resized)
-    assert not np.array_equal(resized, pixels[10:30, 15:45])
+def test_an_image_of_any_format_is_resized_unless_crops_are_asked_for():
+    pixels = noise_image(40, 60)
+    cropped = View((20, 30), "crop").pixels(WholeImage(pixels), *whole(20, 30))
+    assert np.array_equal(cropped, pixels[10:30, 15:45])
+    resized = View((20, 30)).pixels(WholeImage(pixels), *whole(20, 30))
+    assert np.array_equal(resized, View((20, 30), "resize").pixels(WholeImage(pixels), *whole(20, 30)))
+    assert not np.array_equal(resized, cropped)
 
 
 def test_a_small_slide_lies_in_the_middle_of_white():
-    pixels = View((11, 12), "crop").pixels(Slide(noise_image(4, 5)), *whole(11, 12))
+    pixels = View((11, 12), "crop").pixels(WholeImage(noise_image(4, 5)), *whole(11, 12))
     assert np.array_equal(pixels[3:7, 3:8], noise_image(4, 5))
     pixels[3:7, 3:8] = 255
     assert (pixels == 255).all()
 
 
 def test_crops_reach_every_place_and_none_outside():
-    pixels, view = noise_image(5, 6), View((3, 3), augmentation=Augmentation(flip_cols=False))
+    pixels, view = noise_image(5, 6), View((3, 3), "crop", augmentation=Augmentation(flip_cols=False))
     corners = set()
     for index in range(200):
         variation = view.variation(index, 0)
-        window = view.pixels(Slide(pixels), *whole(3, 3), variation)
+        window = view.pixels(WholeImage(pixels), *whole(3, 3), variation)
         corners |= {(y, x) for y in range(3) for x in range(4) if np.array_equal(window, pixels[y : y + 3, x : x + 3])}
     assert len(corners) == 12
-    last = view.pixels(Slide(pixels), *whole(3, 3), Variation(down=1.0, across=1.0))
+    last = view.pixels(WholeImage(pixels), *whole(3, 3), Variation(down=1.0, across=1.0))
     assert np.array_equal(last, pixels[2:, 3:])
 
 
@@ -103,7 +100,7 @@ def test_one_channel():
     ("wrong", "message"),
     [
         ({"size": (0, 4)}, "size=(0, 4): height and width must be at least 1 pixel"),
-        ({"size": (4, 4), "fit": "squeeze"}, "fit='squeeze': expected one of auto, resize, crop"),
+        ({"size": (4, 4), "fit": "squeeze"}, "fit='squeeze': expected one of resize, crop"),
         ({"size": (4, 4), "std": (1.0,)}, "one of each per channel, and every std above 0"),
         ({"size": (4, 4), "std": (1.0, 1.0, 0.0)}, "one of each per channel, and every std above 0"),
     ],

@@ -1,19 +1,25 @@
 """mpi4dl.runtime.bad_images: what one rank cannot read, all ranks leave out or stop at, together."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
-from mpi4dl.geometry import Interval
-from mpi4dl.parallel.plan import Microbatch
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.parallel.plan import Microbatch, Read
 from mpi4dl.runtime.bad_images import BadImages
 from tests.pool.ranks import Ranks
 
 BATCH_SIZE = 4
 WHOLE = Microbatch(0, 0, (0, BATCH_SIZE))
+PIXELS = Interval(0, 2)
+
+
+def reading(microbatch: Microbatch, held: Interval) -> Read:
+    return Read(microbatch, Box(held, PIXELS, PIXELS))
 
 
 def batch_of(held: Interval, errors: dict[int, str]) -> Batch:
@@ -30,7 +36,7 @@ def agree(
     held = Interval(*shares[comm.rank])
     bad_images = BadImages(comm, policy)
     try:
-        left = bad_images.agree(batch_of(held, errors[comm.rank]), [WHOLE], [held])
+        left = bad_images.agree(batch_of(held, errors[comm.rank]), [WHOLE], [reading(WHOLE, held)])
     except Refusal as refusal:
         return str(refusal)
     if left is None:
@@ -89,7 +95,7 @@ def meet_again(comm: Communicator) -> tuple[int, list[str]]:
     try:
         bad_images = BadImages(comm, "skip")
         for errors in ({1: "b: damaged"}, {3: "b: damaged"}, {0: "a: damaged"}):
-            bad_images.agree(batch_of(Interval(0, 4), errors), [WHOLE], [Interval(0, 4)])
+            bad_images.agree(batch_of(Interval(0, 4), errors), [WHOLE], [reading(WHOLE, Interval(0, 4))])
     finally:
         logger.removeHandler(handler)
     return bad_images.skipped, logged
@@ -112,7 +118,8 @@ def several(comm: Communicator, errors: dict[int, str]) -> object:
     held = [Interval(1, 2), Interval(3, 4)]
     tiles = tuple(torch.full((1, 3, 2, 2), float(part.start)) for part in held)
     batch = Batch(tiles, torch.arange(4), (20, 21, 22, 23), errors)
-    left = BadImages(comm, "skip").agree(batch, microbatches, held)
+    reads = [reading(*one) for one in zip(microbatches, held, strict=True)]
+    left = BadImages(comm, "skip").agree(batch, microbatches, reads)
     return None if left is None else ([tile[:, 0, 0, 0].tolist() for tile in left[0].tiles], left[1])
 
 
@@ -121,5 +128,21 @@ def test_microbatches_shrink_by_what_is_left_out(ranks: Ranks) -> None:
     assert found == ([[], [3.0]], (Microbatch(0, 0, (0, 1, 1)), Microbatch(0, 1, (1, 2, 3))))
 
 
-def test_a_batch_with_an_empty_microbatch_is_given_up(ranks: Ranks) -> None:
-    assert ranks(1).run(several, {2: "c: damaged", 3: "d: damaged"}) == [None]
+def test_a_microbatch_of_which_nothing_is_left_goes_alone(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(several, {2: "c: damaged", 3: "d: damaged"})
+    assert found == ([[1.0]], (Microbatch(0, 0, (0, 1, 2)),))
+    (found,) = ranks(1).run(several, {0: "a: damaged", 1: "b: damaged", 2: "c: damaged"})
+    assert found == ([[3.0]], (Microbatch(0, 1, (0, 0, 1)),))
+
+
+def short_of_something(comm: Communicator) -> str:
+    batch = replace(batch_of(Interval(0, 4), {}), problem="tifffile is not here" if comm.rank == 1 else None)
+    try:
+        BadImages(comm, "skip").agree(batch, [WHOLE], [reading(WHOLE, Interval(0, 4))])
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_what_one_rank_is_short_of_stops_all_by_any_policy(ranks: Ranks) -> None:
+    assert ranks(2).run(short_of_something) == ["tifffile is not here"] * 2

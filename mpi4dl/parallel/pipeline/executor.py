@@ -96,7 +96,11 @@ class Executor:
         self._statistics: dict[int, RunningStatistics] = {}
 
     def run(self, table: Table, feed: Feed) -> None:
-        """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept."""
+        """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
+
+        Of a microbatch that the feed has not, the batch having lost it, nothing is done but that all who hold a stage
+        still make as many backward passes.
+        """
         row = table[self.comm.rank % self.plan.ranks_per_replica]
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
@@ -111,7 +115,8 @@ class Executor:
                 if position + 1 < len(row):
                     run.expect(row[position + 1])
                 with self.caring(action, last=ends.get(action.stage) == position):
-                    run.do[action.kind](action)
+                    if run.has(action):
+                        run.do[action.kind](action)
         run.finish()
         self.spans = run.spans
         for statistics in self._statistics.values():
@@ -182,6 +187,9 @@ class _Run:
             "weight": self.weight,
         }
 
+    def has(self, action: Action) -> bool:
+        return (action.direction, action.microbatch) in self.microbatches
+
     def microbatch(self, action: Action) -> Microbatch:
         return self.microbatches[action.direction, action.microbatch]
 
@@ -190,7 +198,7 @@ class _Run:
 
     def expect(self, action: Action) -> None:
         """Post the receives that an action waits for, ahead of time where their shapes are known."""
-        if action in self.posted or action.kind == "weight":
+        if action in self.posted or action.kind == "weight" or not self.has(action):
             return
         back = action.kind != "forward"
         boundary = (self.executor.behind if back else self.executor.before).get((action.direction, action.stage))

@@ -11,10 +11,11 @@ A checkpoint is what one process would have written, whatever plan its ranks had
 from which this one did not go on by `load` are moved out of its way, and stay.
 """
 
+import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from typing import Any
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.runtime.checkpoint import storage
-from mpi4dl.runtime.checkpoint.manifest import MODEL, checkpoints_in, name_of, step_of
+from mpi4dl.runtime.checkpoint.manifest import CLASSES, MODEL, checkpoints_in, name_of, step_of
 from mpi4dl.runtime.checkpoint.node import Damaged, Unreadable
 from mpi4dl.runtime.checkpoint.saved import Saved, newest_whole, require_whole
 from mpi4dl.runtime.checkpoint.state import capture, model_values, restore
@@ -209,12 +210,16 @@ def load(engine: Any, path: Path) -> dict[str, Any]:
         return restore(engine, saved)
 
 
-def save_model(engine: Any, path: Path) -> None:
+def save_model(engine: Any, path: Path, classes: Sequence[str] = ()) -> None:
     """Write the weights alone, as a safetensors file that names what is tied in its metadata. Collective.
+
+    `classes`, the names of what the outputs stand for, are there as JSON.
 
     Raises Refusal on all ranks if it cannot be written; then nothing is there, or the old file is.
     """
     layout, pieces = model_values(engine)
+    if classes:
+        layout = storage.Layout.of(layout.specs, {**layout.metadata, CLASSES: json.dumps(list(classes))})
     temporary, comm = path.with_name(f"{TEMPORARY}{MODEL}"), engine.comm
     try:
         with comm.together((OSError,)), naming(path):
