@@ -19,6 +19,7 @@ from mpi4dl.comm.backend.group import Members, MpiGroup
 from mpi4dl.comm.backend.patience import wait_until_ready
 from mpi4dl.comm.backend.wire import Joined, Wire
 from mpi4dl.comm.communicator import Communicator, world
+from mpi4dl.comm.meeting import meeting
 from mpi4dl.comm.pending import Pending
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -95,10 +96,9 @@ def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Depart
         TimedOut: some did not come in time.
         Departed: some have left.
     """
-    assert comm.meeting is not None
     others = [rank for rank in ranks if rank != comm.rank]
-    here = Pending(comm.node, [comm.meeting.Isend(b"", rank, tag) for rank in others])
-    arriving = {rank: Pending(comm.node, [comm.meeting.Irecv(bytearray(), rank, tag)]) for rank in others}
+    here = Pending(comm.node, [meeting().comm.Isend(b"", rank, tag) for rank in others])
+    arriving = {rank: Pending(comm.node, [meeting().comm.Irecv(bytearray(), rank, tag)]) for rank in others}
 
     def missing() -> list[int]:
         return [rank for rank in others if not arriving[rank].ready()]
