@@ -46,6 +46,12 @@ else:
     dist.all_reduce(torch.ones(2))  # the error is not its own
     told(ValueError, work.wait)
     told(ValueError, work.wait)
+store = dist.group.WORLD.get_group_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{store.port:04X}")]
+assert listening == [f"0100007F:{store.port:04X}"], "the store listens beyond this machine"
 hurried = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
 x = torch.ones(2)
 if rank == 1:
@@ -149,6 +155,7 @@ dist.reduce_scatter_single(y := torch.zeros(3), x, dist.ReduceOp.AVG)
 dist.all_gather_single(z := torch.zeros(3), y)
 dist.broadcast(z, 0)
 dist.barrier()
+assert torch.cuda.is_available() or dist.Backend.backend_capability["mpi4dl"] == ["cpu"]
 print(dist.get_world_size(), dist.get_backend(), z.tolist())
 dist.destroy_process_group()
 """
@@ -170,3 +177,35 @@ except ValueError as error:
     done = mpirun(2, "-c", START + program)
     assert done.code == 0, done.stderr
     assert done.stdout.startswith("init_process_group was told that this is rank 1 of 2, but MPI started it as rank 0")
+
+
+def test_in_detail_all_ranks_hear_of_other_shapes_before_data_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks: the one between two that agree hears nothing of the third otherwise."""
+    program = """
+dist.set_debug_level_from_env()  # which PyTorch reads when it is imported, and a forked rank finds it imported
+dist.init_process_group("mpi4dl")
+rank = dist.get_rank()
+def told(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+x = torch.ones(2, 3) if rank < 2 else torch.ones(3, 2)
+complaint = told(lambda: dist.all_reduce(x))
+assert x.sum() == 6
+assert "rank 2 calls all_reduce(SUM) of torch.float32 of shape (3, 2)" in complaint, complaint
+if rank == 0:
+    dist.send(torch.ones(3), 1, tag=4)
+    dist.send(torch.ones(3), 1)
+elif rank == 1:
+    dist.recv(y := torch.zeros(3), 0, tag=4)
+    assert y.sum() == 3
+    complaint = told(lambda: dist.recv(torch.zeros(3, dtype=torch.int32), 0))
+    assert "receives torch.int32 of shape (3,) from rank 0, which sent torch.float32 of shape (3,)" in complaint
+found = [None] * 3
+dist.all_gather_object(found, {"rank": rank})
+assert [each["rank"] for each in found] == [0, 1, 2]
+"""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    done = mpirun(3, "-c", START + program)
+    assert done.code == 0, done.stderr
