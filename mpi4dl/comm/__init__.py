@@ -7,9 +7,9 @@ names below, so that `mpi4dl.comm.guard` can watch over its import.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpi4dl.comm.communicator import Communicator, Pending, Refusal, world
+    from mpi4dl.comm.communicator import Communicator, Pending, RankFailed, Refusal, world
 
-__all__ = ["Communicator", "Pending", "Refusal", "world"]
+__all__ = ["Communicator", "Pending", "RankFailed", "Refusal", "world"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from mpi4dl.comm import gpu, guard, ordering, scattering
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm.refusal import RankFailed, Refusal
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.comm.sentry import sentry
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
 ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
+
+
+class _Traceback(str):
+    """What `agree` takes for a complaint that is no refusal."""
 
 
 @cache
@@ -335,6 +340,8 @@ class Communicator:
             return
         answers = self.all_gather_object((error, facts))
         for rank, (complaint, _) in enumerate(answers):
+            if isinstance(complaint, _Traceback):
+                raise RankFailed(f"rank {rank} of {self.size} failed:\n{complaint}")
             if complaint is not None:
                 raise Refusal(f"rank {rank}: {complaint}" if rank and self.size > 1 else complaint)
         for name in facts:
@@ -348,13 +355,20 @@ class Communicator:
 
     @contextlib.contextmanager
     def together(self, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
-        """Do what may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message."""
-        error = None
+        """Do what may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message.
+
+        Any other kind of error is raised as it is where it happened, and as `RankFailed` by the other ranks.
+        """
+        error, complaint = None, None
         try:
             yield
         except kinds as problem:
-            error = problem
+            error, complaint = problem, str(problem)
+        except Exception as problem:
+            error, complaint = problem, _Traceback("".join(traceback.format_exception(problem)))
         try:
-            self.agree(None if error is None else str(error))
+            self.agree(complaint)
         except Refusal as refusal:
             raise refusal from error
+        except RankFailed as failed:
+            raise error or failed from None

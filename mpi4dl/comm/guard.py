@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4dl.comm.ending import FAILURE, end_job, end_within, exit_now, flush, leave, output_is_lost, say
 from mpi4dl.comm.meeting import Meeting, meeting, met, mpi_is_over
-from mpi4dl.comm.refusal import Refusal
+from mpi4dl.comm.refusal import RankFailed, Refusal
 from mpi4dl.comm.sentry import Watchdog, sentry
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         refuse(f"rank {rank} cannot write: {error.strerror}: {error.filename or 'a file of this job'}")
     _wait_for_turn()
-    say(f"{who}{''.join(traceback.format_exception(error))}")
+    text = f"{error}" if isinstance(error, RankFailed) else "".join(traceback.format_exception(error))
+    say(f"{who}{text}")
     end_job(FAILURE)
 
 

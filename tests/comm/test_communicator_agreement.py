@@ -106,17 +106,28 @@ def choose_kinds(comm: Communicator) -> str:
         return str(refusal)
 
 
-def fail_otherwise(comm: Communicator) -> str:
+def fail_otherwise(comm: Communicator, failing: tuple[int, ...]) -> tuple[str, str, float]:
     try:
         with comm.together():
-            raise Odd("a bug, not a refusal")
+            if comm.rank in failing:
+                raise Odd(f"a bug of rank {comm.rank}, not a refusal")
     except Exception as error:
-        return type(error).__name__
+        return type(error).__name__, str(error), float(comm.all_reduce(torch.ones(())))
+    return "", "", float(comm.all_reduce(torch.ones(())))
 
 
-def test_together_catches_only_the_kinds_it_was_given(ranks: Ranks) -> None:
+def test_together_gives_all_ranks_refusals_of_the_kinds_it_was_given(ranks: Ranks) -> None:
     assert ranks(2).run(choose_kinds) == ["strange 0"] * 2
-    assert ranks(2).run(fail_otherwise) == ["Odd"] * 2
+
+
+def test_any_other_error_of_one_rank_is_heard_by_all_and_goes_on_where_it_happened(ranks: Ranks) -> None:
+    first, second, third = ranks(3).run(fail_otherwise, (1,))
+    assert first == third
+    assert (first[0], first[2]) == ("RankFailed", 3.0)
+    assert first[1].startswith("rank 1 of 3 failed:\nTraceback (most recent call last):\n")
+    assert "Odd: a bug of rank 1, not a refusal" in first[1].splitlines()[-1]
+    assert second == ("Odd", "a bug of rank 1, not a refusal", 3.0)
+    assert [kind for kind, _, _ in ranks(3).run(fail_otherwise, (0, 1, 2))] == ["Odd"] * 3
 
 
 def test_a_refusal_is_an_error_of_the_user() -> None:
