@@ -38,18 +38,25 @@ from mpi4dl.runtime.restoring import Undo, evaluating
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 Loss = Callable[[Any, Any], Tensor]
+Tell = Callable[[], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The loss (the mean over the whole batch) before the step, and the global norm of its gradient.
 
-    `skipped`: under fp16 the gradient overflowed, so that the step was not made.
+    `skipped`: under fp16 the gradient overflowed, so that the step was not made. `told` are the sums over all ranks of
+    what they had to tell.
     """
 
     loss: float
     gradient_norm: float
     skipped: bool = False
+    told: tuple[float, ...] = ()
+
+
+class NotFinite(Refusal):
+    """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
 @dataclass(frozen=True)
@@ -189,44 +196,50 @@ class Engine:
         return spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols)))
 
     def step(
-        self, tiles: Tiles, targets: Any, size: Size | None = None, microbatches: Sequence[Microbatch] | None = None
+        self,
+        tiles: Tiles,
+        targets: Any,
+        size: Size | None = None,
+        microbatches: Sequence[Microbatch] | None = None,
+        tell: Tell | None = None,
     ) -> StepResult:
         """One optimizer step on a batch of images of `size` (H, W) of which this rank passes its tiles.
 
         `tiles` are those that `reads` names, in that order, (n, C, h, w) each; one may come without a sequence around
         it. `targets` are those of the whole batch. `microbatches` says how the batch is divided if samples were taken
-        out of it since. Raises `Refusal` on all ranks, with everything as it was, if the loss or the gradient is not
-        finite; under fp16 a gradient that overflows makes no step, and 20 in a row are refused.
+        out of it since. `tell()`, called when the gradients are there, gives numbers, as many on each rank, whose sums
+        over all ranks travel with the loss. Raises `NotFinite` on all ranks, with everything as it was, if the loss or
+        the gradient is not finite; under fp16 a gradient that overflows makes no step, and 20 in a row are refused.
         """
         undo = Undo(self.held, self.executor)
         try:
-            return self._step(BatchFeed(self, tiles, targets, size, microbatches, training=True))
+            return self._step(BatchFeed(self, tiles, targets, size, microbatches, training=True), tell)
         except Refusal:
             undo.undo()
             raise
 
-    def _step(self, batch: BatchFeed) -> StepResult:
+    def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
         self._refuse_hooks()
         for group in self.groups.values():
             group.prepare()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
             group.finish()
-        loss, norm = self._sum_up(batch)
+        loss, norm, told = self._sum_up(batch, () if tell is None else tell())
         if self.gradient_hook is not None and math.isfinite(norm):
             for stage, group in self.groups.items():
                 with self.executor.drawing_alike(stage):
                     group.change_gradients(self.gradient_hook, self.scaler.scale)
-            loss, norm = self._sum_up(batch)
+            loss, norm, _ = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
             which = "gradient" if math.isfinite(loss) else "loss"
-            raise Refusal(
+            raise NotFinite(
                 f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
                 "are as before it: try a smaller --lr or --precision fp32"
             )
         if not finite and self.scaler.skipped_in_a_row + 1 == MAX_SKIPPED:
-            raise Refusal(
+            raise NotFinite(
                 f"step {self.num_steps}: the gradient of {MAX_SKIPPED} steps in a row was not finite in fp16, down to "
                 f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try --precision bf16 or fp32"
             )
@@ -235,7 +248,7 @@ class Engine:
             self._stepping.step(clip / self.scaler.scale)
         self.scaler.update(finite)
         self.num_steps += 1
-        return StepResult(loss, norm, skipped=not finite)
+        return StepResult(loss, norm, not finite, told)
 
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""
@@ -244,19 +257,17 @@ class Engine:
         if problem is not None:
             raise Refusal(problem)
 
-    def _sum_up(self, batch: BatchFeed) -> tuple[float, float]:
-        """The loss and the norm of the gradient, over all stages, the same bits on every rank."""
-        stages = self.plan.num_stages
-        found = torch.zeros(stages + 3, dtype=torch.float64)
-        found[stages] = batch.total
-        hooks = self._stepping.num_hooks
-        found[stages + 1], found[stages + 2] = hooks, hooks**2
+    def _sum_up(self, batch: BatchFeed, told: Sequence[float] = ()) -> tuple[float, float, tuple[float, ...]]:
+        """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
+        stages, hooks = self.plan.num_stages, self._stepping.num_hooks
+        found = torch.tensor([*[0.0] * stages, float(batch.total), hooks, hooks**2, *told], dtype=torch.float64)
         for stage, group in self.groups.items():
             found[stage] = group.square()
         self.comm.all_reduce(found)
         if found[stages + 1] ** 2 != self.comm.size * found[stages + 2]:  # their variance is 0 if all have as many
             raise Refusal("the ranks have different numbers of step hooks of the optimizer: register them on all ranks")
-        return float(found[stages]), math.sqrt(float(found[:stages].sum())) / self.scaler.scale
+        norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
+        return float(found[stages]), norm, tuple(found[stages + 3 :].tolist())
 
     def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
         """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.

@@ -6,7 +6,7 @@ It reads top to bottom: `main` starts MPI, `train` builds what the configuration
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,17 @@ if __name__ == "__main__":
 
 from mpi4dl.runtime.config import Config, ConfigError, hang_timeout, parse, shared_options, to_toml
 from mpi4dl.runtime.memory import within_limits
-from mpi4dl.runtime.stopping import die_by_ctrl_c
+from mpi4dl.runtime.stopping import Stopped, die_by_ctrl_c
 from mpi4dl.runtime.wording import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
     from mpi4dl.comm import Communicator
-    from mpi4dl.datasets import Batch
     from mpi4dl.engine import Evaluation
     from mpi4dl.geometry import Box
-
-SIGNALLED, CANNOT_SAVE = 1, 2  # what ranks tell each other after a step; the largest counts
+    from mpi4dl.runtime.news import News
+    from mpi4dl.runtime.reading import Reading
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,55 +55,57 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         print(to_toml(config) if comm.rank == 0 else "", end="")
         return
 
-    import torch
-
     from mpi4dl.engine import Engine
     from mpi4dl.runtime import build
     from mpi4dl.runtime.images import open_images
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
+    from mpi4dl.runtime.patience import Patience
 
     with comm.together((ValueError,)):
         plan = build.build_plan(config)
     comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
     comm.node.share_cores()
-    torch.manual_seed(config.training.seed)
     keep_freed_memory(config.parallel.keep_freed_memory)
-    watchdog = guard.Watchdog(config.parallel.hang_timeout)
+    patience = Patience(config.parallel.hang_timeout)
     with comm.together():
         device = comm.node.device(config.parallel.device)
     if device.type == "cuda":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
     meter = MemoryMeter(device)
     images = open_images(comm, config)
+    patience.feed()
     with comm.together((ValueError, TypeError)):
         num_classes = build.number_of_classes(config, images.training.classes)
         model = build.hold_model(config, plan, num_classes, images.training.channels, comm, device).train()
+    patience.feed()
     with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model.parameters())
         schedule = build.build_schedule(config, optimizer)
     with comm.together((ConfigError, OSError)):
         options = build.engine_options(config)
     engine = Engine(model, plan, optimizer, build.classification_loss, comm=comm, **options)
+    engine.executor.progress = patience.feed
     with comm.together((ValueError,)):
-        run = Run(config, engine, schedule, images, num_classes, watchdog, meter)
-    if config.run.dry_run:
-        run.explain()
-        return
+        run = Run(config, engine, schedule, images, num_classes, patience, meter)
     with ExitStack() as closing:
+        closing.callback(patience.stop)
+        if config.run.dry_run:
+            run.explain()
+            return
         run.open(closing, argv)
         with build.blaming_the_model(config, plan, num_classes, images.training.channels):
             run.all_epochs()
-    watchdog.stop()
 
 
 class Run:
     """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
 
-    `epoch` counts those that are complete, `batch` the batches of the present one that were used.
+    `epoch` counts those that are complete, `batch` the batches of the present one that were used. `due`: what comes
+    behind an epoch, such as its validation, is still to be done; a run that goes on begins with that.
     """
 
     def __init__(
-        self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, watchdog: Any, meter: Any
+        self, config: Config, engine: Any, schedule: Any, images: Any, num_classes: int, patience: Any, meter: Any
     ) -> None:
         from mpi4dl.runtime.bad_images import BadImages
         from mpi4dl.runtime.build import number_of_steps
@@ -114,14 +113,14 @@ class Run:
         from mpi4dl.runtime.resuming import options_to_compare
 
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
-        self.num_classes, self.watchdog, self.meter = num_classes, watchdog, meter
+        self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.training.channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
         schedule.require(self.num_steps)
         self.options = options_to_compare(config, len(images.training))
-        self.epoch, self.batch = 0, 0
+        self.epoch, self.batch, self.due = 0, 0, False
         self.interval = Interval(engine, self.training)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
@@ -194,7 +193,7 @@ class Run:
         self.config = resuming.with_its_own(self.config, source, there)
         resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
-        self.epoch, self.batch = there.epoch, there.batch
+        self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT}
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
@@ -211,6 +210,7 @@ class Run:
         return {
             "epoch": self.epoch,
             "batch": self.batch,
+            "due": self.due,
             "losses": self.interval.losses,
             "skipped": sorted(self.bad_images.known),
             "evaluation": self.evaluation and asdict(self.evaluation),
@@ -220,6 +220,7 @@ class Run:
         }
 
     def save(self) -> None:
+        self.patience.begin("saving")
         if self.checkpoints is None:
             self.open_checkpoints()
         self.checkpoints.save(self.engine, self.state())
@@ -238,91 +239,86 @@ class Run:
             self.reporter.say(line)
 
     def all_epochs(self) -> None:
-        """Train, validate, save; keep the weights at the end."""
+        """Train, save, validate; keep the weights at the end."""
         from mpi4dl.runtime.checkpoint import save_model
+        from mpi4dl.runtime.report import summary
 
-        began, saves = time.perf_counter(), self.config.run.save_every
-        epochs, every = self.config.training.epochs, self.config.training.eval_every
-        while self.epoch < epochs and (self.batch or not self.finished):
-            stopped = self.one_epoch()
-            if stopped:
-                self.pause()
-                return
-            if self.finished and self.batch < len(self.training) and saves != "none":
-                self.save()  # as it is in the middle of an epoch, for a run that goes on to more steps
-            if self.config.training.check_replicas:
-                self.engine.check_replicas()
-            epoch = self.epoch + 1
-            last = self.finished or epoch == epochs
-            validated = every is not None and (epoch % every == 0 or last)
-            if validated and not self.validate(epoch):
-                self.pause()
-                return
-            self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
-            self.epoch, self.batch = epoch, 0
-            if not last and self.asked_to_stop():
-                self.pause()
-                return
-            if saves == "epoch" or self.saves_at(self.engine.num_steps) or (last and saves != "none"):
-                self.save()
+        began, epochs = time.perf_counter(), self.config.training.epochs
+        try:
+            while self.due or (self.epoch < epochs and (self.batch or not self.finished)):
+                self.one_epoch()
+        except Stopped:
+            self.say(f"stopped by {self.signals.caught or 'a signal'} at step {self.save_now()}")
+            return
+        self.patience.begin("end")
         if self.checkpoints is not None:
             self.checkpoints.wait()
         save_model(self.engine, self.folder.path / "model.safetensors", self.images.training.classes)
-        seconds = time.perf_counter() - began
-        accuracy = self.evaluation.accuracy if self.evaluation else None
-        result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
-        unreadable = self.bad_images.skipped
-        skipped = f", {counted(unreadable, 'unreadable image')} skipped" if unreadable else ""
-        steps = counted(self.engine.num_steps, "step")
-        self.say(f"done: {result}{steps} in {seconds:.0f} s{skipped}; see {self.folder.path}")
+        found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
+        self.say(f"done: {found}; see {self.folder.path}")
 
-    def batches(
-        self, loader: Any, epoch: int, start: int = 0, training: bool = True
-    ) -> Iterator[tuple[int, "Batch", Any]]:
-        """The batches that all ranks can read, and how they are divided; the watchdog is fed between them.
+    def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> "Reading":
+        """The batches that all ranks can read."""
+        from mpi4dl.runtime.reading import Divided, Reading
 
-        With each comes how many of the epoch's batches are used once it is. Raises Refusal if an epoch has none left.
-        """
-        from mpi4dl.comm import Refusal
+        def divide(num_samples: int) -> Divided:
+            self.patience.begin("step" if training else "validation")
+            return self.engine.plan.divide(num_samples, training), self.engine.reads(num_samples, self.size, training)
 
-        used = start
-        for number, batch in enumerate(loader.epoch(epoch, start), start + 1):
-            self.watchdog.feed()
-            microbatches = self.engine.plan.divide(len(batch.indices), training)
-            reads = self.engine.reads(len(batch.indices), self.size, training)
-            readable = self.bad_images.agree(batch, microbatches, reads)
-            if readable is not None:
-                used = number
-                yield used, *readable
-        if used == 0:
-            raise Refusal(f"no batch is left of an epoch's {len(loader)}: {min(self.bad_images.known)}")
+        return Reading(self.comm, loader, epoch, start, self.bad_images, divide, self.own_news)
 
-    def one_epoch(self) -> bool:
-        """Train for the rest of the epoch, or up to the last step. Whether it was stopped by a signal before."""
+    def one_epoch(self) -> None:
+        """Train for an epoch, or what is left of it, save, and do what comes behind it."""
+        from mpi4dl.runtime.news import News
+
+        saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
+        if not self.due:
+            self.train()
+            if self.config.training.check_replicas:
+                self.engine.check_replicas()
+            if self.batch == len(self.training) or not self.finished:  # else it may yet go on to more steps
+                self.epoch, self.batch, self.due = self.epoch + 1, 0, True
+        epoch = self.epoch if self.due else self.epoch + 1
+        last = self.finished or epoch == epochs
+        if saves == "epoch" or self.saves_at(self.engine.num_steps) or (last and saves != "none"):
+            self.save()
+        validated = every is not None and (epoch % every == 0 or last)
+        if validated:
+            self.validate(epoch)
+        self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
+        self.epoch, self.batch, self.due = epoch, 0, False
+        if not last:
+            self.heed(News.of_all(self.comm, self.own_news()))
+
+    def train(self) -> None:
+        """Train for the rest of the epoch, or up to the last step."""
         from mpi4dl.runtime.interval import Interval
+        from mpi4dl.runtime.samples import show_samples
 
         self.interval = Interval(self.engine, self.training, self.interval.losses)
         if self.finished:
-            return False
-        for used, batch, microbatches in self.batches(self.training, self.epoch, self.batch):
-            if self.engine.num_steps == 0:
-                self.show_samples(batch.tiles, microbatches[0])
-            result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches)
-            self.batch = used
-            self.schedule.after_step()
-            self.interval.add(result.loss, len(batch.labels))
-            if self.reporter is not None:
-                self.reporter.advance(self.engine.num_steps)
-            if self.engine.num_steps % self.config.run.log_interval == 0:
-                self.report()
-            if self.finished:
-                break
-            if self.asked_to_stop():
-                return True
-            if self.saves_at(self.engine.num_steps) and self.batch < len(self.training):
-                self.save()
+            return
+        reading = self.reading(self.training, self.epoch, self.batch)
+        with self.saved_if_refused():
+            for batch, microbatches in reading:
+                if self.engine.num_steps == 0:
+                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
+                tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
+                result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
+                reading.hear(result.told)
+                self.batch = reading.used
+                self.schedule.after_step()
+                self.interval.add(result.loss, len(batch.labels))
+                if self.reporter is not None:
+                    self.reporter.advance(self.engine.num_steps)
+                if self.engine.num_steps % self.config.run.log_interval == 0:
+                    self.report()
+                if self.finished:
+                    break
+                self.heed(reading.news)
+                if self.saves_at(self.engine.num_steps) and self.batch < len(self.training):
+                    self.save()
         self.report()
-        return False
 
     def report(self) -> None:
         """Say how the steps went since the last report."""
@@ -333,61 +329,59 @@ class Run:
         if self.reporter is not None and found is not None:
             self.reporter.step(found)
 
-    def asked_to_stop(self) -> bool:
-        """Whether a signal came to any rank. Collective. Raises Refusal if a checkpoint cannot be written."""
-        import torch
+    def own_news(self, bad_image: bool = False) -> "News":
+        """What this rank has to tell the others."""
+        from mpi4dl.runtime.news import News
 
-        failed = self.checkpoints is not None and self.checkpoints.failed
-        mine = CANNOT_SAVE if failed else SIGNALLED if self.signals.caught else 0
-        found = int(self.comm.all_reduce(torch.tensor([mine]), "max"))
-        if found == CANNOT_SAVE:
+        cannot_save = self.checkpoints is not None and self.checkpoints.failed
+        return News(self.signals.caught is not None, cannot_save, bad_image)
+
+    def heed(self, news: "News") -> None:
+        """Raises Stopped if a signal came to any rank, Refusal if a checkpoint cannot be written; on all ranks."""
+        if news.cannot_save:
             self.checkpoints.wait()
-        return found == SIGNALLED
+        if news.stop:
+            raise Stopped
 
-    def pause(self) -> None:
-        """Save, and say how to go on."""
+    @contextmanager
+    def saved_if_refused(self) -> Iterator[None]:
+        """Save before the run ends by what all ranks find together: then it costs nothing."""
+        from mpi4dl.engine import NotFinite
+        from mpi4dl.runtime.bad_images import UnreadableImages
+
+        try:
+            yield
+        except (NotFinite, UnreadableImages):
+            if self.engine.num_steps and self.config.run.save_every != "none":
+                self.say(f"saved at step {self.save_now()}")
+            raise
+
+    def save_now(self) -> str:
+        """Save, and return when that is done: after which step, and how to go on."""
         from mpi4dl.runtime import resuming
 
         self.save()
         self.checkpoints.wait()
         command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
-        signal = self.signals.caught or "a signal"
-        self.say(f"stopped by {signal} at step {self.engine.num_steps} of {self.num_steps}; go on with: {command}")
+        return f"{self.engine.num_steps} of {self.num_steps}; go on with: {command}"
 
-    def validate(self, epoch: int) -> bool:
-        """Measure the model on the validation images. If a signal comes, it is as if this had not begun: False."""
-        from mpi4dl.runtime.checkpoint.randomness import random_state, set_random_state
+    def validate(self, epoch: int) -> None:
+        """Measure the model on the validation images. If that is broken off, it is as if it had not begun."""
+        from mpi4dl.runtime.checkpoint.randomness import put_back
         from mpi4dl.runtime.report import ValidationReport
 
-        executor, stopped = self.engine.executor, False
-        before = random_state(), executor.num_runs
-
-        def until_stopped() -> Iterator[tuple[Any, ...]]:
-            nonlocal stopped
-            for _, batch, microbatches in self.batches(self.validation, 0, training=False):
-                stopped = self.asked_to_stop()
-                if stopped:
-                    return
+        def batches() -> Iterator[tuple[Any, ...]]:
+            reading = self.reading(self.validation, 0, training=False)
+            for batch, microbatches in reading:
+                self.heed(reading.news)
                 yield batch.tiles, batch.labels, microbatches
 
-        found = self.engine.evaluate(until_stopped(), self.size)
-        if stopped:
-            set_random_state(before[0])
-            executor.num_runs = before[1]
-            return False
-        self.evaluation = found
+        if self.checkpoints is not None:
+            self.checkpoints.wait()  # whatever happens here, the epoch is on disk
+        with self.saved_if_refused(), put_back(self.engine.executor):
+            self.evaluation = found = self.engine.evaluate(batches(), self.size)
         if self.reporter is not None:
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, found.accuracy or 0.0))
-        return True
-
-    def show_samples(self, tiles: Sequence["Tensor"], first: Any) -> None:
-        """A few images of the first microbatch, for TensorBoard."""
-        from mpi4dl.runtime.samples import samples
-
-        found = samples(self.engine, tiles, first, self.size)
-        if found is not None and self.reporter is not None and self.channels in (1, 3):
-            data = self.config.data
-            self.reporter.images("samples", found * data.std + data.mean, self.engine.num_steps)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ class Batch:
     errors: dict[int, str]
     problem: str | None = None
 
+    @property
+    def is_short(self) -> bool:
+        """Whether this rank could not read something."""
+        return bool(self.errors) or self.problem is not None
+
 
 class Loader:
     """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its boxes.

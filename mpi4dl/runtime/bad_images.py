@@ -10,6 +10,10 @@ from mpi4dl.parallel.plan import Microbatch, Read
 from mpi4dl.runtime.folder import LOGGER_NAME
 
 
+class UnreadableImages(Refusal):
+    """Images that cannot be read end the run. All ranks raise it together."""
+
+
 class BadImages:
     """`policy` is "error" or "skip"; `known` says what is wrong with the images that were left out."""
 
@@ -28,7 +32,8 @@ class BadImages:
         """The batch without the images that some rank could not read, and how that is divided. Collective.
 
         `reads` says what each of this rank's tiles is of. Microbatches without images are left out, and a batch without
-        any is None. Raises Refusal on all ranks by policy "error", and for a problem that is no image's.
+        any is None. Raises on all ranks: UnreadableImages by policy "error", and Refusal for a problem that is no
+        image's.
         """
         errors: dict[int, str] = {}
         for found, problem in self.comm.all_gather_object((batch.errors, batch.problem)):
@@ -38,7 +43,7 @@ class BadImages:
         if not errors:
             return batch, tuple(microbatches)
         if self.policy == "error":
-            raise Refusal(f"{errors[min(errors)]}; --on-bad-image skip leaves such images out")
+            raise UnreadableImages(f"{errors[min(errors)]}; --on-bad-image skip leaves such images out")
         for position in sorted(errors):
             if errors[position] not in self.known:
                 self.known.add(errors[position])

@@ -128,7 +128,11 @@ def build_model(config: Config, num_classes: int) -> nn.Module:
 def hold_model(
     config: Config, plan: Plan, num_classes: int, channels: int, comm: Communicator, device: torch.device
 ) -> Held:
-    """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective."""
+    """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
+
+    The random numbers that training draws follow from --seed, in one stage or several.
+    """
+    torch.manual_seed(config.training.seed)
     if plan.num_stages == 1:
         return Held.whole(build_model(config, num_classes).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)

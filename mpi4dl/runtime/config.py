@@ -118,7 +118,11 @@ class Parallel:
         "keep the memory of freed tensors for the next step: faster on CPUs, and a process grows to 1.7 times its need",
         BOOLEAN,
     )
-    hang_timeout: float = option(600.0, "seconds without a step after which the job is ended; 0: never", NOT_NEGATIVE)
+    hang_timeout: float = option(
+        600.0,
+        "seconds without a sign of life after which the job is ended, more if steps take long; 0: never",
+        NOT_NEGATIVE,
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mpi4dl.runtime.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.runtime.wording import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +67,14 @@ class ValidationReport:
             f"step {self.step}  epoch {self.epoch}  validation loss {self.loss:#.4g}  "
             f"accuracy {100 * self.accuracy:.1f} %"
         )
+
+
+def summary(evaluation: Any, num_steps: int, seconds: float, num_unreadable: int) -> str:
+    """What came of a run, in one line; `evaluation` is the last one, if there was any."""
+    accuracy = evaluation.accuracy if evaluation else None
+    result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
+    skipped = f", {counted(num_unreadable, 'unreadable image')} skipped" if num_unreadable else ""
+    return f"{result}{counted(num_steps, 'step')} in {seconds:.0f} s{skipped}"
 
 
 def _rate(per_second: float) -> str:

@@ -111,6 +111,7 @@ class Progress(NamedTuple):
 
     epoch: int
     batch: int
+    due: bool
     losses: list[float]
     skipped: list[str]
     evaluation: dict[str, Any] | None
@@ -129,6 +130,7 @@ class Progress(NamedTuple):
             return cls(
                 extra.at("epoch").integer(),
                 extra.at("batch").integer(),
+                extra.at("due").flag(),
                 [loss.number() for loss in extra.at("losses").items()],
                 [name.text() for name in extra.at("skipped").items()],
                 extra.at("evaluation").optional(_evaluation),

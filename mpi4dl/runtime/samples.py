@@ -23,3 +23,10 @@ def samples(engine: Any, tiles: Sequence[Tensor], microbatch: Any, size: tuple[i
     height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in size)
     small = F.adaptive_avg_pool2d(engine.images(part, tiles[0], microbatch, size), (height, width))
     return (spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small)[:SAMPLE_IMAGES]
+
+
+def show_samples(reporter: Any, engine: Any, tiles: Sequence[Tensor], microbatch: Any, data: Any) -> None:
+    """Give rank 0's reporter a few images for TensorBoard, as they were before `data` says how they were normalised."""
+    found = samples(engine, tiles, microbatch, data.image_size)
+    if found is not None and reporter is not None and found.shape[1] in (1, 3):
+        reporter.images("samples", found * data.std + data.mean, engine.num_steps)

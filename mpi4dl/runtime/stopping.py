@@ -18,6 +18,10 @@ def die_by_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+class Stopped(Exception):
+    """A signal asks the run to stop: it saves, and ends well. All ranks raise it together."""
+
+
 class StopSignals:
     """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context.
 

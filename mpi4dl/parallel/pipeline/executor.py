@@ -70,6 +70,7 @@ class Executor:
     `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
     the run, the stage and the microbatch, not on the rank, and not on the state of the process's generators. With
     `records`, `spans` are when this rank worked on which action in the last run, without its waits for other stages.
+    `progress()` is called after each action.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Executor:
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.records = False
+        self.progress: Callable[[], None] = lambda: None
         self.spans: list[Span] = []
         self.before: dict[tuple[int, int], Boundary] = {}
         self.behind: dict[tuple[int, int], Boundary] = {}
@@ -117,6 +119,7 @@ class Executor:
                 with self.caring(action, last=ends.get(action.stage) == position):
                     if run.has(action):
                         run.do[action.kind](action)
+                self.progress()
         run.finish()
         self.spans = run.spans
         for statistics in self._statistics.values():

@@ -42,6 +42,11 @@ class Node:
             raise self.wrong("a number")
         return float(self.plain)
 
+    def flag(self) -> bool:
+        if not isinstance(self.plain, bool):
+            raise self.wrong("true or false")
+        return self.plain
+
     def text(self) -> str:
         if not isinstance(self.plain, str):
             raise self.wrong("text")

@@ -2,7 +2,8 @@
 
 import base64
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,6 +90,18 @@ def _numpy_state(node: Node) -> tuple[Any, ...]:
     state = (kind.text(), np.frombuffer(_bytes(keys), np.uint32), where, has, cached.number())
     np.random.RandomState().set_state(state)
     return state
+
+
+@contextmanager
+def put_back(executor: Any) -> Iterator[None]:
+    """If the block fails, the random state, and what `executor` draws from, become as they were before it."""
+    state, num_runs = random_state(), executor.num_runs
+    try:
+        yield
+    except BaseException:
+        set_random_state(state)
+        executor.num_runs = num_runs
+        raise
 
 
 def _text(data: bytes) -> str:
