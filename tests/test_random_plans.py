@@ -78,8 +78,8 @@ def small_cases() -> list[tuple[Task, Plan]]:
 
 
 def validation_counts(task: Task) -> list[int]:
-    """Sizes of validation batches: whole ones, one between, a last one of fewer images than ranks or microbatches."""
-    return [task.batch, task.batch, max(1, task.batch - 1), 1]
+    """Sizes of validation batches: a whole one, a smaller one, and one of fewer images than ranks or microbatches."""
+    return [task.batch, max(1, task.batch - 1), 1]
 
 
 class Found(NamedTuple):

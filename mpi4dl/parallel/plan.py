@@ -294,7 +294,15 @@ class Plan:
 
         Both directions of GEMS take turns, wave by wave. Without training there is one direction, and never a
         microbatch without samples.
+
+        Raises:
+            ValueError: there are fewer samples to train on than microbatches.
         """
+        if training and num_samples < self.num_microbatches:
+            raise ValueError(
+                f"{self.describe()} cuts a batch into {self.num_microbatches} microbatches, but this one has "
+                f"{num_samples} samples: leave it out, or plan fewer microbatches"
+            )
         if training:
             waves = [
                 (direction, pair * self.microbatches)

@@ -111,13 +111,13 @@ class Progress(NamedTuple):
 
     epoch: int
     batch: int
-    due: bool
     losses: list[float]
     skipped: list[str]
     evaluation: dict[str, Any] | None
     scheduler: dict[str, Any] | None
     metrics_bytes: int
     options: Mapping[str, str]
+    due: bool = False
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":
@@ -130,7 +130,6 @@ class Progress(NamedTuple):
             return cls(
                 extra.at("epoch").integer(),
                 extra.at("batch").integer(),
-                extra.at("due").flag(),
                 [loss.number() for loss in extra.at("losses").items()],
                 [name.text() for name in extra.at("skipped").items()],
                 extra.at("evaluation").optional(_evaluation),
@@ -139,6 +138,7 @@ class Progress(NamedTuple):
                 ),
                 extra.at("metrics_bytes").integer(),
                 {name: value.text() for name, value in extra.at("options").entries().items()},
+                extra.at("due").flag(),
             )
         except Damaged as problem:
             raise Refusal(str(problem)) from None

@@ -236,6 +236,7 @@ def test_waves_of_both_directions_take_turns() -> None:
 @quick
 @given(plans(), st.integers(0, 40), st.booleans())
 def test_microbatches_are_even_parts_of_the_batch_in_order(plan: Plan, num_samples: int, training: bool) -> None:
+    num_samples += plan.num_microbatches if training else 0
     divided = plan.divide(num_samples, training)
     assert [m.samples.start for m in divided] == [0, *(m.samples.stop for m in divided[:-1])]
     assert divided[-1].samples.stop == num_samples
@@ -276,6 +277,7 @@ def test_nested_cuts_keep_the_outer_ones_and_are_even_between_them(outer: list[i
 @quick
 @given(plans(), st.integers(1, 30), st.data())
 def test_what_is_left_without_some_samples(plan: Plan, num_samples: int, data: st.DataObject) -> None:
+    num_samples += plan.num_microbatches - 1
     positions = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
     left = [sample for sample in range(num_samples) if sample not in positions]
     for microbatch in plan.divide(num_samples):
@@ -299,6 +301,7 @@ def test_what_a_rank_reads() -> None:
 @quick
 @given(plans(), st.integers(1, 20), st.integers(1, 7), st.integers(1, 7), st.booleans())
 def test_all_ranks_together_read_every_pixel_once(plan: Plan, samples: int, rows: int, cols: int, train: bool) -> None:
+    samples += plan.num_microbatches - 1 if train else 0
     microbatches = plan.divide(samples, train)
     times = torch.zeros(samples, rows, cols)
     for rank in range(plan.num_ranks):
@@ -333,3 +336,10 @@ def test_what_zero_shares_out_of_each_stage(plan: Plan, expected: list[tuple[int
 def test_there_are_four_zero_stages() -> None:
     with pytest.raises(ValueError, match="--zero 4: the ZeRO stages are 0"):
         Plan(zero=4)
+
+
+def test_fewer_samples_than_microbatches_cannot_be_trained_on() -> None:
+    plan = Plan(((1, 1), (1, 1)), microbatches=4)
+    with pytest.raises(ValueError, match=r"4 microbatches, but this one has 3 samples: leave it out, or plan fewer"):
+        plan.divide(3)
+    assert len(plan.divide(3, training=False)) == 3
