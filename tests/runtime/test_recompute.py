@@ -124,7 +124,7 @@ def counting(model: nn.Module) -> list[str]:
     return ran
 
 
-def test_blocks_run_twice_in_training_and_once_otherwise() -> None:
+def test_blocks_run_twice_where_there_are_gradients_frozen_or_not_and_once_otherwise() -> None:
     model = models.build("small_resnet", 3, num_filters=4)
     recompute_blocks(model)
     ran = counting(model)
@@ -132,6 +132,10 @@ def test_blocks_run_twice_in_training_and_once_otherwise() -> None:
     assert ran.count("stage1_block1.conv2") == 2
     ran.clear()
     model.eval()(torch.randn(2, 3, 40, 40)).sum().backward()
+    assert ran.count("stage1_block1.conv2") == 2
+    ran.clear()
+    with torch.no_grad():
+        model(torch.randn(2, 3, 40, 40))
     assert ran.count("stage1_block1.conv2") == 1
 
 
