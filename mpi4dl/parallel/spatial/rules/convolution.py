@@ -129,6 +129,20 @@ def _gradients(
     return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *options, mask)
 
 
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> None:
+    """Raise on all ranks what PyTorch raises only where a tile has pixels."""
+    dtypes = [t.dtype for t in (input, weight, bias) if t is not None]
+    if len(set(dtypes)) > 1:
+        raise RuntimeError(f"input, weight and bias of a convolution must be of one type, but are {dtypes}")
+    channels, groups = weight.shape[0 if options.transposed else 1], options.groups
+    expected = channels if options.transposed else channels * groups
+    if input.shape[1] != expected or weight.shape[0] % groups:
+        raise RuntimeError(
+            f"a weight of shape {tuple(weight.shape)} in {groups} groups needs {expected} input channels and "
+            f"a first dim that {groups} divides, but the input has {input.shape[1]} channels"
+        )
+
+
 def convolve(
     input: Tensor,
     weight: Tensor,
@@ -145,6 +159,7 @@ def convolve(
         tensors = (input, weight, bias)
         return handle_torch_function(convolve, tensors, *tensors, exchange, options, shape)
     input, weight, bias = cast(input, weight, bias)
+    _check(input, weight, bias, options)
     if exchange is None and 0 not in shape and input.numel():
         return torch.convolution(input, weight, bias, *options)
     return Convolution.apply(input, weight, bias, exchange, options, shape)
