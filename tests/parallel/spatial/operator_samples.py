@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from tests.parallel.spatial.comparing import Arrangement, all_arrive, difference, tiled
-from tests.pool.ranks import GRACE_SECONDS
 
 SEED = 3
+HANG_SECONDS = 600.0
 
 
 class Outcome(NamedTuple):
@@ -151,7 +151,7 @@ def try_operator(comm: Communicator, name: str, dims: tuple[int, ...], arrangeme
     outcomes = []
     for call in calls(name, dims):
         word, detail = judge(call, comm, arrangement)
-        if not all_arrive(control, GRACE_SECONDS if word in ("refused", "crashed") else math.inf):
+        if not all_arrive(control, HANG_SECONDS if word in ("refused", "crashed") else math.inf):
             raise AssertionError(f"{call.name} is {word} while other ranks wait: {detail}")
         answers = control.all_gather_object((word, detail))
         if len({answer for answer, _ in answers}) > 1:
@@ -183,7 +183,7 @@ def try_errors(comm: Communicator, name: str, dims: tuple[int, ...], arrangement
             run(call, lambda x: spread(x, comm, arrangement))
         except Exception as error:
             word, detail = "refused", f"{type(error).__name__}: {error}"
-        if not all_arrive(control, GRACE_SECONDS if word == "refused" else math.inf):
+        if not all_arrive(control, HANG_SECONDS if word == "refused" else math.inf):
             raise AssertionError(f"{call.name} is {word} while other ranks wait: {detail}")
         words = [answer for answer, _ in control.all_gather_object((word, detail))]
         outcomes.append(Outcome(call.name, word if len(set(words)) == 1 else "crashed", detail))

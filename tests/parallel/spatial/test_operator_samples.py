@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.parallel.spatial.comparing import Arrangement
-from tests.parallel.spatial.operator_samples import Outcome, try_errors, try_operator
+from tests.parallel.spatial.operator_samples import HANG_SECONDS, Outcome, try_errors, try_operator
 from tests.pool.ranks import Ranks, RanksFailed
 
 MAPS = (3, 4)  # the dims of (C, H, W) and (N, C, H, W)
@@ -56,7 +56,7 @@ def outcomes(ranks: Ranks, arrangement: Arrangement, names: list[str]) -> dict[s
     for name in names:
         try:
             for body in (try_operator, try_errors):
-                rows = ranks(arrangement.size).run(body, name, OPERATORS[name], arrangement)
+                rows = ranks(arrangement.size, timeout=2 * HANG_SECONDS).run(body, name, OPERATORS[name], arrangement)
                 found.setdefault(name, []).extend(max(row) for row in zip(*rows, strict=True))
         except RanksFailed as error:
             found.setdefault(name, []).append(Outcome(name, "crashed", str(error)))
