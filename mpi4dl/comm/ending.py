@@ -58,6 +58,8 @@ def output_is_lost() -> bool:
         return True
     except ValueError:  # it was closed by the program itself
         pass
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return False
 
 

@@ -9,7 +9,7 @@ import os, signal, sys, threading, time, types
 from mpi4dl.comm import ending, farewell, guard
 from mpi4dl.comm.refusal import Refusal
 from mpi4dl.comm.sentry import Watchdog, sentry
-ending.LAST_WORDS_SECONDS = 2.0
+ending.LAST_WORDS_SECONDS = 5.0
 farewell.STUCK_SECONDS = 0.5
 sys.modules["mpi4dl.comm.communicator"] = types.SimpleNamespace(world=lambda: comm)
 def wait(step):

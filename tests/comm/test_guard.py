@@ -168,7 +168,7 @@ OUTPUT = {
         ),
         ("broken", "print('lost', flush=True)", 141, ""),
         ("broken", "raise KeyError('the failing line')", 1, "[rank 0 of 2] Traceback"),
-        ("blocked", "print('kept back')\nraise KeyError('the failing line')", 1, ""),
+        ("blocked", "sys.stdout = os.fdopen(1, 'w')\nprint('kept back')\nraise KeyError('the failing line')", 1, ""),
     ],
 )
 def test_output_that_nobody_takes_ends_all_with_one_message_at_most(
