@@ -279,6 +279,7 @@ class Resampling:
     mode: Literal["nearest", "nearest-exact", "linear", "cubic"]
     align_corners: bool = False
     scale: float = 0.0
+    antialias: bool = False
 
     def output_size(self, size: int) -> int:
         return self.output
@@ -289,6 +290,8 @@ class Resampling:
     def taps(self, row: int) -> list[tuple[int, float]]:
         """The input rows that an output row reads, each with its weight; at the image's edge a row may repeat."""
         last = self.size - 1
+        if self.antialias:
+            return self._filtered(row)
         if self.output == self.size and self.mode in ("nearest", "linear"):
             return [(row, 1.0)]  # PyTorch copies, whatever scale factor led to this size
         if self.mode in ("nearest", "nearest-exact"):
@@ -302,24 +305,28 @@ class Resampling:
             weight = position - first
             return [(first, 1.0 - weight), (min(first + 1, last), weight)]
         first = floor(position)
-        weights = _cubic_weights(position - first)
-        return [(min(max(first - 1 + k, 0), last), weight) for k, weight in enumerate(weights)]
+        return [(min(max(first + k, 0), last), _cubic(abs(position - first - k), -0.75)) for k in range(-1, 3)]
+
+    def _filtered(self, row: int) -> list[tuple[int, float]]:
+        """All rows under a filter that is as much wider as the image gets smaller, as Pillow has it."""
+        width, centre = max(self.scale, 1.0), self.scale * (row + 0.5)
+        reach = (1 if self.mode == "linear" else 2) * width
+        rows = range(max(int(centre - reach + 0.5), 0), min(int(centre + reach + 0.5), self.size))
+        distances = [abs(source - centre + 0.5) / width for source in rows]
+        weights = [max(1 - x, 0.0) if self.mode == "linear" else _cubic(x, -0.5) for x in distances]
+        total = sum(weights)
+        return [(source, weight / total) for source, weight in zip(rows, weights, strict=True)]
 
     def needs(self, output: Interval, size: int) -> Interval:
         rows = [row for end in (output.start, output.stop - 1) for row, _ in self.taps(end)]
         return Interval(min(rows), max(rows) + 1)
 
 
-def _cubic_weights(t: float, a: float = -0.75) -> tuple[float, float, float, float]:
-    """Keys' cubic convolution kernel (IEEE TASSP 1981) at distances 1 + t, t, 1 - t, 2 - t."""
-
-    def near(x: float) -> float:
+def _cubic(x: float, a: float) -> float:
+    """Keys' cubic convolution kernel (IEEE TASSP 1981) at a distance x."""
+    if x <= 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1
-
-    def far(x: float) -> float:
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-    return far(1 + t), near(t), near(1 - t), far(2 - t)
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a if x < 2 else 0.0
 
 
 def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -> Interval:

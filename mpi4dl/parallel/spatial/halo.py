@@ -87,6 +87,25 @@ def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
     return SpatialTensor(x.layout.exchange_to(tiling)(x.local), layout)
 
 
+def part(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of x in that layout, whatever x's own is: what x has cut is cut anew, what it has whole cropped.
+
+    x has the dims of `layout`, and its sizes along those that `layout` cuts. Gradients of a plain x are zero outside
+    the part, so that over all ranks they add up to that of the whole.
+    """
+    dims: list[int | None] = list(layout.dims)
+    if isinstance(x, SpatialTensor):
+        elsewhere = [axis for axis in AXES if x.layout.dims[axis] not in (None, layout.dims[axis])]
+        x = gather_axes(x, elsewhere) if elsewhere else x
+    if isinstance(x, SpatialTensor):
+        tiling = x.layout.tiling
+        for axis in AXES:
+            if x.layout.dims[axis] is not None:
+                tiling, dims[axis] = tiling.replace(axis, layout.tiling.splits[axis]), None
+        x = retile(x, tiling).local
+    return narrow(x, dims, layout.tiling.whole, layout.held)
+
+
 def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
     """Let every rank hold up to `halo` more rows and columns on each side of what it owns.
 

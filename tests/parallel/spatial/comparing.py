@@ -60,6 +60,14 @@ ARRANGEMENTS = [
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
 ]
+# One of each kind, for tables of operators whose rules share what all arrangements try.
+SOME_ARRANGEMENTS = [
+    Arrangement(2, 2),
+    Arrangement(1, 3),
+    Arrangement(2, 1, batch=2),
+    Arrangement(4, 1, style="uneven"),
+    Arrangement(2, 2, style="wide"),
+]
 
 
 def as_drawn(image: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ CASES = {
         lambda: nn.InstanceNorm2d(4),
         lambda: randomized(nn.InstanceNorm2d(4, affine=True)),
         lambda: randomized(nn.InstanceNorm2d(4, track_running_stats=True)).eval(),
+        lambda: Twice(randomized(nn.InstanceNorm2d(4, affine=True, track_running_stats=True, momentum=0.3))),
+        lambda: nn.LocalResponseNorm(3),
         lambda: ChannelsLast(randomized(nn.LayerNorm(4))),
         lambda: ChannelsLast(nn.LayerNorm(4, elementwise_affine=False)),
         lambda: ChannelsLast(nn.RMSNorm(4)),

@@ -30,6 +30,9 @@ for mode in ("bilinear", "bicubic"):
     CASES |= resize(mode, scale_factor=2, align_corners=True)
     CASES |= resize(mode, scale_factor=0.4, align_corners=True)
     CASES |= resize(mode, size=(13, 20), align_corners=False)
+    CASES |= resize(mode, size=(4, 20), antialias=True)
+    CASES |= resize(mode, scale_factor=(0.3, 1.5), antialias=True)
+    CASES |= resize(mode, size=(5, 5), antialias=True, align_corners=True)
 CASES |= modules(
     lambda: nn.Upsample(scale_factor=2),
     lambda: nn.UpsamplingBilinear2d(scale_factor=3),

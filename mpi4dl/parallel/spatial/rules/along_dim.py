@@ -32,8 +32,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, 
 Shared = Callable[..., Any]
 
 # Where `dim` stands among the arguments behind the input, and what it is if it is not given.
-DIM_POSITION = {"norm": 1, "normalize": 1, "renorm": 1, "topk": 1, "kthvalue": 1, "vector_norm": 1}
-DEFAULT_DIM = {"normalize": 1, **dict.fromkeys(("glu", "topk", "sort", "argsort", "mode", "kthvalue"), -1), "msort": 0}
+DIM_POSITION = {"topk": 1, "kthvalue": 1}
+DEFAULT_DIM = {**dict.fromkeys(("glu", "topk", "sort", "argsort", "mode", "kthvalue"), -1), "msort": 0}
 
 
 def along_dim(function: Any, shared: Shared | None = None) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ def wrap_some(y: Tensor, layout: Layout) -> Tensor:
     return wrap(y, layout)
 
 
-for function in named("cumsum", "cumprod", "norm", "normalize", "glu", "vector_norm"):
+for function in named("glu"):
     register(function)(along_dim(function))
 
 

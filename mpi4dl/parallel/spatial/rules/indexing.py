@@ -7,6 +7,8 @@ from torch import Tensor
 
 from mpi4dl.geometry import BATCH, Window
 from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up
+from mpi4dl.parallel.spatial.rules.rearranging import choose, one_row
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, refusal, register, wrap
 
@@ -31,28 +33,30 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
 
 @register(Tensor.__getitem__)
 def getitem(input: SpatialTensor, index: Any) -> Tensor:
-    """Integers, slices, None and `...`: integers on dims that are not spread over ranks."""
+    """Integers, slices, None and `...`, then what lists and tensors of indices choose."""
     indices = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(input, SpatialTensor) or any(isinstance(i, SpatialTensor) for i in indices):
+        return look_up(input, indices)
     x: Tensor = input
-    if any(not isinstance(i, int | slice) and i is not None and i is not Ellipsis for i in indices):
-        if len(indices) == 1 and isinstance(indices[0], Tensor):
-            raise refusal("Tensor.__getitem__", "a mask or a tensor of indices selects pixels")
-        raise refusal("Tensor.__getitem__", "an index is neither a number nor a slice")
-    if Ellipsis in indices:
-        at = indices.index(Ellipsis)
-        missing = x.dim() - sum(i is not None and i is not Ellipsis for i in indices)
+    indices = [int(i) if isinstance(i, Tensor) and i.dim() == 0 and i.dtype != torch.bool else i for i in indices]
+    if any(i is Ellipsis for i in indices):
+        at = next(n for n, i in enumerate(indices) if i is Ellipsis)
+        missing = x.dim() - sum(dims_of(i) for i in indices)
         indices[at : at + 1] = [slice(None)] * missing
-    dim = 0
+    dim, lists = 0, {}
     for i in indices:
         if i is None:
             x = x.unsqueeze(dim)
             dim += 1
-        elif isinstance(i, int):
+        elif isinstance(i, int) and not isinstance(i, bool):
             x = x.select(dim, i)
+        elif not isinstance(i, slice):
+            lists[dim] = torch.as_tensor(i, device=x.device)
+            dim += dims_of(lists[dim])
         else:
             x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
             dim += 1
-    return x
+    return choose_by_lists(x, lists) if lists else x
 
 
 @register(*named("narrow"))
@@ -67,14 +71,12 @@ def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
 def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
     dim %= input.dim()
     if input.layout.cut(dim):
-        raise refusal("Tensor.select", f"dim {dim} is spread over ranks")
+        return one_row(input, dim, index)
     return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))
 
 
 @register(*named("unbind"))
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
-    if input.layout.cut(dim % input.dim()):
-        raise refusal("torch.unbind", f"dim {dim} is spread over ranks")
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
 
 
@@ -96,11 +98,10 @@ for function in named("split", "chunk", "tensor_split", "split_with_sizes"):
 
 
 @register(*named("index_select"))
-def index_select(input: SpatialTensor, dim: int, index: Tensor) -> Tensor:
-    dim %= input.dim()
-    if input.layout.axis(dim) is not None:
-        raise refusal("torch.index_select", f"dim {dim} is spread over ranks")
-    return wrap(input.local.index_select(dim, index), input.layout)
+def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(index, SpatialTensor):
+        raise refusal("torch.index_select", "the index is spread over ranks")
+    return choose(input, dim % input.dim(), index.reshape(-1).tolist())
 
 
 @register(Tensor.__setitem__)

@@ -20,6 +20,7 @@ from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 aten = torch.ops.aten
+Statistics = tuple[Tensor, Tensor, int]
 
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +184,7 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     """Statistics over the channels of a group and the whole image, for each sample."""
-    return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")
+    return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
 
 
 @register(F.instance_norm)
@@ -200,14 +201,31 @@ def instance_norm(
 ) -> Tensor:
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    if running_mean is not None or running_var is not None:
-        raise refusal("torch.nn.functional.instance_norm", "track_running_stats=True is not supported")
-    return _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")
+    y, statistics = _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")
+    if running_mean is not None:
+        _track(input.layout, (running_mean, running_var), statistics, momentum)
+    return y
+
+
+def _track(layout: Layout, running: tuple[Tensor, Tensor | None], statistics: Statistics, momentum: float) -> None:
+    """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
+    mean, variance, count = statistics
+    channels = running[0].shape[0]
+    values = torch.stack([mean, variance * (count / max(count - 1, 1))]).view(2, -1, channels)
+    samples = torch.full((2, 1, channels), float(values.shape[1]), dtype=values.dtype, device=values.device)
+    sums = torch.cat([values.sum(1, keepdim=True), samples], 1)
+    if layout.cut(0):
+        sums = layout.grid.along((BATCH,)).all_reduce(sums)
+    with torch.no_grad():
+        for buffer, (total, number) in zip(running, sums, strict=True):
+            if buffer is not None:
+                buffer.mul_(1 - momentum).add_((total / number).to(buffer.dtype), alpha=momentum)
 
 
 def _by_sample(
     x: SpatialTensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
-) -> Tensor:
+) -> tuple[Tensor, Statistics]:
+    """The normalized image; mean and biased variance of each sample's groups, in this order, and the count behind."""
     if x.layout.axis(1) is not None or x.layout.dims[BATCH] not in (None, 0):
         raise refusal(name, "dims 0 and 1 are not batch and channels here")
     if x.shape[1] % groups:
@@ -216,8 +234,17 @@ def _by_sample(
     local = x.local
     n, c, h, *rest = local.shape
     rows = local.reshape(1, n * groups, c // groups * h, *rest)
-    y = _Normalize.apply(rows, None, None, eps, x.layout, _communicator(x.layout, AXES[1:]))[0]
-    return _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+    y, *statistics = _Normalize.apply(rows, None, None, eps, x.layout, _communicator(x.layout, AXES[1:]))
+    y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
+    return y, tuple(statistics)
+
+
+@register(F.local_response_norm)
+def local_response_norm(input: SpatialTensor, size: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Over neighbouring channels, the same for every pixel."""
+    if input.layout.axis(1) is not None:
+        raise refusal("torch.nn.functional.local_response_norm", "dim 1 is not the channels here")
+    return wrap(F.local_response_norm(input.local, size, *args, **kwargs), input.layout)
 
 
 @register(F.layer_norm, torch.layer_norm)

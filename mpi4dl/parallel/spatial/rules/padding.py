@@ -83,12 +83,3 @@ def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) 
     index = torch.tensor([row - needed[mine].start for row in sources[mine]], dtype=torch.int64, device=local.device)
     layout = Layout(x.layout.grid, tiling.replace(axis, output), x.layout.dims)
     return wrap(local.index_select(dim, index), layout)
-
-
-@register(*named("roll"))
-def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None) -> Tensor:
-    """Rolling along dims that are not spread over ranks."""
-    over = [dims] if isinstance(dims, int) else dims
-    if over is None or any(input.layout.axis(dim % input.dim()) is not None for dim in over):
-        raise refusal("torch.roll", "it rolls along a dim that is spread over ranks")
-    return wrap(torch.roll(input.local, shifts, list(over)), input.layout)

@@ -1,7 +1,6 @@
-"""Operators that treat every pixel alike, recognised by PyTorch's own tag, and joining tensors along other dims."""
+"""Operators that treat every pixel alike, recognised by PyTorch's own tag."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling
 from mpi4dl.parallel.spatial.grid import Dims, Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.memory import writes
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
@@ -152,6 +151,10 @@ def pointwise(function: Any) -> Rule:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         in_place = writes(function, kwargs)
         operands = [leaves[i] for i in places]
+        if in_place and not isinstance(operands[0], SpatialTensor):
+            whole = (gather(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            args, kwargs = pytree.tree_unflatten(list(whole), structure)
+            return function(*args, **kwargs)
         if len(operands) == 1 and isinstance(operands[0], SpatialTensor):
             parts, layout = [operands[0].local], operands[0].layout
         else:
@@ -163,8 +166,6 @@ def pointwise(function: Any) -> Rule:
         for operand, part in zip(operands, parts, strict=True):
             if result is part and isinstance(operand, SpatialTensor) and operand.layout == layout:
                 return operand
-        if in_place:
-            raise refusal(function_name(function), "a plain tensor is written in place from a spread one")
         for y in pytree.tree_leaves(result):
             if not _has_pixels_of(y, layout):
                 raise refusal(function_name(function), "its result is no image")
@@ -211,30 +212,7 @@ def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
     return wrap(F.prelu(input.local, weight), input.layout)
 
 
-def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tensor:
-    """Concatenate or stack along a dim that is not cut."""
-    name = function_name(function)
-    ndim = max(x.dim() for x in tensors) + (1 if new else 0)
-    dim %= ndim
-    tensors = [x for x in tensors if x.shape != (0,)]
-    parts, layout = align(tensors, name)
-    if not new and dim in layout.dims:
-        raise refusal(name, f"dim {dim} is spread over ranks")
-    y = function(parts, dim)
-    return wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
-
-
 def shift(dims: Dims, at: int, by: int) -> Dims:
     """The dims after `by` new ones came in (or, negative, went out) at position `at`."""
     batch, rows, cols = (dim + by if dim is not None and dim >= at else dim for dim in dims)
     return batch, rows, cols
-
-
-@register(torch.cat, torch.concat, torch.concatenate)
-def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
-    return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
-
-
-@register(torch.stack)
-def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return _join(torch.stack, tensors, dim, new=True)

@@ -35,7 +35,7 @@ def interpolate(
     x = check_image(input, "torch.nn.functional.interpolate")
     if x.dim() != 4 or not x.is_floating_point() or (align_corners is not None and not mode.startswith("bi")):
         raise refusal("torch.nn.functional.interpolate", f"shape {tuple(x.shape)}, {x.dtype}, {mode}, {align_corners=}")
-    if antialias or mode not in (*MODES, "area"):
+    if mode not in (*MODES, "area") or (antialias and not mode.startswith("bi")):
         raise refusal("torch.nn.functional.interpolate", f"mode {mode!r}{' with antialias' if antialias else ''}")
     factors: Sequence[float | None] = (None, None)
     if scale_factor is not None:
@@ -52,18 +52,20 @@ def interpolate(
     if sizes == tuple(x.shape[-2:]):
         y = x.clone()
     for i in (0, 1):
-        y = _resample(y, i - 2, sizes[i], factors[i], mode, bool(align_corners))
+        y = _resample(y, i - 2, sizes[i], factors[i], mode, bool(align_corners), antialias)
     return y
 
 
-def _resample(x: Tensor, dim: int, output: int, factor: float | None, mode: str, align_corners: bool) -> Tensor:
+def _resample(
+    x: Tensor, dim: int, output: int, factor: float | None, mode: str, align_corners: bool, antialias: bool
+) -> Tensor:
     """Interpolate along one dim."""
     size = x.shape[dim]
     if align_corners:
         scale = (size - 1) / (output - 1) if output > 1 else 0.0
     else:
         scale = 1 / factor if factor else size / output
-    mapping = Resampling(size, output, MODES[mode], align_corners, scale)
+    mapping = Resampling(size, output, MODES[mode], align_corners, scale, antialias)
     if output == size and (scale == 1 or (align_corners and size == 1)):
         return x
     if not isinstance(x, SpatialTensor) or x.layout.axis(x.dim() + dim) is None:
@@ -75,15 +77,20 @@ def _resample(x: Tensor, dim: int, output: int, factor: float | None, mode: str,
         reached = reach(x, {axis: mapping})
         local, start = reached.fetch(x.local), reached.needed[axis].start
         rows, layout = range(*reached.output.held[axis]), reached.output
-    taps = list(zip(*(mapping.taps(row) for row in rows), strict=True))
+    taps = [mapping.taps(row) for row in rows]
     y = local.narrow(dim, 0, 0)
-    for number, tap in enumerate(taps):
+    for number in range(max(map(len, taps), default=0)):
+        having = [row for row, of_row in enumerate(taps) if number < len(of_row)]
+        tap = [taps[row][number] for row in having]
         index = torch.tensor([row - start for row, _ in tap], dtype=torch.int64, device=local.device)
         part = local.index_select(dim, index)
-        if len(taps) > 1:
+        if mode not in ("nearest", "nearest-exact"):
             weight = torch.tensor([w for _, w in tap], dtype=local.dtype, device=local.device)
             part = part * (weight.unsqueeze(-1) if dim == -2 else weight)
-        y = part if number == 0 else y + part
+        if len(having) < len(taps):
+            y = y.index_add(dim, torch.tensor(having, device=local.device), part)
+        else:
+            y = part if number == 0 else y + part
     return y if layout is None else wrap(y, layout)
 
 

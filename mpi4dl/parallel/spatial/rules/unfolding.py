@@ -43,11 +43,11 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
 def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size = 0, stride: Size = 1) -> Tensor:
     """All windows as columns, (N, C * kernel, L). L counts over the whole image, so the result is gathered."""
     x = check_image(input, "torch.nn.functional.unfold")
-    if pair(dilation) != (1, 1):
-        raise refusal("torch.nn.functional.unfold(dilation > 1)")
     if x.dim() == 3:
         return unfold(x.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
     (kh, kw), (ph, pw), (sh, sw) = pair(kernel_size), pair(padding), pair(stride)
-    windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, kh, sh).unfold(3, kw, sw)  # (N, C, H', W', kh, kw)
+    dh, dw = pair(dilation)
+    windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
+    windows = windows[..., ::dh, ::dw]  # (N, C, H', W', kh, kw)
     n, c, h, w = windows.shape[:4]
     return windows.permute(0, 1, 4, 5, 2, 3).reshape(n, c * kh * kw, h * w)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.geometry import AXES
-from mpi4dl.parallel.spatial.grid import Dims, Layout
+from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import shift
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
@@ -153,23 +153,6 @@ def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
 @register(Tensor.expand_as)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
     return input.expand(*other.shape)
-
-
-@register(Tensor.repeat)
-def repeat(input: SpatialTensor, *sizes: Any) -> Tensor:
-    times = _numbers(sizes)
-    dims: Dims = shift(input.layout.dims, 0, len(times) - input.dim())
-    if any(dim is not None and times[dim] != 1 for dim in dims):
-        raise refusal("Tensor.repeat", "a dim that is spread over ranks is repeated")
-    return wrap(input.local.repeat(times), Layout(input.layout.grid, input.layout.tiling, dims))
-
-
-@register(F.linear)
-def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A matrix product with the last dim, the same for every pixel."""
-    if not isinstance(input, SpatialTensor) or input.layout.axis(input.dim() - 1) is not None:
-        raise refusal("torch.nn.functional.linear", "the last dim, which it sums over, is spread over ranks")
-    return wrap(F.linear(input.local, weight, bias), input.layout)
 
 
 @register(torch.channel_shuffle, F.channel_shuffle)

@@ -1,0 +1,149 @@
+"""What indices choose, or where they write: local along dims that are not cut, once both have the same pixels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather as gather_whole
+from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.rules.rearranging import choose
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+
+SELECTS_PIXELS = "a mask or a tensor of indices selects pixels"
+
+
+def dims_of(index: Any) -> int:
+    """How many dims of a tensor this part of an index stands for."""
+    if index is None or index is Ellipsis:
+        return 0
+    return index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
+def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
+    """x[..., index, ...] with tensors of indices, or masks, by the dim that they stand at."""
+    chosen: dict[int, Tensor] = {}
+    for dim, index in lists.items():
+        spread = isinstance(x, SpatialTensor) and any(x.layout.axis(dim + i) is not None for i in range(index.dim()))
+        if index.dtype not in (torch.bool, torch.uint8):
+            chosen[dim] = index
+        elif index.dim() == 0 or (index.dim() > 1 and spread):
+            raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
+        elif tuple(index.shape) != tuple(x.shape[dim : dim + index.dim()]):
+            raise IndexError(f"the shape of the mask {list(index.shape)} at dim {dim} does not match {list(x.shape)}")
+        else:
+            chosen |= {dim + i: found for i, found in enumerate(index.nonzero(as_tuple=True))}
+    if not isinstance(x, SpatialTensor):
+        return x[tuple(chosen.get(dim, slice(None)) for dim in range(x.dim()))]
+    if any(x.layout.axis(dim) is not None for dim in chosen):
+        (dim, index), *others = chosen.items()
+        if others or index.dim() != 1:
+            raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
+        return choose(x, dim, index.tolist())
+    y = x.local[tuple(chosen.get(dim, slice(None)) for dim in range(x.dim()))]
+    kept = [dim for dim in range(x.dim()) if dim not in chosen]
+    new = y.dim() - len(kept)
+    side_by_side = max(chosen) - min(chosen) + 1 == len(chosen)
+    before = sum(dim < min(chosen) for dim in kept) if side_by_side else 0  # else PyTorch puts them in front
+    place = {dim: i if i < before else i + new for i, dim in enumerate(kept)}
+    batch, rows, cols = (None if dim is None else place[dim] for dim in x.layout.dims)
+    return wrap(y, replace(x.layout, dims=(batch, rows, cols)))
+
+
+def look_up(table: Tensor, indices: Sequence[Any]) -> Tensor:
+    """table[labels], where every rank has the table and the labels are spread."""
+    labels = indices[0]
+    if isinstance(table, SpatialTensor) or len(indices) > 1 or labels.dtype in (torch.bool, torch.uint8):
+        raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
+    return wrap(table[labels.local], labels.layout)
+
+
+@register(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *rest: Any,
+    **more: Any,
+) -> Tensor:
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor) or max_norm is not None:
+        raise refusal("torch.nn.functional.embedding", "its table is spread over ranks, or changed by max_norm")
+    return wrap(F.embedding(input.local, weight, padding_idx, None, *rest, **more), input.layout)
+
+
+@register(F.one_hot)
+def one_hot(input: SpatialTensor, num_classes: int = -1) -> Tensor:
+    if num_classes == -1 and input.numel():
+        num_classes = int(torch.amax(input)) + 1
+    if input.local.numel() == 0:
+        return wrap(input.local.new_empty((*input.local.shape, num_classes)), input.layout)
+    return wrap(F.one_hot(input.local, num_classes), input.layout)
+
+
+def _common(function: str, dim: int, *tensors: Tensor) -> Layout:
+    """The layout in which the others come to the first one that is spread; none may be cut along `dim`."""
+    spread = [x for x in tensors if isinstance(x, SpatialTensor)]
+    if any(x.layout.axis(dim) is not None for x in spread):
+        raise refusal(function, f"dim {dim} is spread over ranks")
+    return spread[0].layout.narrow
+
+
+@register(*named("gather"))
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    dim = place_of(dim, input.dim())
+    layout = _common("torch.gather", dim, index, input)
+    for other in range(input.dim()):
+        if other != dim and index.shape[other] != input.shape[other]:
+            input = input.narrow(other, 0, index.shape[other])
+    if not isinstance(index, SpatialTensor) and isinstance(input, SpatialTensor):
+        layout = input.layout.narrow
+    y = torch.gather(part(input, layout), dim, part(index, layout), sparse_grad=sparse_grad)
+    return wrap(y, layout)
+
+
+@register(*named("take_along_dim"))
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return torch.take_along_dim(gather_whole(input), gather_whole(indices))
+    dim = place_of(dim, input.dim())
+    pairs = list(zip(input.shape, indices.shape, strict=True))
+    sizes = [-1 if d == dim else max(pair) for d, pair in enumerate(pairs)]
+    return torch.gather(input.expand(sizes), dim, indices.expand(sizes))
+
+
+def _scatter(function: Any) -> Any:
+    name = function_name(function)
+    in_place = name.endswith("_")
+
+    def rule(input: Tensor, dim: int, index: Tensor, src: Any = None, *rest: Any, **more: Any) -> Any:
+        written = more.pop("value", src)
+        dim = place_of(dim, input.dim())
+        tensors = [x for x in (input, index, written) if isinstance(x, Tensor) and x.dim()]
+        if in_place and not isinstance(input, SpatialTensor):
+            return function(input, dim, gather_whole(index), _whole(written), *rest, **more)
+        layout = _common(name, dim, *tensors)
+        for other, size in enumerate(input.shape):
+            if other in layout.dims and any(x.shape[other] != size for x in tensors):
+                raise refusal(name, f"its tensors differ in size along dim {other}, which is spread over ranks")
+        if isinstance(input, SpatialTensor) and in_place:
+            layout = input.layout
+        local, at = part(input, layout), part(index, layout)
+        if isinstance(written, Tensor) and written.dim():
+            written = part(written, layout)
+        y = function(local, dim, at, written, *rest, **more)
+        return input if in_place else wrap(y, layout)
+
+    return rule
+
+
+def _whole(value: Any) -> Any:
+    return gather_whole(value) if isinstance(value, Tensor) else value
+
+
+for function in named("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"):
+    register(function)(_scatter(function))

@@ -1,0 +1,218 @@
+"""Matrix products, einsum and linear layers: each rank multiplies what it has; over axes that are summed, all add up.
+
+Dims of the operands that go together have one label, as in einsum. An axis of the image stands under one label alone:
+
+    einsum("nchw,kc->nkhw")   c is not cut: local           einsum("nchw,nkhw->nck")   h, w are summed: all-reduced
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.comm import collectives
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import AXES, Split, Tiling
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
+
+Labels = Sequence[Hashable]
+
+
+def contract(
+    name: str, function: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels
+) -> Tensor:
+    """`function` of the operands, whose dims have these labels; those that `result` has not are summed over."""
+    operands = [_one_pixel_gathered(x, i, operands, labels) for i, x in enumerate(operands)]
+    lead = next((x for x in operands if isinstance(x, SpatialTensor)), None)
+    if lead is None:
+        return function(*operands)
+    held: dict[int, tuple[Hashable, Split]] = {}
+    for x, names in zip(operands, labels, strict=True):
+        for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
+            if dim is not None:
+                split = x.layout.tiling.splits[axis]  # type: ignore[attr-defined]
+                label, known = held.setdefault(axis, (names[dim], split))
+                if label != names[dim] or names.count(label) > 1:
+                    raise refusal(name, "an axis of the image would be multiplied with another dim")
+                if known != split or label not in result:
+                    held[axis] = label, known.narrow()
+    if len({label for label, _ in held.values()}) < len(held):
+        raise refusal(name, "two axes of the image are multiplied with each other")
+    layout = _tiling_of(lead.layout, held)
+    y = function(*(_part(x, names, held, layout) for x, names in zip(operands, labels, strict=True)))
+    summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
+    if any(layout.grid.shape[axis] > 1 for axis in summed):
+        y = collectives.all_reduce(y, layout.grid.along(summed))
+    batch, rows, cols = (
+        list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in AXES
+    )
+    return wrap(y, layout.with_dims((batch, rows, cols)))
+
+
+def _tiling_of(lead: Layout, held: dict[int, tuple[Hashable, Split]]) -> Layout:
+    """A layout with the splits of all axes that any operand has; its dims say no more than that they are there."""
+    tiling: Tiling = lead.tiling
+    for axis, (_, split) in held.items():
+        tiling = tiling.replace(axis, split)
+    batch, rows, cols = (axis if axis in held else None for axis in AXES)
+    return Layout(lead.grid, tiling, (batch, rows, cols))
+
+
+def _one_pixel_gathered(x: Tensor, i: int, operands: Sequence[Tensor], labels: Sequence[Labels]) -> Tensor:
+    """x, with an axis of one pixel on all ranks if it broadcasts against more pixels of another operand."""
+    if not isinstance(x, SpatialTensor):
+        return x
+    single = []
+    for axis, dim in enumerate(x.layout.dims):
+        if dim is not None and x.shape[dim] == 1:
+            others = [(y, names) for j, (y, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
+            if any(labels[i][dim] in names and y.shape[names.index(labels[i][dim])] != 1 for y, names in others):
+                single.append(axis)
+    return gather_axes(x, single) if single else x
+
+
+def _part(x: Tensor, names: Labels, held: dict[int, tuple[Hashable, Split]], layout: Layout) -> Tensor:
+    """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others."""
+    present: tuple[int | None, ...] = (None, None, None)
+    if isinstance(x, SpatialTensor):
+        present, tiling = x.layout.dims, x.layout.tiling
+        for axis in AXES:
+            if present[axis] is not None:
+                tiling = tiling.replace(axis, held[axis][1])
+        x = retile(x, tiling).local
+    crop: list[int | None] = [None, None, None]
+    for axis, (label, split) in held.items():
+        if present[axis] is None and label in names:
+            dim = names.index(label)
+            if x.shape[dim] == split.size:
+                crop[axis] = dim
+    return narrow(x, crop, layout.tiling.whole, layout.held)
+
+
+def _matrices(left: Tensor, right: Tensor) -> tuple[list[Labels], Labels]:
+    """The labels of a matrix product as torch.matmul has it: vectors, matrices, and batches of them that broadcast."""
+    batch = max(left.dim(), right.dim(), 2) - 2
+    names = [f"batch {i}" for i in range(batch)]
+    of_left = ["k"] if left.dim() == 1 else [*names[batch - left.dim() + 2 :], "m", "k"]
+    of_right = ["k"] if right.dim() == 1 else [*names[batch - right.dim() + 2 :], "k", "n"]
+    outer = ["m"] * (left.dim() > 1) + ["n"] * (right.dim() > 1)
+    return [of_left, of_right], [*names, *outer]
+
+
+def _product(function: Any) -> Callable[..., Tensor]:
+    name = function_name(function)
+
+    def rule(input: Tensor, other: Tensor, **options: Any) -> Tensor:
+        if options:
+            raise refusal(name, f"it was given {', '.join(options)}=")
+        labels, result = _matrices(input, other)
+        _check(name, (input, other), labels)
+        return contract(name, function, (input, other), labels, result)
+
+    return rule
+
+
+def _check(name: str, operands: Sequence[Tensor], labels: Sequence[Labels]) -> None:
+    """What PyTorch would refuse of the whole, parts might pass."""
+    sizes: dict[Hashable, int] = {}
+    for x, names in zip(operands, labels, strict=True):
+        for size, label in zip(x.shape, names, strict=True):
+            broadcasts = 1 in (size, sizes.setdefault(label, size)) and label not in ("k", "in")
+            if sizes[label] != size and not broadcasts:
+                raise RuntimeError(f"{name}: shapes {[tuple(y.shape) for y in operands]} cannot be multiplied")
+            sizes[label] = max(sizes[label], size)
+
+
+for function in [*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__]:
+    register(function)(_product(function))
+
+
+@register(Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(other, input)
+
+
+def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """beta * input + alpha * product; what is multiplied by a beta of 0 may be anything."""
+
+    def rule(input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        y = product(first, second)
+        y = y if alpha == 1 else y * alpha
+        return y if beta == 0 else y + (input if beta == 1 else input * beta)
+
+    return rule
+
+
+for names, product in (("addmm", torch.mm), ("baddbmm", torch.bmm), ("addmv", torch.mv)):
+    for function in named(names):
+        register(function)(_added(product))
+
+
+@register(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up."""
+    name = "torch.nn.functional.linear"
+    if isinstance(weight, SpatialTensor) or isinstance(bias, SpatialTensor):
+        raise refusal(name, "an argument other than the input is a SpatialTensor")
+    assert isinstance(input, SpatialTensor)
+    pixels = [f"dim {i}" for i in range(input.dim() - 1)]
+    labels: list[Labels] = [[*pixels, "in"], ["out", "in"] if weight.dim() == 2 else ["in"]]
+    _check(name, (input, weight), labels)
+    result = [*pixels, "out"] if weight.dim() == 2 else pixels
+    if not input.layout.cut(input.dim() - 1):
+        return contract(name, lambda x, w: F.linear(x, w, bias), (input, weight), labels, result)
+    y = contract(name, F.linear, (input, weight), labels, result)
+    return y if bias is None else y + bias
+
+
+@register(torch.einsum)
+def einsum(equation: Any, *operands: Any) -> Tensor:
+    """An equation in letters, with `...` for dims that broadcast; over axes that the result lacks all ranks add up."""
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
+    if not isinstance(equation, str):
+        raise refusal("torch.einsum", "its equation is no string")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(tensors):
+        raise ValueError(f"einsum(): {equation!r} has {len(terms)} operands, but {len(tensors)} were given")
+    most = max(x.dim() - len(term.replace("...", "")) for x, term in zip(tensors, terms, strict=True))
+
+    def labels(term: str, dots: int) -> list[str]:
+        before, _, after = term.partition("...")
+        return [*before, *(f"...{i}" for i in range(most - dots, most)), *after] if "..." in term else [*term]
+
+    names = [labels(term, x.dim() - len(term.replace("...", ""))) for x, term in zip(tensors, terms, strict=True)]
+    letters = sorted({letter for term in terms for letter in term.replace("...", "")})
+    implied = "..." * ("..." in inputs) + "".join(a for a in letters if inputs.count(a) == 1)
+    _check("torch.einsum", tensors, names)
+    return contract(
+        "torch.einsum",
+        lambda *parts: torch.einsum(equation, *parts),
+        tensors,
+        names,
+        labels(output if arrow else implied, most),
+    )
+
+
+@register(*named("outer", "ger"))
+def outer(input: Tensor, vec2: Tensor) -> Tensor:
+    return contract("torch.outer", torch.outer, (input, vec2), (["m"], ["n"]), ["m", "n"])
+
+
+@register(*named("tensordot"))
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+    number = iter(count())
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    over_a, over_b = ([d % x.dim() for d in over] for over, x in zip(dims, (a, b), strict=True))
+    of_a: list[Hashable] = [next(number) for _ in range(a.dim())]
+    of_b: list[Hashable] = [of_a[over_a[over_b.index(d)]] if d in over_b else next(number) for d in range(b.dim())]
+    result = [n for n in of_a if of_a.index(n) not in over_a] + [n for d, n in enumerate(of_b) if d not in over_b]
+    return contract(
+        "torch.tensordot", lambda x, y: torch.tensordot(x, y, (over_a, over_b)), (a, b), (of_a, of_b), result
+    )

@@ -1,0 +1,91 @@
+"""Tensors joined to one: along dims that are not cut each rank joins its parts, along the image each takes a share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl.geometry import Interval, Split
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.rules.pointwise import align, shift
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+
+
+def _along_image(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate along an axis of the image, whose cuts are even then."""
+    lead = next(x for x in tensors if isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None)
+    axis, grid = lead.layout.axis(dim), lead.layout.grid
+    assert axis is not None
+    tiling, parts, total = lead.layout.narrow.tiling, grid.shape[axis], sum(x.shape[dim] for x in tensors)
+    output = Split.at([total * i // parts for i in range(parts + 1)])
+    pieces, start = [], 0
+    for x in tensors:
+        place = Interval(start, start + x.shape[dim])
+        needed = tuple(output.owned(i).intersect(place).shift(-start) for i in range(parts))
+        known = x.layout.axis(dim) == axis if isinstance(x, SpatialTensor) else False
+        cuts = x.layout.tiling.splits[axis].cuts if known else (0,) * parts + (x.shape[dim],)  # type: ignore[attr-defined]
+        for other, size in enumerate(x.shape):
+            if other != dim and size != lead.shape[other]:
+                raise RuntimeError(
+                    f"Sizes of tensors must match except in dimension {dim}. Expected size {lead.shape[other]} but "
+                    f"got size {size} for a tensor in the list"
+                )
+        pieces.append(part(x, Layout(grid, tiling.replace(axis, Split(cuts, needed)), lead.layout.dims)))
+        start = place.stop
+    return wrap(torch.cat(pieces, dim), Layout(grid, tiling.replace(axis, output), lead.layout.dims))
+
+
+def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tensor:
+    name = function_name(function)
+    ndim = max(x.dim() for x in tensors) + (1 if new else 0)
+    dim = place_of(dim, ndim)
+    tensors = [x for x in tensors if x.shape != (0,)]
+    if not new and any(isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None for x in tensors):
+        return _along_image(tensors, dim)
+    parts, layout = align(tensors, name)
+    y = function(parts, dim)
+    return wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
+
+
+@register(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
+    if kwargs.get("out") is not None:
+        raise refusal("torch.cat", "it was given out=")
+    return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
+
+
+@register(torch.stack)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _join(torch.stack, tensors, dim, new=True)
+
+
+def _beside(dim: int, at_least: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def rule(tensors: Sequence[Tensor]) -> Tensor:
+        shaped = [at_least(x) for x in tensors]
+        return torch.cat(shaped, 0 if shaped[0].dim() == 1 else dim)
+
+    return rule
+
+
+def _at_least(ndim: int) -> Callable[[Tensor], Tensor]:
+    """(n) as a row (1, n), and that as an image (1, n, 1): as torch.atleast_2d and torch.atleast_3d have it."""
+
+    def reshape(x: Tensor) -> Tensor:
+        x = x.reshape(1) if x.dim() == 0 else x
+        x = x.unsqueeze(0) if x.dim() < min(ndim, 2) else x
+        return x.unsqueeze(-1) if x.dim() < ndim else x
+
+    return reshape
+
+
+for dim, names, ndim in ((1, ("hstack",), 1), (0, ("vstack", "row_stack"), 2), (2, ("dstack",), 3)):
+    for function in named(*names):
+        register(function)(_beside(dim, _at_least(ndim)))
+
+
+@register(*named("column_stack"))
+def column_stack(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)

@@ -1,0 +1,60 @@
+"""What indices choose among channels, and where they write, on tiles as on the whole image."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, check_table, functions
+from tests.pool.ranks import Ranks
+
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64)
+
+
+def labels(x: Tensor) -> Tensor:
+    """A class for each pixel, the same on every rank."""
+    return torch.randint(4, (x.shape[0], *x.shape[2:]), generator=torch.Generator().manual_seed(5))
+
+
+def target(x: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=torch.Generator().manual_seed(6))
+
+
+CASES = {
+    **functions(
+        {
+            "gather": lambda x: x.gather(1, labels(x).unsqueeze(1)),
+            "gather by spread indices": lambda x: x.gather(1, x.detach().argsort(1)),
+            "gather, sizes differ": lambda x: torch.gather(x, 1, labels(x)[:, None, :4, 1:5]),
+            "gather from a plain tensor": lambda x: target(x).gather(1, x.argmax(1, keepdim=True)) * x,
+            "take_along_dim": lambda x: x.take_along_dim(x.detach().argmax(1, keepdim=True), 1),
+            "take_along_dim that broadcasts": lambda x: torch.take_along_dim(
+                x, torch.tensor([2, 1]).view(1, 2, 1, 1), 1
+            ),
+            "scatter a value": lambda x: torch.zeros_like(x).scatter(1, labels(x).unsqueeze(1), 1.5) * x,
+            "scatter_ spread": lambda x: torch.zeros_like(x).scatter_(1, x.detach().argmin(1, keepdim=True), x[:, :1]),
+            "scatter into a plain tensor": lambda x: torch.zeros(x.shape).scatter(
+                1, x.detach().argmin(1, keepdim=True), x[:, :1]
+            ),
+            "scatter_add": lambda x: x.scatter_add(1, labels(x).unsqueeze(1), x[:, 1:2]),
+            "scatter_reduce": lambda x: x.scatter_reduce(1, labels(x).unsqueeze(1), x[:, 1:2], "amax"),
+            "one_hot": lambda x: F.one_hot(x.detach().argmax(1), 6).permute(0, 3, 1, 2) * x[:, :1],
+            "one_hot, classes counted": lambda x: F.one_hot(x.detach().argmax(1)),
+            "weights of classes": lambda x: WEIGHT[x.detach().argmax(1)] * x[:, 0],
+            "embedding": lambda x: F.embedding(x.detach().argmax(1), torch.eye(4, 3), 1) * x[:, 0, ..., None],
+        }
+    ),
+    **functions(
+        {
+            "scatter_ into a plain tensor": lambda x: torch.zeros(x.shape).scatter_(
+                1, x.detach().argmin(1, keepdim=True), x[:, :1]
+            ),
+        },
+        spread=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
+def test_what_indices_choose_is_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)
