@@ -1,33 +1,79 @@
-"""Losses of dense predictions: each rank's own pixels, then the sum or mean over the whole image."""
+"""Losses of dense predictions: a function of each pixel, then the sum or mean over the whole image.
 
+The pixels are PyTorch's own function with reduction="none" on each rank's part; inputs, targets and weights broadcast
+as they do on the whole. A loss over classes divides by the weights of the pixels that count.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.parallel.spatial.rules.pointwise import align
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.rules.pointwise import align, shift
 from mpi4dl.parallel.spatial.rules.reductions import mean, reduced_layout, sum_
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal, register, wrap
 
 
 def _reduce(pixels: Tensor, reduction: str) -> Tensor:
-    if reduction == "none" or not isinstance(pixels, SpatialTensor):
-        return pixels if reduction == "none" else getattr(pixels, reduction)()
+    if reduction == "none":
+        return pixels
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if not isinstance(pixels, SpatialTensor):
+        return getattr(pixels, reduction)()
     return mean(pixels) if reduction == "mean" else sum_(pixels)
 
 
-def _elementwise(function: Any) -> Any:
-    def rule(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
-        old = kwargs.get("reduce") is not None or kwargs.get("size_average") is not None
-        if old or any(isinstance(a, bool | str) for a in args):
-            raise refusal(function_name(function), "pass its options by name")
-        if kwargs.get("weight") is not None or kwargs.get("pos_weight") is not None:
-            raise refusal(function_name(function), "weights are not supported")
-        (a, b), layout = align([input, target], function_name(function))
-        return _reduce(wrap(function(a, b, *args, reduction="none", **kwargs), layout), reduction)
+def _reduction(options: dict[str, Any]) -> str:
+    """What the options ask for, the older two among them, which are set to None."""
+    if options.get("size_average") is None and options.get("reduce") is None:
+        return options["reduction"]
+    average, reduced = options.get("size_average"), options.get("reduce")
+    options["size_average"] = options["reduce"] = None
+    if reduced is False:
+        return "none"
+    return "sum" if average is False else "mean"
+
+
+def _by_pixel(function: Any) -> Callable[..., Tensor]:
+    """A loss whose tensors, whatever their names, broadcast against each other."""
+    signature, name = inspect.signature(function), function_name(function)
+
+    def rule(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        reduction = _reduction(options)
+        options["reduction"] = "none"
+        _check(function, options)
+        if function is F.gaussian_nll_loss and isinstance(options["var"], Tensor):
+            var, input = options["var"], options["input"]
+            options["var"] = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
+        names = [key for key, value in options.items() if isinstance(value, Tensor)]
+        parts, layout = align([options[key] for key in names], name)
+        pixels = wrap(function(**options | dict(zip(names, parts, strict=True))), layout)
+        if reduction == "batchmean":
+            return sum_(pixels) / options["input"].shape[0]  # type: ignore[arg-type]
+        return _reduce(pixels, reduction)
 
     return rule
+
+
+def _check(function: Any, options: dict[str, Any]) -> None:
+    """Let PyTorch refuse shapes, and warn of them, by the whole: parts might differ from rank to rank."""
+    shapes = {
+        key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for key, value in options.items()
+        if isinstance(value, Tensor)
+    }
+    with torch._C.DisableTorchFunctionSubclass():
+        function(**options | shapes)
 
 
 for function in (
@@ -37,39 +83,59 @@ for function in (
     F.huber_loss,
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
+    F.soft_margin_loss,
+    F.hinge_embedding_loss,
+    F.margin_ranking_loss,
 ):
-    register(function)(_elementwise(function))
+    register(function)(_by_pixel(function))
 
 
-@register(F.cross_entropy)
-def cross_entropy(
-    input: SpatialTensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Over class indices (N, H, W), plain or spread; the mean is over pixels that are not ignored, by weight."""
-    if not isinstance(input, SpatialTensor) or input.layout.axis(1) is not None:
-        raise refusal("torch.nn.functional.cross_entropy", "dim 1 is not the classes here")
-    if size_average is not None or reduce is not None:
-        raise refusal("torch.nn.functional.cross_entropy", "use reduction= instead of size_average= and reduce=")
-    if target.is_floating_point() or label_smoothing:
-        raise refusal("torch.nn.functional.cross_entropy", "class probabilities and label smoothing are not supported")
-    layout = reduced_layout(input.layout, [1], False)
-    like = wrap(input.local.detach().select(1, 0), layout)
-    (_, classes), common = align([like, target], "torch.nn.functional.cross_entropy")
-    if common != layout:
-        raise refusal("torch.nn.functional.cross_entropy", "input and target hold different pixels")
-    pixels = wrap(F.cross_entropy(input.local, classes, weight, ignore_index=ignore_index, reduction="none"), layout)
-    if reduction != "mean":
-        return _reduce(pixels, reduction)
-    counted = classes != ignore_index
-    if weight is None:
-        shares = counted.to(pixels.dtype)
+def _over_classes(function: Any) -> Callable[..., Tensor]:
+    """Cross entropy, and the negative log-likelihood: (N, classes, ...) against class indices, or probabilities."""
+    signature, name = inspect.signature(function), function_name(function)
+
+    def rule(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        reduction = _reduction(options)
+        options["reduction"] = "none"
+        input, target = options["input"], options["target"]
+        classes = 0 if input.dim() == 1 else 1
+        probable = target.is_floating_point() and input.shape == target.shape
+        expected = input.shape if probable else (*input.shape[:classes], *input.shape[classes + 1 :])
+        if target.shape != expected:
+            raise ValueError(f"expected a target of shape {tuple(expected)}, but got {tuple(target.shape)}")
+        layout = _layout(input, target, classes, probable, name)
+        of_target = layout if probable else reduced_layout(layout, [classes], False)
+        options["input"], options["target"] = part(input, layout), part(target, of_target)
+        pixels = wrap(function(**options), reduced_layout(layout, [classes], False))
+        if reduction != "mean" or probable:
+            return _reduce(pixels, reduction)
+        ignored, weight = options["target"] == options["ignore_index"], options["weight"]
+        if weight is None:
+            shares = (~ignored).to(pixels.dtype)
+        else:
+            shares = torch.where(ignored, 0, weight[torch.where(ignored, 0, options["target"])])
+        return _reduce(pixels, "sum") / _reduce(wrap(shares, of_target), "sum")
+
+    return rule
+
+
+def _layout(input: Tensor, target: Tensor, classes: int, probable: bool, name: str) -> Layout:
+    """The layout, with a dim of classes, that both come to: the input's, or the target's if the input is plain."""
+    if isinstance(input, SpatialTensor):
+        layout = input.layout
     else:
-        shares = torch.where(counted, weight[torch.where(counted, classes, 0)], 0)
-    return _reduce(pixels, "sum") / _reduce(wrap(shares, layout), "sum")
+        assert isinstance(target, SpatialTensor)
+        layout = target.layout if probable else replace(target.layout, dims=shift(target.layout.dims, classes, 1))
+    if layout.axis(classes) is not None:
+        raise refusal(name, f"dim {classes} is not the classes here")
+    return layout.narrow
+
+
+for over_classes in (F.cross_entropy, F.nll_loss):
+    register(over_classes)(_over_classes(over_classes))
