@@ -205,6 +205,29 @@ class _Hooked(nn.Module):
         return self.last(self.again(self.second(x).square().mean((2, 3))))
 
 
+class _Transforming(nn.Module):
+    """A block with layers that look at the whole image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.fft.fft2(self.first(x)).real.tanh().sort(2).values)
+
+
+class _Spectral(nn.Module):
+    """What has no rules for tiles: within a block that can be recomputed, and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.Sequential(_Transforming()), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return self.last((x * torch.fft.fft2(x).abs().sqrt()).mean((2, 3)))
+
+
 OWN = {
     "aliased": _Aliased,
     "attending": _Attending,
@@ -212,6 +235,7 @@ OWN = {
     "frozen": _Frozen,
     "hooked": _Hooked,
     "skipping": _Skipping,
+    "spectral": _Spectral,
     "unused": _Unused,
 }
 

@@ -109,6 +109,11 @@ class Parallel:
         "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or atoms of each stage",
         counts_or("auto", "flops", "memory", "time"),
     )
+    no_rule: str = option(
+        "error",
+        "what to do with an operator that has no exact rule for tiles; gather: compute it whole on every rank",
+        choice("error", "gather"),
+    )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
     gpu_wire: str = option(
         "auto", "how GPU tensors reach MPI: directly, or staged on the host", choice("auto", "direct", "staged")

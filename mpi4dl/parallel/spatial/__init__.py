@@ -12,13 +12,15 @@ spatial.sum_gradients(model, grid)
 
 from mpi4dl.parallel.spatial import rules  # noqa: F401  (registers them)
 from mpi4dl.parallel.spatial.explain import explain, require_rules
+from mpi4dl.parallel.spatial.gathering import GatheredWarning, gathering
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, sum_gradients
+from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, shard_like, sum_gradients
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
 
 __all__ = [
+    "GatheredWarning",
     "Grid",
     "Layout",
     "NoRule",
@@ -27,10 +29,12 @@ __all__ = [
     "from_tile",
     "from_tiling",
     "gather",
+    "gathering",
     "register",
     "require_rules",
     "retile",
     "shard",
+    "shard_like",
     "sum_gradients",
     "whole_gradients",
     "widen",

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import BATCH, COLS, ROWS, Box, Interval, Split, Tiling
 from mpi4dl.parallel.replicas.reducer import Reducer
+from mpi4dl.parallel.spatial import halo
 from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 
 def image_dims(grid: Grid, ndim: int) -> Dims:
@@ -36,6 +37,24 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     layout = Layout(grid, tiling, dims)
     whole = Box(Interval(0, tiling.size[BATCH]), Interval(0, size[ROWS]), Interval(0, size[COLS]))
     return SpatialTensor(narrow(image, dims, whole, layout.owned), layout)
+
+
+def shard_like(x: Tensor, like: Tensor) -> Tensor:
+    """Spread a tensor that every rank has whole as `like` is spread; both have the same number of dims.
+
+    Along the axes that `like` has cut, x has its size, such as (N, other channels, H, W); ValueError otherwise. What is
+    spread already is cut anew. If `like` is plain, so is the result.
+    """
+    if not isinstance(like, SpatialTensor):
+        return halo.gather(x)
+    layout = like.layout
+    spread = [dim for dim in layout.dims if dim is not None]
+    if x.dim() != like.dim() or any(x.shape[dim] != like.shape[dim] for dim in spread):
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} cannot be spread like one of {tuple(like.shape)}, whose dims {spread} "
+            "are shared out: both must have the same number of dims, and the same sizes along those"
+        )
+    return wrap(halo.part(x, layout), layout)
 
 
 def _agree(grid: Grid, shape: tuple[int, ...], dtype: str) -> None:

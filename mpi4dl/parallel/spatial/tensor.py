@@ -30,7 +30,7 @@ RuleT = TypeVar("RuleT", bound=Rule)
 
 _rules: dict[Any, Rule] = {}
 _fallbacks: list[Callable[[Any], Rule | None]] = []
-
+substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 NOT_DIFFERENTIATED = "the gradient of a custom function would not reach the local tensors behind it"
 
@@ -151,9 +151,9 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule, options = find_rule(function), kwargs or {}
-        if rule is None:
-            raise refusal(function_name(function))
+        rule, options = find_rule(function) or functools.partial(_refuse, function), kwargs or {}
+        if substitutes:
+            rule = functools.partial(substitutes[-1], function, rule)
         if options.get("out") is not None:
             raise refusal(function_name(function), "it was given out=")
         if writes(function, options):
@@ -217,6 +217,10 @@ def copied(copy: Tensor, source: SpatialTensor) -> Tensor:
     return copy
 
 
+def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
+    raise refusal(function_name(function))
+
+
 def _refuse_gradient(gradient: Tensor) -> None:
     raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
 
@@ -253,16 +257,17 @@ def function_name(function: Any) -> str:
 
 def refusal(function: str, why: str = "") -> NoRule:
     """The error for something that cannot be done on tiles: the operator, the module that called it, and ways out."""
-    module = _calling_module()
+    module = calling_module()
     where = f" in module {module}" if module else ""
     return NoRule(
         f"{function}{where} has no exact rule for a tensor whose image is spread over ranks"
         f"{f': {why}' if why else ''}. Either gather first (y = spatial.gather(x), then every rank computes it whole), "
-        f"or teach it with spatial.register({function})."
+        f"teach it with spatial.register({function}), or let it be gathered, computed whole and cut again within "
+        "spatial.gathering(), at the memory of the whole (--no-rule gather)."
     )
 
 
-def _calling_module() -> str:
+def calling_module() -> str:
     """The path of the innermost module whose forward is running, found on the stack: "layer1.0.conv1 (Conv2d)"."""
     modules: list[nn.Module] = []
     frame = sys._getframe(1)

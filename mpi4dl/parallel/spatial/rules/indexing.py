@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, Window
-from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.halo import gather, reach
 from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up
 from mpi4dl.parallel.spatial.rules.rearranging import choose, one_row
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
@@ -105,8 +106,14 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 @register(Tensor.__setitem__)
-def setitem(input: SpatialTensor, index: Any, value: Any) -> None:
-    """Writing to what the same index reads, if that is a view; and a number, where a mask says so."""
+def setitem(input: Tensor, index: Any, value: Any) -> None:
+    """Writing to what the same index reads, if that is a view; and a number, where a mask says so. What is spread is
+    gathered into a plain tensor.
+    """
+    if not isinstance(input, SpatialTensor):
+        whole, value = pytree.tree_map_only(Tensor, gather, (index, value))
+        input[whole] = value
+        return
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         if isinstance(value, Tensor) and value.dim():
             raise refusal("Tensor.__setitem__", "which pixel gets which value depends on the mask")

@@ -1,0 +1,198 @@
+"""An opt-in for what has no rule: it is gathered, computed whole by PyTorch on every rank, and cut again.
+
+with spatial.gathering():
+    y = model(x)
+
+  x, spread --gather--> whole --PyTorch's own function--> whole --crop--> y, spread
+                                                            |
+  backward: each rank's gradient of its own part, zeros around it; the adjoint of the gather adds them up
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.memory import same_memory
+from mpi4dl.parallel.spatial.tensor import (
+    NoRule,
+    Rule,
+    SpatialTensor,
+    calling_module,
+    copied,
+    function_name,
+    refusal,
+    substitutes,
+)
+
+# What tells of memory, of identity or of autograd's graph would tell it of the gathered copy.
+OF_THE_TENSOR_ITSELF = frozenset(
+    "data_ptr untyped_storage storage storage_offset _typed_storage stride as_strided set_ resize_ resize_as_ view "
+    "__reduce_ex__ __reduce__ __dlpack__ __set__ backward share_memory_ is_shared pin_memory is_set_to".split()
+)
+VALUES_OF_ATTRIBUTES = frozenset("T H mH real imag".split())
+
+
+class GatheredWarning(UserWarning):
+    """An operator without a rule was computed whole on every rank."""
+
+
+class _Whole(NamedTuple):
+    """A spread operand, all of it, and how often that had been written to before the operator."""
+
+    spread: SpatialTensor
+    tensor: Tensor
+    version: int
+
+
+@contextmanager
+def gathering() -> Iterator[None]:
+    """Let operators that have no exact rule for tiles be computed whole: exact, at the memory of whole operands.
+
+    Each rank gathers the operands and computes the same. A result is cut again where it has the number of dims, and
+    along height, width (and a batch that is cut) the sizes, of a spread operand, as that one is cut; another one, such
+    as features of the whole image, stays whole on every rank, and so does what is computed of it alone: `shard_like`
+    cuts it. Whoever writes in place writes into the tiles. Random numbers are those that one process would draw; ranks
+    whose generators differ all raise `NoRule`. What cannot be done on a copy, such as `data_ptr`, raises it as ever.
+
+    Each module and operator is named once in a `GatheredWarning`, with its bytes, by rank 0 of the grid. It holds for
+    the process, since backward passes that recompute may run in another thread; those must come within it too.
+    """
+    substitute = _Substitute()
+    substitutes.append(substitute)
+    try:
+        yield
+    finally:
+        substitutes.remove(substitute)
+
+
+class _Substitute:
+    """Calls rules, and computes whole where one refuses: the function that the model called, not one within a rule."""
+
+    def __init__(self) -> None:
+        self.within_rule = False
+        self.named: set[tuple[str, str]] = set()
+
+    def __call__(self, function: Any, rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
+        if self.within_rule:
+            return rule(*args, **kwargs)
+        self.within_rule = True
+        try:
+            return rule(*args, **kwargs)
+        except NoRule as refused:
+            name = getattr(function, "__name__", "")
+            attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+            if name in OF_THE_TENSOR_ITSELF or (name == "__get__" and attribute not in VALUES_OF_ATTRIBUTES):
+                raise
+            reason = refused
+        finally:
+            self.within_rule = False
+        return self.compute_whole(function, args, kwargs, reason)
+
+    def compute_whole(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], reason: NoRule) -> Any:
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        wholes = {id(x): _gathered(x) for x in leaves if isinstance(x, SpatialTensor)}
+        if not wholes:
+            raise reason
+        plain = [wholes[id(x)].tensor if id(x) in wholes else x for x in leaves]
+        given, named = pytree.tree_unflatten(plain, structure)
+        generators = _generators(plain)
+        states = [generator.get_state() for generator in generators]
+        result = function(*given, **named)
+        drawn = [i for i, generator in enumerate(generators) if not torch.equal(generator.get_state(), states[i])]
+        _check_seeds(function, next(iter(wholes.values())).spread, [states[i] for i in drawn])
+        for whole in wholes.values():
+            if whole.tensor._version != whole.version:
+                _write_back(function, whole)
+        placed = pytree.tree_map(lambda y: _place(y, list(wholes.values())), result)
+        self.warn(function, list(wholes.values()), placed)
+        return placed
+
+    def warn(self, function: Any, wholes: list[_Whole], result: Any) -> None:
+        name, module = function_name(function), calling_module()
+        if (name, module) in self.named or wholes[0].spread.layout.grid.rank != 0:
+            return
+        self.named.add((name, module))
+        tensors = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor)]
+        cut = not tensors or any(isinstance(y, SpatialTensor) for y in tensors)
+        warnings.warn(
+            f"{name}{f' in module {module}' if module else ''} has no exact rule for tiles: "
+            f"{sum(whole.tensor.nbytes for whole in wholes):,} bytes were gathered on every rank, computed whole, and "
+            f"{'cut again' if cut else 'left whole'}",
+            GatheredWarning,
+            stacklevel=2,
+        )
+
+
+def _gathered(x: SpatialTensor) -> _Whole:
+    whole = gather(x)
+    if whole.is_inference():  # such tensors do not count how often they are written to
+        with torch.inference_mode(False), torch.no_grad():
+            whole = whole.clone()
+    return _Whole(x, whole, whole._version)
+
+
+def _generators(leaves: Sequence[Any]) -> list[torch.Generator]:
+    """The generators that a function of these arguments may draw from."""
+    devices = {x.device for x in leaves if isinstance(x, Tensor)}
+    if any(device.type == "meta" for device in devices):
+        return []
+    of_gpus = [torch.cuda.default_generators[device.index or 0] for device in devices if device.type == "cuda"]
+    return [torch.default_generator, *of_gpus, *(x for x in leaves if isinstance(x, torch.Generator))]
+
+
+def _check_seeds(function: Any, x: SpatialTensor, states: list[Tensor]) -> None:
+    """Refuse, on all ranks, what was drawn from generators in different states."""
+    if not states:
+        return
+    of_all = x.layout.grid.comm.all_gather_object([state.numpy().tobytes() for state in states])
+    if any(other != of_all[0] for other in of_all):
+        raise refusal(
+            function_name(function),
+            "it draws random numbers, but the ranks' generators are in different states: seed them alike",
+        )
+
+
+def _write_back(function: Any, whole: _Whole) -> None:
+    x = whole.spread
+    if problem := x.memory.problem_of_writing():
+        raise refusal(function_name(function), problem)
+    if whole.tensor.shape != x.shape:
+        raise refusal(function_name(function), "it changes the shape in place")
+    x.local.copy_(_part(whole.tensor, x))
+
+
+def _part(whole: Tensor, like: SpatialTensor) -> Tensor:
+    layout = like.layout
+    return narrow(whole, layout.dims, layout.tiling.whole, layout.held)
+
+
+def _place(y: Any, wholes: list[_Whole]) -> Any:
+    """A result as the model gets it: the operand itself if that was written, cut as an operand is if it can be."""
+    if isinstance(y, np.ndarray):
+        y.setflags(write=False)  # it is no view of the tensor, as PyTorch's would be
+    if not isinstance(y, Tensor):
+        return y
+    for whole in wholes:
+        if y is whole.tensor:
+            return whole.spread
+    for whole in wholes:
+        x = whole.spread
+        if y.dim() == x.dim() and all(dim is None or y.shape[dim] == x.shape[dim] for dim in x.layout.dims):
+            cut = SpatialTensor(_part(y, x).clone(), x.layout)  # a copy, so that the whole is freed
+            return copied(cut, source) if (source := _viewed(y, wholes)) else cut
+    return copied(y, source) if (source := _viewed(y, wholes)) else y
+
+
+def _viewed(y: Tensor, wholes: list[_Whole]) -> SpatialTensor | None:
+    """The operand of which PyTorch made this a view."""
+    if y.layout != torch.strided:
+        return None
+    return next((whole.spread for whole in wholes if same_memory(y, whole.tensor)), None)
