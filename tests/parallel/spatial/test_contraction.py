@@ -41,6 +41,7 @@ CASES = {
             "baddbmm": lambda x: torch.baddbmm(x[:, 0, :, :1], x[:, 1], plain(3, x.shape[3], 3)),
             "bmm": lambda x: torch.bmm(x[:, 0], plain(3, x.shape[3], 3)),
             "mm": lambda x: x[0, 0].mm(plain(x.shape[3], 2)),
+            "mm by name": lambda x: x[0, 0].mm(mat2=plain(x.shape[3], 2)),
             "mv": lambda x: x[0, 0].mv(plain(x.shape[3])),
             "tensordot": lambda x: torch.tensordot(x, plain(4, 3), dims=([1], [0])),
             "outer": lambda x: torch.outer(x[0, 0, :, 0], plain(3)),

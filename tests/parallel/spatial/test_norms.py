@@ -25,6 +25,7 @@ CASES = {
             "normalize, p=1": lambda x: F.normalize(x, 1, 3),
             "cosine_similarity of channels": lambda x: F.cosine_similarity(x, x.roll(1, 1)),
             "cosine_similarity of columns": lambda x: F.cosine_similarity(x, x.detach().flip(1), dim=3),
+            "cosine_similarity that broadcasts": lambda x: F.cosine_similarity(x, x.mean(2, keepdim=True), dim=2),
             "cosine_similarity with zeros": lambda x: F.cosine_similarity(x, x.clamp(0, 0), dim=2),
             "pairwise_distance": lambda x: F.pairwise_distance(x, x.flip(1)),
         }

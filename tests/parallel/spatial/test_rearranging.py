@@ -17,6 +17,7 @@ CASES = {
             "roll channels last": lambda x: x.permute(0, 2, 3, 1).roll((-2, -2), (1, 2)),
             "flip rows": lambda x: x.flip(2),
             "flip all": lambda x: torch.flip(x, (0, 1, 2, 3)),
+            "flip, its dims by name": lambda x: x.flip(dims=(-1,)),
             "flip nothing": lambda x: x.flip(()),
             "fliplr": lambda x: torch.fliplr(x),
             "flipud of an image": lambda x: x[0].flipud(),

@@ -107,9 +107,10 @@ def _matrices(left: Tensor, right: Tensor) -> tuple[list[Labels], Labels]:
 def _product(function: Any) -> Callable[..., Tensor]:
     name = function_name(function)
 
-    def rule(input: Tensor, other: Tensor, **options: Any) -> Tensor:
-        if options:
-            raise refusal(name, f"it was given {', '.join(options)}=")
+    def rule(input: Tensor, *others: Tensor, **options: Any) -> Tensor:
+        if "out" in options:
+            raise refusal(name, "it was given out=")
+        (other,) = others or options.values()
         labels, result = _matrices(input, other)
         _check(name, (input, other), labels)
         return contract(name, function, (input, other), labels, result)
@@ -140,7 +141,8 @@ def rmatmul(input: Tensor, other: Tensor) -> Tensor:
 def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """beta * input + alpha * product; what is multiplied by a beta of 0 may be anything."""
 
-    def rule(input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    def rule(input: Tensor, *factors: Tensor, beta: float = 1, alpha: float = 1, **more: Tensor) -> Tensor:
+        first, second = [*factors, *more.values()]
         y = product(first, second)
         y = y if alpha == 1 else y * alpha
         return y if beta == 0 else y + (input if beta == 1 else input * beta)

@@ -7,6 +7,7 @@ as they do on the whole. A loss over classes divides by the weights of the pixel
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from math import log, pi
 from typing import Any
 
 import torch
@@ -52,9 +53,6 @@ def _by_pixel(function: Any) -> Callable[..., Tensor]:
         reduction = _reduction(options)
         options["reduction"] = "none"
         _check(function, options)
-        if function is F.gaussian_nll_loss and isinstance(options["var"], Tensor):
-            var, input = options["var"], options["input"]
-            options["var"] = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
         names = [key for key, value in options.items() if isinstance(value, Tensor)]
         parts, layout = align([options[key] for key in names], name)
         pixels = wrap(function(**options | dict(zip(names, parts, strict=True))), layout)
@@ -85,12 +83,35 @@ for function in (
     F.binary_cross_entropy_with_logits,
     F.kl_div,
     F.poisson_nll_loss,
-    F.gaussian_nll_loss,
     F.soft_margin_loss,
     F.hinge_embedding_loss,
     F.margin_ranking_loss,
 ):
     register(function)(_by_pixel(function))
+
+
+@register(F.gaussian_nll_loss)
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """(log(v) + (x - t)^2 / v) / 2 with a variance v for each pixel, or one for several; v counts as eps at least."""
+    if isinstance(var, Tensor):
+        var = var.unsqueeze(-1) if var.shape == input.shape[:-1] and var.shape != input.shape else var
+        others = [n for n, size in zip(var.shape, input.shape, strict=False) if n != size]
+        if var.shape != input.shape and (var.dim() != input.dim() or sum(others) != 1):
+            raise ValueError("var is of incorrect size")
+    else:
+        var = torch.full_like(input, var)
+    if bool((var < 0).any()):
+        raise ValueError("var has negative entry/entries")
+    at_least = var + (var.detach().clamp(min=eps) - var.detach())  # whose derivative does not see the limit
+    pixels = 0.5 * (at_least.log() + (input - target).square() / at_least)
+    return _reduce(pixels + 0.5 * log(2 * pi) if full else pixels, reduction)
 
 
 def _over_classes(function: Any) -> Callable[..., Tensor]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, owned_along, reduced_axes, reduced_layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, place_of, refusal, register, wrap
 
 Dims = int | Sequence[int] | None
 
@@ -102,8 +102,15 @@ def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """The lengths count as at least eps, which their derivatives do not see."""
 
+    ndim = max(x1.dim(), x2.dim())
+    dim = place_of(dim, ndim)
+    x1, x2 = (x.reshape([1] * (ndim - x.dim()) + list(x.shape)) if x.dim() < ndim else x for x in (x1, x2))
+    count = max(x1.shape[dim], x2.shape[dim])
+
     def direction(x: Tensor) -> Tensor:
         length = norm_over(x, 2, dim, True)
+        if x.shape[dim] != count:  # it broadcasts before its length is taken
+            length = length * count**0.5
         return x / (length + (length.detach().clamp_min(eps) - length.detach()))
 
     return (direction(x1) * direction(x2)).sum(dim)

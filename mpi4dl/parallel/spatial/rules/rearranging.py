@@ -18,6 +18,12 @@ from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, reduced_lay
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
 
 
+def numbers(arguments: Sequence[Any]) -> list[int]:
+    """f(1, 2) and f((1, 2)) alike."""
+    first = arguments[0] if arguments else ()
+    return list(first) if len(arguments) == 1 and not isinstance(first, int) else list(arguments)
+
+
 def _hull(rows: Sequence[int]) -> Interval:
     return Interval(min(rows), max(rows) + 1) if rows else Interval(0, 0)
 
@@ -90,9 +96,9 @@ def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence
 
 
 @register(*named("flip"))
-def flip(input: SpatialTensor, *dims: Any) -> Tensor:
-    first = dims[0] if dims else ()
-    over = normalize_dims(input, list(dims) if isinstance(first, int) else list(first)) if dims and first != () else ()
+def flip(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
+    given = numbers(dims or tuple(named_dims.values()))
+    over = normalize_dims(input, given) if given else ()
     local = [dim for dim in over if input.layout.axis(dim) is None]
     x = wrap(input.local.flip(local), input.layout)
     for dim in over:
@@ -141,8 +147,8 @@ def repeat_by(x: Tensor, times: Sequence[int]) -> Tensor:
 
 
 @register(Tensor.repeat)
-def repeat(input: SpatialTensor, *sizes: Any) -> Tensor:
-    times = list(sizes) if not sizes or isinstance(sizes[0], int) else list(sizes[0])
+def repeat(input: SpatialTensor, *sizes: Any, **named_sizes: Any) -> Tensor:
+    times = numbers(sizes or tuple(named_sizes.values()))
     if len(times) < input.dim():
         raise RuntimeError(
             "Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor: "
@@ -152,8 +158,8 @@ def repeat(input: SpatialTensor, *sizes: Any) -> Tensor:
 
 
 @register(*named("tile"))
-def tile(input: SpatialTensor, *dims: Any) -> Tensor:
-    times = list(dims) if not dims or isinstance(dims[0], int) else list(dims[0])
+def tile(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
+    times = numbers(dims or tuple(named_dims.values()))
     return repeat_by(input, [1] * (input.dim() - len(times)) + times)
 
 

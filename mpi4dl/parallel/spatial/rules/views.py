@@ -12,19 +12,14 @@ from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import shift
+from mpi4dl.parallel.spatial.rules.rearranging import numbers
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
 
 
-def _numbers(arguments: Sequence[Any]) -> list[int]:
-    """f(1, 2) and f((1, 2)) alike."""
-    first = arguments[0] if arguments else ()
-    return list(first) if len(arguments) == 1 and not isinstance(first, int) else list(arguments)
-
-
 @register(*named("permute"))
-def permute(input: SpatialTensor, *dims: Any) -> Tensor:
-    order = [place_of(d, input.dim()) for d in _numbers(dims)]
+def permute(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
+    order = [place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values()))]
     batch, rows, cols = (None if dim is None else order.index(dim) for dim in input.layout.dims)
     return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, (batch, rows, cols)))
 
@@ -94,7 +89,7 @@ def _gathered(x: SpatialTensor, axes: Sequence[int], shape: list[int]) -> Tensor
 def reshape(input: SpatialTensor, *shape: Any, **kwargs: Any) -> Tensor:
     if shape and isinstance(shape[0], torch.dtype):
         raise refusal("Tensor.view", "it reinterprets bytes")
-    return reshape_local(input, _numbers(shape) or _numbers(tuple(kwargs.values())))
+    return reshape_local(input, numbers(shape) or numbers(tuple(kwargs.values())))
 
 
 @register(Tensor.view_as, Tensor.reshape_as)
@@ -139,7 +134,7 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
 
 @register(Tensor.expand)
 def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
-    shape = _numbers(sizes)
+    shape = numbers(sizes)
     new = len(shape) - input.dim()
     dims = shift(input.layout.dims, 0, new)
     for dim in dims:
