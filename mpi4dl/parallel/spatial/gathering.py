@@ -187,12 +187,11 @@ def _place(y: Any, wholes: list[_Whole]) -> Any:
         x = whole.spread
         if y.dim() == x.dim() and all(dim is None or y.shape[dim] == x.shape[dim] for dim in x.layout.dims):
             cut = SpatialTensor(_part(y, x).clone(), x.layout)  # a copy, so that the whole is freed
-            return copied(cut, source) if (source := _viewed(y, wholes)) else cut
-    return copied(y, source) if (source := _viewed(y, wholes)) else y
+            return _known_as_copy(cut, y, wholes)
+    return _known_as_copy(y, y, wholes)
 
 
-def _viewed(y: Tensor, wholes: list[_Whole]) -> SpatialTensor | None:
-    """The operand of which PyTorch made this a view."""
-    if y.layout != torch.strided:
-        return None
-    return next((whole.spread for whole in wholes if same_memory(y, whole.tensor)), None)
+def _known_as_copy(result: Tensor, y: Tensor, wholes: list[_Whole]) -> Tensor:
+    """The result; if y is a view of a whole operand, that operand hears of it."""
+    viewed = [whole.spread for whole in wholes if y.layout == torch.strided and same_memory(y, whole.tensor)]
+    return copied(result, viewed[0]) if viewed else result

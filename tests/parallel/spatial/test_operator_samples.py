@@ -29,6 +29,9 @@ OPERATORS = {
         nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
         all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue logcumsumexp
         max/binary max/reduction_no_dim max/reduction_with_dim mean median min/binary min/reduction_no_dim
+        roll flip fliplr flipud rot90 repeat_interleave unbind select __getitem__ dist
+        matmul bmm __rmatmul__ baddbmm tensordot nn.functional.linear nn.functional.cosine_similarity
+        nn.functional.grid_sample
         min/reduction_with_dim mode msort nanmean nanmedian nanquantile nansum prod quantile sort argsort std
         std/unbiased std_mean std_mean/unbiased sum sum_to_size topk var var/unbiased var_mean var_mean/unbiased
         """.split(),

@@ -141,6 +141,35 @@ def _scatter(function: Any) -> Any:
     return rule
 
 
+def _by_index(function: Any) -> Any:
+    """Writing whole slices along a dim: index_fill, index_add, index_copy, and these in place."""
+    name = function_name(function)
+
+    def rule(input: Tensor, dim: int, index: Tensor, source: Any = None, **options: Any) -> Any:
+        written = options.pop("value", source)
+        if name.endswith("_") and not isinstance(input, SpatialTensor):
+            return function(input, dim, gather_whole(index), _whole(written), **options)
+        dim = place_of(dim, input.dim())
+        if isinstance(index, SpatialTensor):
+            raise refusal(name, "its index is spread over ranks")
+        tensors = [x for x in (input, written) if isinstance(x, Tensor) and x.dim()]
+        layout = _common(name, dim, *tensors)
+        layout = input.layout if isinstance(input, SpatialTensor) else layout
+        if isinstance(written, Tensor) and written.dim():
+            sizes = [(input.shape[d], written.shape[d]) for d in layout.dims if d is not None]
+            if any(a != b for a, b in sizes):
+                raise refusal(name, f"sizes {sizes} along dims that are spread over ranks differ")
+            written = part(written, layout)
+        y = function(part(input, layout), dim, index, written, **options)
+        return input if name.endswith("_") else wrap(y, layout)
+
+    return rule
+
+
+for function in named("index_fill", "index_fill_", "index_add", "index_add_", "index_copy", "index_copy_"):
+    register(function)(_by_index(function))
+
+
 def _whole(value: Any) -> Any:
     return gather_whole(value) if isinstance(value, Tensor) else value
 

@@ -62,6 +62,20 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _join(torch.stack, tensors, dim, new=True)
 
 
+@register(*named("diff"))
+def diff(
+    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> Tensor:
+    """Differences of neighbours along a dim, n times."""
+    ends = [x for x in (prepend, input, append) if x is not None]
+    x = torch.cat(ends, dim) if len(ends) > 1 else input
+    for _ in range(n):
+        length = x.shape[dim] - 1
+        after, before = x.narrow(dim, 1, length), x.narrow(dim, 0, length)
+        x = after ^ before if x.dtype == torch.bool else after - before
+    return x
+
+
 def _beside(dim: int, at_least: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def rule(tensors: Sequence[Tensor]) -> Tensor:
         shaped = [at_least(x) for x in tensors]

@@ -132,7 +132,7 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     return wrap(input.local.squeeze(tuple(ones)), reduced_layout(input.layout, ones, False))
 
 
-@register(Tensor.expand)
+@register(Tensor.expand, *named("broadcast_to"))
 def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
     shape = numbers(sizes)
     new = len(shape) - input.dim()
