@@ -56,7 +56,6 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         return
 
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.spatial import gathering
     from mpi4dl.runtime import build
     from mpi4dl.runtime.images import open_images
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
@@ -88,10 +87,8 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     engine.executor.progress = patience.feed
     with comm.together((ValueError,)):
         run = Run(config, engine, schedule, images, num_classes, patience, meter)
-    with ExitStack() as closing:
+    with build.without_rules(config), ExitStack() as closing:
         closing.callback(patience.stop)
-        if config.parallel.no_rule == "gather":
-            closing.enter_context(gathering())
         if config.run.dry_run:
             run.explain()
             return

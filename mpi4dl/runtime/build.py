@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpi4dl.datasets.view import Fit
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial import NoRule
+from mpi4dl.parallel.spatial import NoRule, gathering
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.options import nearest
 
@@ -171,6 +171,11 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
         if reason is None:
             raise
         raise Refusal(f"--model {name}: {reason}") from problem
+
+
+def without_rules(config: Config) -> AbstractContextManager[None]:
+    """Within it, operators without a rule are gathered or refused, as --no-rule says."""
+    return gathering() if config.parallel.no_rule == "gather" else nullcontext()
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:

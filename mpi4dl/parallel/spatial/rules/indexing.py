@@ -33,7 +33,7 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
 
 
 @register(Tensor.__getitem__)
-def getitem(input: SpatialTensor, index: Any) -> Tensor:
+def getitem(input: Tensor, index: Any) -> Tensor:
     """Integers, slices, None and `...`, then what lists and tensors of indices choose."""
     indices = list(index) if isinstance(index, tuple) else [index]
     if not isinstance(input, SpatialTensor) or any(isinstance(i, SpatialTensor) for i in indices):
