@@ -85,7 +85,8 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     num_batches = len(images.loaders(config, lambda _: [], lambda _: [])[0])
     optimizer = build.build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
-    require_rules(config, plan, num_classes, channels)
+    with build.without_rules(config):
+        require_rules(config, plan, num_classes, channels)
     return look_ahead(
         config,
         plan,
