@@ -30,8 +30,8 @@ def test_the_same_exception_on_all_ranks_is_shown_once() -> None:
 
 
 def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_its_rank() -> None:
-    job = ended(2, "with comm.together():\n    if comm.rank == 0:\n        raise KeyError('the failing line')", RUN)
-    assert job.code != 0
+    job = ended(2, "with comm.together():\n    if comm.rank == 1:\n        raise KeyError('the failing line')", RUN)
+    assert job.code == 1
     assert job.stderr.count("KeyError: 'the failing line'") == 1
     assert job.stderr.count("Traceback (most recent call last)") == 1
 
@@ -168,7 +168,7 @@ OUTPUT = {
         ),
         ("broken", "print('lost', flush=True)", 141, ""),
         ("broken", "raise KeyError('the failing line')", 1, "[rank 0 of 2] Traceback"),
-        ("blocked", "sys.stdout = os.fdopen(1, 'w')\nprint('kept back')\nraise KeyError('the failing line')", 1, ""),
+        ("blocked", "print('kept back')\nraise KeyError('the failing line')", 1, ""),
     ],
 )
 def test_output_that_nobody_takes_ends_all_with_one_message_at_most(
@@ -176,7 +176,7 @@ def test_output_that_nobody_takes_ends_all_with_one_message_at_most(
 ) -> None:
     lines = f"{OUTPUT[output]}\nos.dup2(out, 1)\n{what}".splitlines()
     job = ended(2, "if comm.rank == 0:\n" + "\n".join(f"    {line}" for line in lines), RUN)
-    assert job.code in (code, signal.SIGKILL)  # the launcher reports whom it saw go first
+    assert job.code == code
     assert job.stderr.startswith(said)
     assert job.stderr.count("Traceback") == said.count("Traceback")
     assert "Exception ignored" not in job.stderr
