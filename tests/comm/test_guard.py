@@ -30,7 +30,8 @@ def test_the_same_exception_on_all_ranks_is_shown_once() -> None:
 
 
 def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_its_rank() -> None:
-    job = ended(2, "with comm.together():\n    if comm.rank == 1:\n        raise KeyError('the failing line')", RUN)
+    agreeing = "with world().together():\n    if world().rank == 1:\n        raise KeyError('the failing line')"
+    job = ended(2, f"from mpi4dl.comm import world\n{agreeing}", RUN)
     assert job.code == 1
     assert job.stderr.count("KeyError: 'the failing line'") == 1
     assert job.stderr.count("Traceback (most recent call last)") == 1
