@@ -26,4 +26,6 @@ def sum_sparse(group: Any, tensor: Tensor, op: str) -> None:
     values = [own.values().new_zeros((int(number), *own.values().shape[1:])) for number in numbers]
     group.allgather(indices, own.indices().t().contiguous()).wait()
     group.allgather(values, own.values()).wait()
-    tensor.detach().copy_(torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), own.shape).coalesce())
+    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), own.shape)
+    with torch.no_grad():  # a detached one would get entries of its own
+        tensor.copy_(total.coalesce())
