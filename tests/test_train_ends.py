@@ -88,13 +88,9 @@ def test_a_run_that_is_stuck_ends_and_shows_where(tmp_path: Path) -> None:
     job = failing("time.sleep(1000)", tmp_path, "--hang-timeout", "5")
     assert job.code != 0
     assert steps_said(job) == ["1", "2"]
-<<<<<<< HEAD
     assert re.search(
         r"came no further for [0-9.]+ s, and a job waits no longer than that \(--hang-timeout\)", job.stderr
     )
-=======
-    assert re.search(r"came no further for \S+ s, and a job waits no longer than that \(--hang-timeout\)", job.stderr)
->>>>>>> 2e49408 (The tests of how a job ends know who speaks)
     assert "in third_is_fatal" in job.stderr or "in wait" in job.stderr
     assert job.seconds < SOON_SECONDS
 

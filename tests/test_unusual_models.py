@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
-from tests.parallel.replicas.test_update import Clipping
+from tests.parallel.replicas.test_trial import Clipping
 from tests.pool.ranks import Ranks
 from tests.training import assert_close
 
