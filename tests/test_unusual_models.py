@@ -202,7 +202,7 @@ def sgd(model: nn.Module) -> optim.Optimizer:
 
 
 def clipping(model: nn.Module) -> optim.Optimizer:
-    return Clipping([{"params": list(model.parameters()), "clipping": True}], lr=0.1)
+    return Clipping(model.parameters(), limit=0.1)
 
 
 Refused = tuple[Callable[[], nn.Module], Callable[[nn.Module], optim.Optimizer], int, str]
