@@ -111,6 +111,7 @@ def _tell_also_before_leaving_at_once(leave: Callable[[], None]) -> None:
         # Other codes end the job by themselves; and children of this process are none of its ranks.
         if status == 0 and os.getpid() == process:
             leave()
+            meeting().gathers()  # where all who end as Python does wait for the others
             ending.leave(status)
         leave_at_once(status)
 
