@@ -12,7 +12,7 @@ from tests.pool.job import mpirun
 
 # Both add many numbers, but in other orders; and gloo rounds to low precision after each addition, we once.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-LOW_PRECISION = {"ddp_low_precision_hooks": 1e-2}
+LOW_PRECISION = {"ddp_low_precision_hooks": 1e-2, "ddp_builtin_hooks": 1e-2}
 
 
 class Outcomes(NamedTuple):
