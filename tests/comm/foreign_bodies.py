@@ -93,7 +93,7 @@ def main(backend: str, folder: Path, names: list[str]) -> None:
     for name in names or sorted(name for name in dir(cls) if name.startswith("test_")):
         faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True)
         comm.barrier()
-        results[name] = outcome(comm, cls, backend, name, folder / name)
+        results[name] = outcome(comm, cls, backend, name, folder / backend / name)
         (folder / f"{backend}-{comm.rank}.json").write_text(json.dumps(results))
     faulthandler.cancel_dump_traceback_later()
     comm.barrier()
