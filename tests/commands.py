@@ -14,7 +14,6 @@ from tests.pool.zygote import python
 TRAIN = ("-m", "mpi4dl.train")
 TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0")
 REFUSAL = "mpi4dl: "
-REFUSAL_SECONDS = 40.0  # 1 to 3 on two idle cores, of which most are imports; a job that hangs is killed after 120
 CLASS_COLOURS = (60, 190, 120)
 
 
@@ -45,14 +44,13 @@ def another(num_ranks: int, *flags: str) -> tuple[str, ...]:
 
 
 def refusal(job: Finished) -> str:
-    """The message of a job that was refused as it should be: said once, with exit code 2, soon, and no traceback."""
+    """The message of a job that was refused as it should be: said once, with exit code 2 and no traceback."""
     said = [line for line in job.stderr.splitlines() if line.strip()]
     assert job.code == 2, f"exit code {job.code}:\n{job.stdout}\n{job.stderr}"
     assert len(said) == 1, job.stderr
     assert said[0].startswith(REFUSAL)
     assert "Traceback" not in job.stdout + job.stderr
     assert REFUSAL not in job.stdout
-    assert job.seconds < REFUSAL_SECONDS
     return said[0].removeprefix(REFUSAL)
 
 

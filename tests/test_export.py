@@ -138,7 +138,7 @@ def test_help_is_light() -> None:
         "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(sorted({'mpi4py', 'torch', 'safetensors', 'numpy'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.stdout.startswith("usage: python -m mpi4dl.export")
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -149,5 +149,5 @@ def test_exporting_starts_no_mpi(run: Path, tmp_path: Path) -> None:
         f"export(Path({str(run)!r}), Path({str(tmp_path / 'weights.pt')!r}))\n"
         "print(sorted({'mpi4py', 'mpi4py.MPI', 'torchvision'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.stdout.splitlines()[-1], done.stderr) == ("[]", "")

@@ -258,7 +258,7 @@ def test_help_starts_neither_mpi_nor_torch(flag: str) -> None:
         f"try:\n    main(['--tiles', '2x2', '{flag}'])\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(sorted({'mpi4py', 'mpi4py.MPI', 'torch', 'torchvision', 'numpy'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: mpirun -n RANKS python -m mpi4dl.train")
     assert "--tiles RxC" in done.stdout

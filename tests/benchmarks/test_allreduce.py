@@ -42,7 +42,7 @@ KB  library  picked  gloo  picked / gloo  picked is
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [python(), "-m", "benchmarks.allreduce", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 def test_medians_of_turns_and_ratios_within_a_turn() -> None:

@@ -56,7 +56,7 @@ convolution, forward and backward
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [python(), "-m", "benchmarks.halo", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 def window(padded: Tensor, rows: int, cols: int, rank: int, halo: int, around: int) -> Tensor:

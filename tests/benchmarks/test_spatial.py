@@ -54,7 +54,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--model", "small_resnet", "--size", "64", "--grids", "1x2", "--rounds", "1", "--out", str(out)]
     done = subprocess.run(
-        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     title, *lines, saved = done.stdout.splitlines()
@@ -74,7 +74,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
 def test_a_benchmark_of_what_does_not_exist_ends_with_the_reason(tmp_path: Path) -> None:
     flags = ["--model", "resnet19", "--grids", "1x2", "--rounds", "1", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [python(), "-m", "benchmarks.spatial", *flags], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert done.returncode != 0
     assert "model 'resnet19' is unknown" in done.stderr

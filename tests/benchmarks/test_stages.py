@@ -46,7 +46,7 @@ LP         2      1.00  (1.00-6.00)   1.00               60.0   0.50            
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [python(), "-m", "benchmarks.stages", "--quick", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 def answers(speeds: list[float], mebibytes: list[int], kept: list[int], rows: list[Any]) -> list[dict[str, Any]]:

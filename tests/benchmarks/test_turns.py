@@ -1,7 +1,6 @@
 """benchmarks.turns: contestants work in turn, one at a time, and use no core while others do."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -99,10 +98,8 @@ def test_a_contestant_that_dies_is_named_and_no_other_is_left_running(tmp_path: 
 def test_a_contestant_that_hangs_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "ANSWER_SECONDS", 0.2)
     hanging = Contestant("sleeper", 1, ["-c", "import time; time.sleep(60)"])
-    began = time.monotonic()
     with pytest.raises(SystemExit, match=r"^sleeper hangs: no answer for 0 s$"):
         take_turns([hanging], rounds=1)
-    assert time.monotonic() - began < 30
 
 
 def test_ranks_answer_once_together_and_sleep_until_their_turn() -> None:

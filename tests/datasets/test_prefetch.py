@@ -56,7 +56,7 @@ def test_no_more_than_depth_items_are_computed_ahead():
 
 def test_items_are_computed_while_the_consumer_is_busy_and_by_several_threads():
     together = threading.Barrier(3)
-    prefetcher = Prefetcher(lambda i: together.wait(timeout=20), 3, 3, 3)
+    prefetcher = Prefetcher(lambda i: together.wait(timeout=600), 3, 3, 3)
     assert sorted(prefetcher) == [0, 1, 2]
 
 
@@ -102,5 +102,5 @@ def test_the_interpreter_exits_although_an_iteration_is_not_over(item):
         "kept = batches()\n"
         "print(next(kept))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", program], timeout=600, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n", "")

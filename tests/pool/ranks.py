@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from tests.pool.zygote import ROOT, launcher, python
 
 SIZES = (4, 8)
-START_SECONDS = 120.0
-BODY_SECONDS = 120.0
-GRACE_SECONDS = 2.0  # for the others, once a rank has failed
+START_SECONDS = 600.0
+BODY_SECONDS = 600.0  # a body that has not returned by then hangs, however busy the machine
+GRACE_SECONDS = 5.0  # for the others, once a rank has failed
 DUMP_SECONDS = 5.0  # at the most, for all stacks to be written
 STOP_SECONDS = 10.0
 

@@ -1,7 +1,5 @@
 """A fresh job returns its exit code and what it printed; one that hangs is killed."""
 
-import time
-
 import pytest
 
 from tests.pool.job import mpirun
@@ -22,7 +20,5 @@ def test_a_job_returns_its_code_and_its_output() -> None:
 
 
 def test_a_job_that_hangs_is_killed_and_shows_what_it_printed() -> None:
-    begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"(?s)did not end in 4\.0 s.*before"):
         mpirun(2, "-c", "import time; print('before', flush=True); time.sleep(60)", timeout=4.0)
-    assert time.monotonic() - begin < 20

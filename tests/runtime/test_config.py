@@ -248,5 +248,5 @@ def test_parsing_imports_neither_torch_nor_mpi() -> None:
         "import sys; from mpi4dl.runtime.config import parse; parse(['--tiles', '2x2']); "
         "print([name for name in ('torch', 'mpi4py', 'numpy', 'tqdm') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=os.environ)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
