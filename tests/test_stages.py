@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
@@ -280,13 +280,20 @@ def test_autocast_stays_near_full_precision(ranks: Ranks, plan: Plan, precision:
         assert all(map(math.isfinite, second))
 
 
+def with_infinite_gradients(module: nn.Module, values: Any, outputs: Any) -> None:
+    first = outputs if isinstance(outputs, Tensor) else outputs[0]
+    first.register_hook(lambda gradient: gradient * math.inf)
+
+
 def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], list[bool], list[float]]:
-    """Three steps of fp16, where a gradient of one rank is infinite in the second: the norms, moves and scales."""
+    """Three steps of fp16, where gradients in a rank's stage are infinite in the second: norms, moves and scales."""
     engine = with_autocast(comm, RESNET, plan, "fp16")
     finite, moved, scales = [], [], []
     for number in range(3):
         parameters = list(engine.held.parameters())
-        hooks = [parameters[0].register_hook(lambda g: g * math.inf)] if number == 1 and comm.rank == rank else []
+        stage = next(s for s in range(plan.num_stages) for d in range(plan.num_directions) if rank in plan.ranks(d, s))
+        modules = [engine.held.modules_of[stage]] if number == 1 and stage in engine.held.modules_of else []
+        hooks = [module.register_forward_hook(with_infinite_gradients) for module in modules]
         before = [p.detach().clone() for p in parameters]
         finite.append(math.isfinite(step(engine, RESNET, number)[1]))
         moved.append(not all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))

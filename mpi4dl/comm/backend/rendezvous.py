@@ -125,7 +125,8 @@ def shared_store(comm: Communicator) -> dist.Store:
     address, port, error = "", 0, ""
     if comm.rank == 0:
         try:
-            address = LOCAL if comm.node.local_size == comm.size else _address_towards(set(hosts) - {hosts[0]})
+            others = set(hosts) - {hosts[0]}
+            address = _address_towards(others) if others else LOCAL
             with socket.create_server((address, 0), backlog=comm.size) as listener:
                 port = listener.getsockname()[1]
                 options: Any = {"master_listen_fd": os.dup(listener.fileno())}

@@ -56,6 +56,8 @@ def _by_pixel(function: Any) -> Callable[..., Tensor]:
         names = [key for key, value in options.items() if isinstance(value, Tensor)]
         parts, layout = align([options[key] for key in names], name)
         pixels = wrap(function(**options | dict(zip(names, parts, strict=True))), layout)
+        if reduction == "mean" and function is F.mse_loss and options["weight"] is not None:
+            return _reduce(pixels, "sum") / _reduce(options["weight"], "sum")
         if reduction == "batchmean":
             return sum_(pixels) / options["input"].shape[0]  # type: ignore[arg-type]
         return _reduce(pixels, reduction)
