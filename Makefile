@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 PYTHON ?= python3
 RANKS ?= 4
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -25,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 clean:
 	rm -rf .venv data runs results

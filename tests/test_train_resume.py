@@ -215,7 +215,8 @@ def test_a_run_of_more_steps_is_the_run_of_all_of_them(
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (uninterrupted / WEIGHTS).read_bytes()
 
 
-OTHER_PLANS = ["--tiles 1x1", "--data 2", "--stages 2", "--tiles 1x2 --data 2"]
+OTHER_PLANS = ["--tiles 1x1", "--stages 2", pytest.param("--data 2", marks=pytest.mark.exhaustive)]
+OTHER_PLANS += [pytest.param("--tiles 1x2 --data 2", marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("plan", OTHER_PLANS)

@@ -22,7 +22,9 @@ class Outcomes(NamedTuple):
     gloo: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, id="2 ranks"), pytest.param(4, id="4 ranks", marks=pytest.mark.exhaustive)]
+)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """One job over each backend, because starting one takes longer than all that it does."""
     folder = tmp_path_factory.mktemp("outcomes")

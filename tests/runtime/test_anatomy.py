@@ -49,7 +49,7 @@ def peak_bytes(comm: Communicator, plan: Plan, batch: int, trace: str) -> int:
     return max(event["args"]["Total Allocated"] for event in events) - first["Total Allocated"] + first["Bytes"]
 
 
-EVERY_TIME = {("data", 0), ("data", 3), ("tiles", 1), ("data4", 2), ("stages-data", 1)}
+EVERY_TIME = {("data", 3), ("tiles", 1), ("stages-data", 1)}
 CASES = [
     pytest.param(name, zero, marks=() if (name, zero) in EVERY_TIME else pytest.mark.exhaustive)
     for name in PLANS
