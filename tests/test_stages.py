@@ -120,7 +120,7 @@ def further() -> Iterator[Any]:
         yield pytest.param(plan, marks=pytest.mark.exhaustive if number % 3 == 1 else [], id=name)
 
 
-@pytest.mark.parametrize("plan", further())
+@pytest.mark.parametrize("plan", list(further()))
 def test_stages_of_any_grids_in_any_order_equal_plain_pytorch(ranks: Ranks, plan: Plan) -> None:
     check(ranks, RESNET, plan)
 
