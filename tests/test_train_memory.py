@@ -60,7 +60,10 @@ def grown(comm: Communicator, flags: list[str]) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["--tiles 1x2", "--stages 2 --microbatches 2", "--tiles 1x2 --zero 3"])
+MORE = [pytest.param(plan, marks=pytest.mark.exhaustive) for plan in ("--tiles 1x2", "--stages 2 --microbatches 2")]
+
+
+@pytest.mark.parametrize("plan", ["--tiles 1x2 --zero 3", *MORE])
 def test_nothing_piles_up(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     more = ("--epochs", str(EPOCHS), "--num-workers", "0", "--scheduler-options", "max_lr=0.01,total_steps=40")
     for found in ranks(2).run(grown, flags_of(tmp_path / "run", *more, plan=tuple(plan.split()))):

@@ -42,13 +42,13 @@ OFFLOADS = ("none", "cpu", "disk")
 
 
 def cases() -> list[object]:
-    """Every plan by two ZeRO stages, each time with another optimizer and home; the others only on demand."""
+    """Every plan by one ZeRO stage, optimizer and home in turn; the others only on demand."""
     found = []
     for i, (name, plan) in enumerate(PLANS.items()):
         for zero in range(4):
             for j, optimizer in enumerate(OPTIMIZERS):
                 for k, offload in enumerate(OFFLOADS):
-                    chosen = (i + zero) % 2 and (i + zero) % 4 == (j + i) % 4 and (i + zero) % 3 == k
+                    chosen = (i + zero) % 4 == 3 and i % 4 == j and i % 3 == k
                     marks = () if chosen or (name == "data2" and zero == j) else (pytest.mark.exhaustive,)
                     case = (replace(plan, zero=zero), optimizer, offload)
                     found.append(pytest.param(*case, marks=marks, id=f"{name}-zero{zero}-{optimizer}-{offload}"))

@@ -10,9 +10,10 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -60,6 +61,12 @@ ARRANGEMENTS = [
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
 ]
+CHOSEN = [
+    Arrangement(2, 2),
+    Arrangement(1, 2, batch=2),
+    Arrangement(4, 1, style="uneven"),
+    Arrangement(2, 2, style="wide"),
+]
 # One of each kind, for tables of operators whose rules share what all arrangements try.
 SOME_ARRANGEMENTS = [
     Arrangement(2, 2),
@@ -68,6 +75,11 @@ SOME_ARRANGEMENTS = [
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
 ]
+
+
+def chosen(arrangements: Sequence[Arrangement]) -> list[Any]:
+    """All of them for a table of tests, those that are not in CHOSEN on demand."""
+    return [pytest.param(a, marks=() if a in CHOSEN else pytest.mark.exhaustive) for a in arrangements]
 
 
 def as_drawn(image: Tensor) -> Tensor:

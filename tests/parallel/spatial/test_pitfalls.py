@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, functions
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions
 from tests.pool.ranks import Ranks
 
 CASES = {
@@ -56,6 +56,6 @@ def test_average_pooling_does_not_overflow(ranks: Ranks) -> None:
     assert ranks(2).run(pool_large_halves) == [True, True]
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
 def test_pitfalls(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, functions, modules
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
 from tests.pool.ranks import Ranks
 
 
@@ -124,6 +124,6 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
 def test_pointwise_operators_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
