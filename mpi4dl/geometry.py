@@ -204,6 +204,11 @@ class AxisMap(Hashable, Protocol):
         """The input rows that these output rows read. It may reach outside [0, size): padding is there."""
 
 
+def check_window(kernel: int, stride: int, dilation: int) -> None:
+    if min(kernel, stride, dilation) < 1:
+        raise ValueError(f"kernel, stride and dilation must be positive, but are {kernel}, {stride} and {dilation}")
+
+
 @dataclass(frozen=True)
 class Window:
     """A sliding window: convolution, pooling, and with `kernel=1` cropping (negative padding) and strided slicing.
@@ -217,6 +222,9 @@ class Window:
     after: int = 0
     dilation: int = 1
     ceil_mode: bool = False
+
+    def __post_init__(self) -> None:
+        check_window(self.kernel, self.stride, self.dilation)
 
     @property
     def extent(self) -> int:
@@ -249,6 +257,9 @@ class TransposedWindow:
     padding: int = 0
     output_padding: int = 0
     dilation: int = 1
+
+    def __post_init__(self) -> None:
+        check_window(self.kernel, self.stride, self.dilation)
 
     @property
     def extent(self) -> int:

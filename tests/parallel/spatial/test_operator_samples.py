@@ -49,6 +49,7 @@ OPERATORS = {
     ),
 }
 FEW = "nn.functional.avg_pool2d amax nn.functional.interpolate/bilinear"
+MANY = "nn.functional.max_pool2d"  # has as many samples as all others together, and is left out of their share
 LEAST_EXACT = 0.95
 GRIDS = [Arrangement(2, 2), Arrangement(1, 3)]
 
@@ -79,7 +80,9 @@ def table(found: dict[str, list[Outcome]]) -> str:
 def check(found: dict[str, list[Outcome]]) -> None:
     everything = [outcome for results in found.values() for outcome in results]
     assert not [o for o in everything if o.word in ("wrong", "crashed")], table(found)
-    samples = [o for o in everything if not o.sample.startswith("error")]
+    samples = [
+        o for name, results in found.items() if name != MANY for o in results if not o.sample.startswith("error")
+    ]
     exact = sum(o.word == "exact" for o in samples)
     assert exact >= LEAST_EXACT * len(samples), f"{exact} of {len(samples)} are exact\n{table(found)}"
 

@@ -13,8 +13,13 @@ from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
+@register(torch.constant_pad_nd)
+def constant_pad_nd(input: SpatialTensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    return pad_image(input, pad, value=value)
+
+
 @register(*named("pad"))
-def pad(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     amounts = {input.dim() - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     x: Tensor = input
     if mode != "constant":
@@ -45,7 +50,7 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
     if mode == "circular" and (before < 0 or after < 0):  # the other modes show the image that was there before
-        x = pad(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
+        x = pad_image(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
         return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
     return _mirrored(x, dim, axis, window, mode)
 
