@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from mpi4dl.comm.pending import Phases
 
 SPINS_BEFORE_SLEEP = 200
-SLEEP_SECONDS = 20e-6
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 0.4e-3  # a large message comes in pieces, and each may have to be fetched
+NAP_SHARE = 1 / 200  # of the time waited so far: what a nap may add to the wait
+
+
+def nap(waited_seconds: float) -> None:
+    """Leave the core to others for a while, which is longer the longer this rank has waited already."""
+    time.sleep(min(max(SHORTEST_NAP_SECONDS, NAP_SHARE * waited_seconds), LONGEST_NAP_SECONDS))
 
 
 @dataclass
@@ -83,7 +90,7 @@ class Node:
             while not (self._advance(phases) and MPI.Request.Testall(requests)):
                 tries += 1
                 if self.oversubscribed and tries > SPINS_BEFORE_SLEEP:
-                    time.sleep(SLEEP_SECONDS)
+                    nap(time.perf_counter() - begin)
                 else:
                     os.sched_yield()
         self.wait_seconds += time.perf_counter() - begin

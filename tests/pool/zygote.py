@@ -34,6 +34,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from tests.pool.leaving import leave_all_behind
 from tests.pool.stub import MAX_FILES, receive
 
 ROOT = Path(__file__).parent.parent.parent
@@ -226,6 +227,8 @@ def main(server: str, executable: str, imported: str) -> Program:
     sys.executable = executable
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
+    leave_all_behind()
+    sys.pycache_prefix, sys.dont_write_bytecode = str(Path(executable).parent / "bytecode"), False
     gc.freeze()
     return Zygote(socket.socket(fileno=int(server))).serve()
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from mpi4dl.comm.backend.errors import TimedOut
-from mpi4dl.comm.node import SLEEP_SECONDS, Node
+from mpi4dl.comm.node import Node, nap
 from mpi4dl.comm.pending import Pending
 
 LOOKS_BEFORE_SLEEP = 200
@@ -43,7 +43,7 @@ def wait_until_ready(
                     alarm()
                     next_alarm = waited + ALARM_SECONDS
                 if node.oversubscribed or waited > SPIN_SECONDS:
-                    time.sleep(SLEEP_SECONDS)
+                    nap(waited)
                     continue
             if node.oversubscribed:
                 os.sched_yield()
