@@ -14,6 +14,7 @@ MAX_LINES = 400
 
 FLOORS = {
     "train": 5,
+    "run": 5,
     "plan": 5,
     "doctor": 5,
     "export": 5,
@@ -26,9 +27,9 @@ FLOORS = {
     "datasets": 1,
     "_torchvision": 0,
 }
-# Beyond the floors: what a room on floor 1 may import at all, and the one import within a floor.
+# Beyond the floors: what a room on floor 1 may import at all, and the imports within a floor.
 FLOOR_1_MAY_IMPORT = {"geometry": set(), "models": {"_torchvision"}, "datasets": {"geometry"}}
-SAME_FLOOR = {("engine", "runtime")}
+SAME_FLOOR = {("engine", "runtime"), ("train", "run")}
 
 
 def room_of(module: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.train import Run, train
+from mpi4dl.run import Run
+from mpi4dl.train import train
 from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
 
