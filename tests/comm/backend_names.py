@@ -12,6 +12,7 @@ API = """
 TRAINING = """
     ddp ddp_unused_parameters ddp_no_sync ddp_hooks ddp_low_precision_hooks ddp_power_sgd ddp_join ddp_of_a_group
     zero_redundancy_optimizer dtensor tensor_parallel mesh_of_two_axes fsdp2 fsdp2_mixed_precision fsdp2_of_two_axes
-    pipelines checkpoint
+    checkpoint
 """.split()
-SCENARIOS = COLLECTIVES + API + TRAINING
+PIPELINES = ["pipelines"]
+SCENARIOS = COLLECTIVES + API + TRAINING + PIPELINES

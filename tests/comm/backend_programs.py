@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
 from mpi4dl.comm import world
-from tests.comm import backend_api, backend_collectives, backend_training
-from tests.comm.backend_names import API, COLLECTIVES, SCENARIOS
+from tests.comm import backend_api, backend_collectives, backend_pipelines, backend_training
+from tests.comm.backend_names import API, COLLECTIVES, PIPELINES, SCENARIOS
 
 PATIENCE = datetime.timedelta(minutes=10)
 
@@ -22,6 +22,8 @@ PATIENCE = datetime.timedelta(minutes=10)
 def module_of(name: str) -> ModuleType:
     if name in API:
         return backend_api
+    if name in PIPELINES:
+        return backend_pipelines
     return backend_collectives if name in COLLECTIVES else backend_training
 
 

@@ -1,4 +1,4 @@
-"""Scenarios that train, shard, pipeline and save over one backend of torch.distributed; see backend_programs.
+"""Scenarios that train, shard and save over one backend of torch.distributed; see backend_programs.
 
 Where one process can do the same, its numbers are the reference of both backends.
 """
@@ -20,13 +20,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -288,38 +281,6 @@ def fsdp2_of_two_axes(rank: int, size: int) -> list[Tensor]:
     targets = numbers(5, ROWS * 32).view(ROWS, 32)
     results += train(stack, lambda step: (batch(step, rank // 2)[0], targets))
     return results + parameters(stack)
-
-
-def gradients_of_stages(
-    rank: int, size: int, schedule_class: Any, per_rank: int, v_shape: bool = False
-) -> list[Tensor]:
-    """Losses and gradients of this rank's stages of a chain of layers, checked against the plain chain."""
-    torch.manual_seed(3)
-    num_stages = size * per_rank
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_stages)]
-    plain = copy.deepcopy(layers)
-    mine = [rank, 2 * size - 1 - rank] if v_shape else [rank + size * i for i in range(per_rank)]
-    stages = [PipelineStage(layers[i], i, num_stages, torch.device("cpu")) for i in mine]
-    num_microbatches = 2 * size
-    loss = nn.MSELoss()
-    schedule = schedule_class(stages if per_rank > 1 else stages[0], num_microbatches, loss_fn=loss)
-    x, y = numbers(1, 6 * num_microbatches).view(-1, 6), numbers(2, 6 * num_microbatches).view(-1, 6)
-    losses: list[Tensor] = []
-    has_loss = num_stages - 1 in mine
-    schedule.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if has_loss else {}))
-    loss(nn.Sequential(*plain)(x), y).backward()
-    for i in mine:
-        for ours, alone in zip(layers[i].parameters(), plain[i].parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, alone.grad, **CLOSE)
-    return [*(each.detach() for each in losses), *(p.grad for i in mine for p in layers[i].parameters())]
-
-
-def pipelines(rank: int, size: int) -> list[Tensor]:
-    results = []
-    for schedule in (ScheduleGPipe, Schedule1F1B):
-        results += gradients_of_stages(rank, size, schedule, 1)
-    results += gradients_of_stages(rank, size, ScheduleInterleaved1F1B, 2)
-    return results + gradients_of_stages(rank, size, ScheduleZBVZeroBubble, 2, v_shape=True)
 
 
 @contextlib.contextmanager
