@@ -28,6 +28,7 @@ def run(body: str) -> Finished:
         pytest.param("dist.destroy_process_group(); sys.exit()", "dist.barrier()", marks=pytest.mark.exhaustive),
         pytest.param("sys.exit()", "dist.new_group()", marks=pytest.mark.exhaustive),
         pytest.param("sys.exit()", "dist.monitored_barrier()", marks=pytest.mark.exhaustive),
+        pytest.param("sys.exit()", "dist.send(torch.ones(3_000_000), 1)", marks=pytest.mark.exhaustive),
     ],
 )
 def test_who_waits_for_a_rank_that_has_left_learns_it_and_the_job_fails(leave: str, call: str) -> None:
@@ -60,3 +61,33 @@ dist.destroy_process_group()
     done = run(body)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["1.0 [4.0, 4.0]", "rank 0 ends well"]
+
+
+@pytest.mark.exhaustive
+def test_a_message_may_take_its_time_though_who_wrote_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the rank stops it, as it leaves, for longer than any pause that could be a rule."""
+    body = """
+import signal, time
+big = torch.full((3_000_000,), float(rank))
+if rank == 1:
+    leaving = os.getpid()
+    if os.fork() == 0:
+        time.sleep(2)
+        os.kill(leaving, signal.SIGSTOP)
+        time.sleep(15)
+        os.kill(leaving, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.isend(big, 0)
+    os._exit(0)
+time.sleep(4)
+dist.recv(big, 1)
+print(big.mean().item())
+try:
+    dist.recv(x, 1)
+except ConnectionError as error:
+    print("Departed" in type(error).__name__)
+"""
+    monkeypatch.setenv("MPIR_CVAR_CH4_CMA_ENABLE", "0")  # or the reader would need no help of who wrote
+    done = run(body)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["1.0", "True", "rank 0 ends well"]

@@ -2,17 +2,21 @@
 
 Leaving is the end of the program, `sys.exit(0)`, or `os._exit(0)`, after which MPI's launcher would end the other ranks
 and report success. A rank that leaves still drives forward what it has begun, until all whom it shares a group with
-leave too. With the news comes how many collectives of each group it has begun: whoever waits for a later one learns
-that at once.
+leave too. It has two things to say, and no time decides what follows from them:
+
+    it leaves    with how many collectives of each group it has begun, and how many messages it has written to whom it
+                 tells: who waits for a later one, and has read all of these, waits in vain
+    it rests     all that it has begun is complete: it will read no message any more
 """
 
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from mpi4dl.comm import ending
 from mpi4dl.comm.communicator import Communicator, world
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
 
 LEAVING = 2  # the tag of the news, on the communicator that the guard uses too
 LOOK_SECONDS = 0.05  # between two looks for news
-MESSAGE_SECONDS = 5.0  # for messages of a rank that has left, of which nobody has counted which are to come
 IDLE_SECONDS = 2e-3
 
 
@@ -33,6 +36,19 @@ class Unfinished(Protocol):
     def poke(self) -> bool: ...
 
 
+class Worker(Protocol):
+    """A group, as this rank looks after it."""
+
+    under_way: Sequence[Unfinished]
+
+
+class News(NamedTuple):
+    """What a rank that leaves has begun, by group, and has written to this rank, by channel."""
+
+    begun: dict[str, int]
+    wrote: dict[str, int]
+
+
 class Departures:
     """What this rank knows of those that have left, and what it tells when it leaves itself."""
 
@@ -40,22 +56,32 @@ class Departures:
         self._comm = comm
         self._meeting: MPI.Comm = meeting().comm
         self._begun: dict[str, int] = {}
+        self._wrote: Counter[tuple[int, str]] = Counter()
+        self._read: Counter[tuple[int, str]] = Counter()
         self._peers: set[int] = set()
-        self._gone: dict[int, tuple[float, dict[str, int]]] = {}
+        self._groups: list[Worker] = []
+        self._unfinished: list[Unfinished] = []
+        self._gone: dict[int, News] = {}
+        self._resting: set[int] = set()
         self._looked = 0.0
         self._lock = threading.Lock()
-        self.unfinished: list[Unfinished] = []
 
-    def join(self, ranks: Iterable[int]) -> None:
-        """This rank shares a group with these."""
+    def join(self, group: Worker, ranks: Iterable[int]) -> None:
+        """This rank is in a group, with these."""
+        self._groups.append(group)
         self._peers |= set(ranks) - {self._comm.rank}
+
+    def part(self, group: Worker) -> None:
+        """The group is no more; what is under way in it stays so."""
+        self._groups = [other for other in self._groups if other is not group]
+        self._unfinished += group.under_way
 
     def count(self, group: str, num_begun: int) -> None:
         """This rank has begun so many collectives of a group."""
         self._begun[group] = num_begun
 
-    def gone(self) -> dict[int, tuple[float, dict[str, int]]]:
-        """By rank: when its news came, and what it had begun."""
+    def gone(self) -> dict[int, News]:
+        """What those that have left told, by rank."""
         from mpi4py import MPI
 
         now = time.monotonic()
@@ -65,19 +91,22 @@ class Departures:
             while self._meeting.Iprobe(MPI.ANY_SOURCE, LEAVING, status):
                 news = bytearray(status.Get_count())
                 self._meeting.Recv(news, status.source, LEAVING)
-                self._gone[status.source] = (now, pickle.loads(news))
+                if news:
+                    self._gone[status.source] = pickle.loads(news)
+                else:
+                    self._resting.add(status.source)
             self._lock.release()
         return self._gone
 
     def will_not_come(self, ranks: Iterable[int], group: str, number: int) -> list[int]:
         """Those of `ranks` that have left without beginning collective `number` of the group."""
         gone = self.gone()
-        return [rank for rank in ranks if rank in gone and gone[rank][1].get(group, 0) < number]
+        return [rank for rank in ranks if rank in gone and gone[rank].begun.get(group, 0) < number]
 
-    def will_not_write(self, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` have left, so long ago that a message of theirs would be here."""
-        gone, now = self.gone(), time.monotonic()
-        return all(rank in gone and now - gone[rank][0] > MESSAGE_SECONDS for rank in ranks)
+    def will_not_read(self, rank: int) -> bool:
+        """Whether a rank has left, and takes no more messages."""
+        self.gone()
+        return rank in self._resting
 
     def leave(self) -> None:
         """Tell the others, and come back when all whom this rank shares a group with leave too."""
@@ -85,13 +114,43 @@ class Departures:
 
         if MPI.Is_finalized() or not self._peers:
             return
-        news = pickle.dumps(self._begun)
-        told = [self._meeting.Isend(news, rank, LEAVING) for rank in sorted(self._peers)]
+        told = [self._meeting.Isend(self._news_for(rank), rank, LEAVING) for rank in sorted(self._peers)]
         peers, self._peers = self._peers, set()
+        unfinished = self._unfinished + [work for group in self._groups for work in group.under_way]
+        rests = False
         while not peers <= self.gone().keys():
-            self.unfinished = [work for work in self.unfinished if not work.poke()]
+            unfinished = [work for work in unfinished if not work.poke()]
+            if not unfinished and not rests:
+                rests = True
+                told += [self._meeting.Isend(b"", rank, LEAVING) for rank in sorted(peers)]
             time.sleep(IDLE_SECONDS)
         MPI.Request.Waitall(told)
+
+    def _news_for(self, rank: int) -> bytes:
+        wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == rank}
+        return pickle.dumps(News(self._begun, wrote))
+
+
+class Channel:
+    """The messages of one kind between some ranks, counted where they are written and where they are read.
+
+    They are called by their numbers among `ranks`, and the channel by the name that it has with all of them.
+    """
+
+    def __init__(self, known: Departures, ranks: Sequence[int], name: Callable[[], str]) -> None:
+        self._known, self._ranks, self._name = known, ranks, name
+
+    def wrote(self, to: int) -> None:
+        self._known._wrote[self._ranks[to], self._name()] += 1
+
+    def read(self, source: int) -> None:
+        self._known._read[self._ranks[source], self._name()] += 1
+
+    def is_closed(self, source: int) -> bool:
+        """Whether `source` has left, and all that it has written was read."""
+        rank, name = self._ranks[source], self._name()
+        news = self._known.gone().get(rank)
+        return news is not None and news.wrote.get(name, 0) == self._known._read[rank, name]
 
 
 @cache

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpi4dl.comm.backend.agreement import Agreement, describe
-from mpi4dl.comm.backend.departure import Departures
+from mpi4dl.comm.backend.departure import Channel, Departures
 from mpi4dl.comm.backend.errors import Departed
 from mpi4dl.comm.backend.messages import Post
 from mpi4dl.comm.backend.monitored import pass_monitored_barrier
@@ -45,13 +45,17 @@ class MpiGroup(NamedGroup):
         super().__init__(members.collectives)
         self._members = members
         self._in_full = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        self._post = Post(members.messages, self._in_full)
+        known, ranks = members.departures, members.ranks
+        self._letters = Channel(known, ranks, lambda: f"messages of {self.getGroupName()}")
+        self._barriers = Channel(known, ranks, lambda: f"monitored barriers of {self.getGroupName()}")
+        self._post = Post(members.messages, self._letters, self._in_full)
         self._timeout = timeout
         self._store = store
         self._num_begun = 0
         self._num_barriers = 0
-        self._under_way: list[MpiWork] = []
+        self.under_way: list[MpiWork] = []
         self._coalesced: list[Pending] | None = None
+        known.join(self, ranks)
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -63,7 +67,7 @@ class MpiGroup(NamedGroup):
         return self._num_begun
 
     def _wait_for_pending_works(self) -> None:
-        for work in self._under_way:
+        for work in self.under_way:
             work.wait()
 
     def shutdown(self) -> None:
@@ -71,11 +75,11 @@ class MpiGroup(NamedGroup):
 
         What others did not come to in time is not waited for again; it keeps its buffers as long as this rank is there.
         """
-        if not any(work.late or work.exception() for work in self._under_way):
+        if not any(work.late or work.exception() for work in self.under_way):
             self._wait_for_pending_works()
-        unfinished = [work for work in self._under_way if not work.poke()]
-        self._members.departures.unfinished += unfinished
-        self._under_way = []
+        self.under_way = unfinished = [work for work in self.under_way if not work.poke()]
+        self._members.departures.part(self)
+        self.under_way = []
         for wire in (self._collectives, self._members.messages):
             if wire.mpi and not unfinished:
                 wire.mpi.Free()
@@ -119,8 +123,8 @@ class MpiGroup(NamedGroup):
         """Keep what is under way until MPI is done with its buffers, whether or not somebody waits for it."""
         if self._coalesced is not None:
             self._coalesced.append(pending)
-        oldest, others = self._under_way[:MAX_POKED], self._under_way[MAX_POKED:]
-        self._under_way = [*(old for old in oldest if not old.poke()), *others, work]
+        oldest, others = self.under_way[:MAX_POKED], self.under_way[MAX_POKED:]
+        self.under_way = [*(old for old in oldest if not old.poke()), *others, work]
         return work
 
     def _check_all_come(self, name: str, number: int) -> None:
@@ -129,9 +133,18 @@ class MpiGroup(NamedGroup):
             raise Departed(f"{name} of {self!r} cannot be complete: {_left(missing)} before coming to it")
 
     def _check_that_one_writes(self, name: str, sources: Sequence[int]) -> None:
-        ranks = [self._members.ranks[source] for source in sources]
-        if self._members.departures.will_not_write(ranks):
-            raise Departed(f"{name} of {self!r} cannot be complete: {_left(ranks)} without its part of it")
+        for work in list(self.under_way):  # which may have read what is counted, and nobody has looked
+            work.poke()
+        if all(map(self._letters.is_closed, sources)):
+            raise self._departed(name, sources)
+
+    def _check_that_it_reads(self, name: str, reader: int) -> None:
+        if self._members.departures.will_not_read(self._members.ranks[reader]):
+            raise self._departed(name, [reader])
+
+    def _departed(self, name: str, missing: Sequence[int]) -> Departed:
+        left = _left([self._members.ranks[rank] for rank in missing])
+        return Departed(f"{name} of {self!r} cannot be complete: {left} without its part of it")
 
     @called_as("tensors")
     def broadcast(self, tensors: list[Tensor], options: Options) -> MpiWork:
@@ -319,36 +332,41 @@ class MpiGroup(NamedGroup):
         """A barrier that does not return before all ranks have come, and whose time-out names who has not."""
         self._num_barriers += 1
         limit = self._timeout if timeout is None else timeout
-        pass_monitored_barrier(self._collectives, self._num_barriers, limit, wait_all_ranks, self._check_that_all_live)
 
-    def _check_that_all_live(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._check_that_one_writes("monitored_barrier", [rank])
+        def check_all_come(ranks: Iterable[int]) -> None:
+            if missing := list(filter(self._barriers.is_closed, ranks)):
+                raise self._departed("monitored_barrier", missing)
+
+        pass_monitored_barrier(
+            self._collectives, self._barriers, self._num_barriers, limit, wait_all_ranks, check_all_come
+        )
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> MpiWork:
         with as_event("send", tensors):
             parts = [self._post.isend(plain(x), dstRank, tag) for x in tensors]
-        return self._message(f"send to rank {dstRank}", parts, tensors, [dstRank])
+        name = f"send to rank {dstRank}"
+        return self._message(name, parts, tensors, lambda: self._check_that_it_reads(name, dstRank))
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> MpiWork:
         with as_event("recv", tensors):
             parts = [self._post.ireceive(plain(x), srcRank, tag) for x in tensors]
-        return self._message(f"recv from rank {srcRank}", parts, tensors, [srcRank])
+        name = f"recv from rank {srcRank}"
+        return self._message(name, parts, tensors, lambda: self._check_that_one_writes(name, [srcRank]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
         (tensor,) = tensors
         with as_event("recv", tensors):
             part = self._post.ireceive(plain(tensor), None, tag)
         others = [rank for rank in range(self.size()) if rank != self.rank()]
-        return self._message("recv from any rank", [part], tensors, others)
+        name = "recv from any rank"
+        return self._message(name, [part], tensors, lambda: self._check_that_one_writes(name, others))
 
-    def _message(self, name: str, parts: Sequence[Pending], results: Sequence[Tensor], others: list[int]) -> MpiWork:
+    def _message(
+        self, name: str, parts: Sequence[Pending], results: Sequence[Tensor], alarm: Callable[[], None]
+    ) -> MpiWork:
         node = self._collectives.node
         pending = parts[0] if len(parts) == 1 else Joined(node, parts)
-        work = MpiWork(
-            name, self, pending, node, list(results), self._timeout, lambda: self._check_that_one_writes(name, others)
-        )
-        return self._keep(work, pending)
+        return self._keep(MpiWork(name, self, pending, node, list(results), self._timeout, alarm), pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []

@@ -20,6 +20,7 @@ from mpi4dl.comm.pending import Pending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpi4dl.comm.backend.departure import Channel
     from mpi4dl.comm.backend.wire import Wire
 
 KEPT_TAGS = 1 << 12
@@ -37,12 +38,13 @@ class Envelope(NamedTuple):
 
 
 class Post:
-    """The messages of one group."""
+    """The messages of one group, which `channel` counts."""
 
-    def __init__(self, wire: "Wire", in_full: bool) -> None:
+    def __init__(self, wire: "Wire", channel: "Channel", in_full: bool) -> None:
         from mpi4py import MPI
 
         self.wire = wire
+        self._channel = channel
         self._in_full = in_full
         self._envelopes_under = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
         self._plain_below = self._envelopes_under - KEPT_TAGS
@@ -52,6 +54,8 @@ class Post:
 
     def isend(self, tensor: Tensor, to: int, tag: int) -> Pending:
         check_tag(tag)
+        if tensor.numel():
+            self._channel.wrote(to)
         if tensor.numel() == 0 or not self._needs_envelope(tag):
             return self.wire.isend(tensor, to, tag)
         comes_under = self._plain_below + next(self._numbers)
@@ -66,8 +70,18 @@ class Post:
         if tensor.numel() == 0:
             return Pending(self.wire.node)
         if not self._needs_envelope(tag):
-            return Arrival(self.wire, tensor, source, tag)
+            return self.arrival(tensor, source, tag)
         return EnvelopedArrival(self, tensor, source, tag, self._content(tensor))
+
+    def arrival(self, tensor: Tensor, source: int | None, tag: int) -> "Arrival":
+        message = Arrival(self.wire, tensor, source, tag)
+
+        def note() -> None:
+            assert message.source is not None
+            self._channel.read(message.source)
+
+        message._finish.append(note)
+        return message
 
     def _needs_envelope(self, tag: int) -> bool:
         return self._in_full or tag >= self._plain_below
@@ -175,7 +189,7 @@ class EnvelopedArrival(Pending):
                     f"rank {self._post.wire.rank} receives {self._content} from rank {self.source}, which sent "
                     f"{envelope.content}: the tensors must be the same at both ends"
                 )
-            self._message = Arrival(self._post.wire, self._tensor, self.source, envelope.comes_under)
+            self._message = self._post.arrival(self._tensor, self.source, envelope.comes_under)
         return self._message.ready()
 
     def wait(self) -> None:

@@ -11,6 +11,7 @@ from mpi4dl.comm.pending import Pending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpi4dl.comm.backend.departure import Channel
     from mpi4dl.comm.backend.wire import Wire
 
 ARRIVAL_TAG, LEAVE_TAG = 32762, 32763
@@ -21,9 +22,11 @@ GONE = 1 << 63  # beside a number: who came has given up since
 class Numbers(Pending):
     """A number from each of some ranks: any that was not taken back, or `expected`, beside which old ones may come."""
 
-    def __init__(self, wire: "Wire", sources: Sequence[int], tag: int, expected: int | None = None) -> None:
+    def __init__(
+        self, wire: "Wire", channel: "Channel", sources: Sequence[int], tag: int, expected: int | None = None
+    ) -> None:
         super().__init__(wire.node)
-        self._wire, self._tag, self._expected = wire, tag, expected
+        self._wire, self._channel, self._tag, self._expected = wire, channel, tag, expected
         self.heard: dict[int, int] = {}
         self.open: dict[int, tuple[MPI.Request, bytearray]] = {source: self._next(source) for source in sources}
 
@@ -35,6 +38,7 @@ class Numbers(Pending):
         for source, (request, page) in list(self.open.items()):
             if not request.Test():
                 continue
+            self._channel.read(source)
             number = int.from_bytes(page, "little")
             wanted = number == self._expected if self._expected is not None else number < GONE
             if wanted and not self._wire.mpi.Iprobe(source, self._tag):
@@ -51,9 +55,16 @@ class Numbers(Pending):
 
 
 def pass_monitored_barrier(
-    wire: "Wire", number: int, timeout: timedelta, all_ranks: bool, alarm: Callable[[Iterable[int]], None]
+    wire: "Wire",
+    channel: "Channel",
+    number: int,
+    timeout: timedelta,
+    all_ranks: bool,
+    alarm: Callable[[Iterable[int]], None],
 ) -> None:
     """Return when all ranks have come to a barrier. `number` is this rank's own: another one each time.
+
+    `channel` counts its messages.
 
     `alarm` is called now and then with the ranks that are waited for.
 
@@ -66,6 +77,7 @@ def pass_monitored_barrier(
     others = list(range(1, wire.size))
 
     def tell(rank: int, what: int, tag: int) -> "MPI.Request":
+        channel.wrote(rank)
         return wire.mpi.Isend(what.to_bytes(NUMBER_BYTES, "little"), rank, tag)
 
     def complaint() -> str:
@@ -79,9 +91,9 @@ def pass_monitored_barrier(
         return f"{who} failed to pass monitoredBarrier within {timeout}"
 
     if wire.rank == 0:
-        waiting = Numbers(wire, others, ARRIVAL_TAG)
+        waiting = Numbers(wire, channel, others, ARRIVAL_TAG)
     else:
-        waiting = Numbers(wire, [0], LEAVE_TAG, number)
+        waiting = Numbers(wire, channel, [0], LEAVE_TAG, number)
         tell(0, number, ARRIVAL_TAG)
     try:
         wait_until_ready(waiting, wire.node, timeout.total_seconds(), complaint, lambda: alarm(waiting.open))

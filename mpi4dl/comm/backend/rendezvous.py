@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-from mpi4dl.comm.backend.departure import Departures, departures
+from mpi4dl.comm.backend.departure import Channel, Departures, departures
 from mpi4dl.comm.backend.errors import Departed
 from mpi4dl.comm.backend.group import Members, MpiGroup
 from mpi4dl.comm.backend.patience import wait_until_ready
@@ -85,7 +85,6 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     _await_all(comm, ranks, tag, known, max(options.timeout, dist.default_pg_timeout))
     collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
     group.Free()
-    known.join(ranks)
     return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
 
 
@@ -97,20 +96,25 @@ def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Depart
         Departed: some have left.
     """
     others = [rank for rank in ranks if rank != comm.rank]
+    channel = Channel(known, range(comm.size), lambda: f"creations of groups of {list(ranks)}")
     here = Pending(comm.node, [meeting().comm.Isend(b"", rank, tag) for rank in others])
+    for rank in others:
+        channel.wrote(rank)
     arriving = {rank: Pending(comm.node, [meeting().comm.Irecv(bytearray(), rank, tag)]) for rank in others}
 
     def missing() -> list[int]:
         return [rank for rank in others if not arriving[rank].ready()]
 
     def alarm() -> None:
-        if absent := [rank for rank in missing() if known.will_not_write([rank])]:
+        if absent := [rank for rank in missing() if channel.is_closed(rank)]:
             raise Departed(f"the group of ranks {list(ranks)} cannot be created: ranks {absent} have left")
 
     def complaint() -> str:
         return f"the group of ranks {list(ranks)} was not created in {limit}: ranks {missing()} have not come to it"
 
     wait_until_ready(Joined(comm.node, [here, *arriving.values()]), comm.node, limit.total_seconds(), complaint, alarm)
+    for rank in others:
+        channel.read(rank)
 
 
 def shared_store(comm: Communicator) -> dist.Store:
