@@ -85,9 +85,11 @@ def _python_state(node: Node) -> tuple[Any, ...]:
 
 def _numpy_state(node: Node) -> tuple[Any, ...]:
     kind, keys, position, has_gauss, cached = node.items(5)
-    # NumPy itself does not look at the position, and would read beyond its state.
-    where, has = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1)
-    state = (kind.text(), np.frombuffer(_bytes(keys), np.uint32), where, has, cached.number())
+    # NumPy itself does not look at the position, and would read beyond its state; nor at how many words there are.
+    where, has, words = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1), _bytes(keys)
+    if len(words) != 4 * NUMPY_WORDS:
+        raise keys.wrong(f"{NUMPY_WORDS} words")
+    state = (kind.text(), np.frombuffer(words, np.uint32), where, has, cached.number())
     np.random.RandomState().set_state(state)
     return state
 

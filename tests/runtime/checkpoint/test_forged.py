@@ -198,6 +198,8 @@ CASES: list[tuple[Edit, str]] = [
     (header(STATE, "scaler", "scale", to=float("nan")), "state.json cannot be read: NaN is no number of JSON"),
     (header(STATE, "step", to=8), "state.json is of step 8"),
     (header(STATE, "ranks", 0, "numpy", 2, to=10**6), "'numpy' is ['MT19937', "),
+    (header(STATE, "ranks", 1, "numpy", 1, to=""), "'numpy' is ['MT19937', '', "),
+    (header(STATE, "ranks", 1, "numpy", 1, to="AAAA" * 900), "'numpy' is ['MT19937', 'AAAA"),
     (header(STATE, "ranks", 2, "torch", to="AAAA"), "'torch' is 'AAAA', but must be the state of a generator"),
     (header(MANIFEST, "files", "../../x", to=[0, []]), "manifest.json names '../../x'"),
     (
