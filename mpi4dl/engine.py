@@ -37,6 +37,11 @@ from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 from mpi4dl.runtime.restoring import Undo, evaluating
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+UNLIKE = (
+    "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
+    "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
+    "torch.manual_seed with the same seed on all ranks, and draw on all ranks or on none between steps",
+)
 Loss = Callable[[Any, Any], Tensor]
 Tell = Callable[[], Sequence[float]]
 
@@ -222,10 +227,12 @@ class Engine:
         self._refuse_hooks()
         for group in self.groups.values():
             group.prepare()
+        before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
             group.finish()
-        loss, norm, told = self._sum_up(batch, () if tell is None else tell())
+        drawn = self._drawn_since(before)
+        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
         if self.gradient_hook is not None and math.isfinite(norm):
             for stage, group in self.groups.items():
                 with self.executor.drawing_alike(stage):
@@ -257,17 +264,31 @@ class Engine:
         if problem is not None:
             raise Refusal(problem)
 
-    def _sum_up(self, batch: BatchFeed, told: Sequence[float] = ()) -> tuple[float, float, tuple[float, ...]]:
+    def _drawn_since(self, before: int) -> int:
+        """A number that all ranks have alike if those that share images drew the same random numbers.
+
+        Stages of several are seeded; ranks that share no image may draw as they like.
+        """
+        after = self.executor.print_of_randomness()
+        shared = self.plan.num_stages == 1 and self.plan.tiles[0] != (1, 1)
+        return after + 1 if shared and after != before else 0
+
+    def _sum_up(
+        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = ()
+    ) -> tuple[float, float, tuple[float, ...]]:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
-        stages, hooks = self.plan.num_stages, self._stepping.num_hooks
-        found = torch.tensor([*[0.0] * stages, float(batch.total), hooks, hooks**2, *told], dtype=torch.float64)
+        stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
+        squares = (n**2 for n in alike)
+        found = torch.tensor([*[0.0] * stages, float(batch.total), *alike, *squares, *told], dtype=torch.float64)
         for stage, group in self.groups.items():
             found[stage] = group.square()
         self.comm.all_reduce(found)
-        if found[stages + 1] ** 2 != self.comm.size * found[stages + 2]:  # their variance is 0 if all have as many
-            raise Refusal("the ranks have different numbers of step hooks of the optimizer: register them on all ranks")
         norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
-        return float(found[stages]), norm, tuple(found[stages + 3 :].tolist())
+        loss, *rest = found[stages:].tolist()
+        for total, square, problem in zip(rest, rest[len(alike) :], UNLIKE, strict=False):
+            if total**2 != self.comm.size * square:  # their variance is 0 if all ranks have the same
+                raise Refusal(problem)
+        return loss, norm, tuple(rest[2 * len(alike) :])
 
     def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
         """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.

@@ -1,5 +1,6 @@
 """mpi4dl.engine: what is not finite, or not alike on all ranks, stops all ranks together with one clear message."""
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mpi4dl.runtime.precision import INITIAL_SCALE
 from tests.pool.ranks import Ranks
 from tests.training import (
     BOTH,
+    NUM_CLASSES,
     SKIPPING,
     SMALL,
     TILES_1x2,
@@ -197,6 +199,50 @@ def test_ranks_that_were_built_differently_are_refused(ranks: Ranks, make: Make,
 def test_ranks_with_different_settings_are_refused(ranks: Ranks, name: str, values: list[Any], shown: str) -> None:
     (message,) = set(ranks(4).run(refused_engine, alike, {name: values}))
     assert message == f"the ranks were started differently: {name} is {shown}: start all ranks with the same command"
+
+
+class Dropping(nn.Module):
+    """Drops a branch for some samples, by numbers that the model draws itself, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kept = torch.empty(len(x), 1, 1, 1, dtype=x.dtype).bernoulli_(0.5)
+        return self.last((x + self.second(x) * kept).mean((2, 3)))
+
+
+def draw_otherwise(comm: Communicator, plan: Plan, drawing: bool) -> tuple[bool, str]:
+    """Whether a step with the same seed on all ranks is plain PyTorch's; and what is said of one with others."""
+    task = replace(SMALL, batch=8)
+    torch.manual_seed(0)
+    model = Dropping().double() if drawing else model_of(task)
+    plain = copy.deepcopy(model)
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    images, targets = batch_of(task, 0)
+    torch.manual_seed(5)
+    loss = engine.step(tiles_of(images, engine), targets, task.size).loss
+    torch.manual_seed(5)
+    wanted = F.cross_entropy(plain(images), targets).item()
+    torch.manual_seed(comm.rank)
+    before = everything(engine)
+    try:
+        engine.step(tiles_of(images, engine), targets, task.size)
+    except Refusal as refusal:
+        assert everything(engine) == before
+        return abs(loss - wanted) < 1e-12, str(refusal)
+    return abs(loss - wanted) < 1e-12, ""
+
+
+@pytest.mark.parametrize(("plan", "drawing"), [(BOTH, True), (BOTH, False), (Plan(data=4), True)], ids=str)
+def test_ranks_that_share_images_draw_alike(ranks: Ranks, plan: Plan, drawing: bool) -> None:
+    for exact, message in ranks(4).run(draw_otherwise, plan, drawing):
+        assert exact
+        refused = drawing and plan is BOTH
+        assert message.startswith("the model drew other random numbers on some ranks than on others") == refused
 
 
 def unknown_precision(comm: Communicator) -> None:
