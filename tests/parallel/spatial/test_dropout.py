@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, arrange
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference
 from tests.pool.ranks import Ranks
 
 
@@ -55,18 +55,38 @@ def test_dropout_repeats_by_the_seed_and_only_by_it(ranks: Ranks) -> None:
     assert ranks(2).run(drop_twice) == [(True, False)] * 2
 
 
-def drop_channels(comm: Communicator, inplace: bool) -> bool:
-    image = torch.randn(3, 16, 6, 5)
-    torch.manual_seed(4)
-    plain = F.dropout2d(image, 0.4)
-    torch.manual_seed(4)
-    ours = spatial.gather(F.dropout2d(arrange(image, comm, Arrangement(2, 1)) * 1, 0.4, inplace=inplace))
-    return torch.equal(ours, plain)
+def drop_channels(comm: Communicator, arrangement: Arrangement, inplace: bool) -> list[str]:
+    """What is wrong with values or gradients where channels are dropped, on images, lines and volumes of one sample."""
+    wrong = []
+    for name, function in CHANNELS.items():
+        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
+        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
+        torch.manual_seed(4)
+        expected = function(plain * 1, 0.4, inplace)
+        torch.manual_seed(4)
+        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1, 0.4, inplace))
+        weights = torch.randn_like(image).reshape(expected.shape)
+        (expected * weights).sum().backward()
+        (found * weights).sum().div(comm.size).backward()
+        assert ours.grad is not None
+        assert plain.grad is not None
+        wrong += difference(name, found, expected)
+        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
+    return wrong
+
+
+CHANNELS = {
+    "dropout2d": lambda x, p, inplace: F.dropout2d(x, p, True, inplace),
+    "dropout1d": lambda x, p, inplace: F.dropout1d(x.flatten(0, 1), p, True, inplace).unflatten(0, (3, 16)),
+    "dropout1d, one sample": lambda x, p, inplace: F.dropout1d(x.sum((0, 1)), p, True, inplace).expand(3, 16, 6, 5),
+    "dropout3d, one sample": lambda x, p, inplace: F.dropout3d(x, p, True, inplace),
+}
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_dropped_channels_are_those_of_plain_pytorch(ranks: Ranks, inplace: bool) -> None:
-    assert ranks(2).run(drop_channels, inplace) == [True, True]
+@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
+def test_dropped_channels_are_those_of_plain_pytorch(ranks: Ranks, arrangement: Arrangement, inplace: bool) -> None:
+    assert ranks(arrangement.size).run(drop_channels, arrangement, inplace) == [[]] * arrangement.size
 
 
 def drop_all_or_nothing(comm: Communicator) -> list[float]:
@@ -83,9 +103,6 @@ def drop_where_it_would_not_be_exact(comm: Communicator) -> None:
     tiles = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, cols=2))
     with pytest.raises(spatial.NoRule, match="the halo that is held"):
         F.dropout(spatial.widen(tiles, 1))
-    by_batch = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, batch=2))
-    with pytest.raises(spatial.NoRule, match="dropout2d"):
-        F.dropout2d(by_batch)
     for function in (torch.rand_like, torch.randn_like, torch.bernoulli, F.alpha_dropout, F.feature_alpha_dropout):
         with pytest.raises(spatial.NoRule, match="random"):
             function(tiles)

@@ -4,6 +4,7 @@ Ranks that share an image draw from generators in the same state, so that whatev
 the same on all. A mask for tiles is drawn from another generator, seeded by one such draw and the tile's place.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +37,23 @@ def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
 
 
-@register(F.dropout2d)
-def whole_channels(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Channels are dropped in the whole image, by the mask that PyTorch would draw."""
-    if not training or p == 0:
-        return input
-    if input.layout.axis(0) is not None or input.layout.axis(1) is not None or input.dim() != 4:
-        raise refusal("torch.nn.functional.dropout2d", "dims 0 and 1 are not batch and channels here")
-    mask = F.dropout2d(input.local.new_ones(*input.shape[:2], 1, 1), p, True)
-    return wrap(input.local.mul_(mask) if inplace else input.local * mask, input.layout)
+def _whole_channels(function: Any, without_batch: int | None) -> Callable[..., Tensor]:
+    """Channels are dropped in the whole image, by the mask that PyTorch would draw: for each entry of dims 0 and 1, or
+    of dim 0 in a tensor of `without_batch` dims.
+    """
+
+    def rule(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        kept = 1 if input.dim() == without_batch else 2
+        mask = function(input.local.new_ones([n if d < kept else 1 for d, n in enumerate(input.shape)]), p, training)
+        if not training or p == 0:
+            return input
+        return input.mul_(mask) if inplace else input * mask
+
+    return rule
+
+
+for function, without_batch in ((F.dropout1d, 2), (F.dropout2d, None), (F.dropout3d, 4)):
+    register(function)(_whole_channels(function, without_batch))
 
 
 @register(*named("rand_like", "randn_like", "bernoulli", "rrelu", "alpha_dropout", "feature_alpha_dropout"))
