@@ -27,6 +27,7 @@ FUNCTIONS = {
     "layer_norm of the image": lambda x: F.layer_norm(x, x.shape[1:]),
     "layer_norm of the image, weights": lambda x: F.layer_norm(x, x.shape[2:], torch.ones(x.shape[2:])),
     "layer_norm of channels": lambda x: F.layer_norm(x.movedim(1, -1), (4,), WEIGHT, WEIGHT),
+    "rms_norm of the image": lambda x: F.rms_norm(x, x.shape[1:]),
     "rms_norm of channels": lambda x: F.rms_norm(x.movedim(1, -1), (4,)),
     "pad": lambda x: F.pad(x, (1, 2, 0, 1)),
     "pad by reflection": lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"),

@@ -41,8 +41,8 @@ def randomized(norm: nn.Module) -> nn.Module:
     return norm
 
 
-def large_layer_norm(*shape: int) -> Callable[[], nn.Module]:
-    return lambda: randomized(nn.LayerNorm(shape))
+def large(norm: Callable[..., nn.Module], *shape: int) -> Callable[[], nn.Module]:
+    return lambda: randomized(norm(shape))
 
 
 CASES = {
@@ -69,7 +69,13 @@ CASES = {
         lambda: nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 3, 2, 1)),
         lambda: nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)),
     ),
-    **modules(large_layer_norm(4, 13, 17), large_layer_norm(13, 17), sizes=[(13, 17)]),
+    **modules(
+        *(large(norm, *shape) for norm in (nn.LayerNorm, nn.RMSNorm) for shape in ((4, 13, 17), (13, 17), (17,))),
+        lambda: nn.LayerNorm((13, 17), eps=0.3, bias=False),
+        lambda: nn.RMSNorm((13, 17), eps=0.3, elementwise_affine=False),
+        lambda: ChannelsLast(randomized(nn.RMSNorm((17, 4)))),
+        sizes=[(13, 17)],
+    ),
 }
 
 

@@ -1,11 +1,12 @@
-"""Batch, group, instance and layer norm with the statistics of the whole image.
+"""Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image.
 
-Every rank computes the mean and the sum of squared deviations of the pixels that it owns; those are gathered and merged
-in float64 by the formula of Chan, Golub and LeVeque (1979), so that a mean of 1000 with unit variance keeps its digits,
-and every rank gets the same bits. Backward needs two sums per channel. What is saved is the input and two vectors.
+For the first three every rank computes the mean and the sum of squared deviations of the pixels that it owns; those are
+gathered and merged in float64 by the formula of Chan, Golub and LeVeque (1979), so that a mean of 1000 with unit
+variance keeps its digits, and every rank gets the same bits. Backward needs two sums per channel. What is saved is the
+input and two vectors.
 """
 
-from math import prod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -166,12 +167,14 @@ def torch_batch_norm(
     return batch_norm(input, running_mean, running_var, weight, bias, training, *rest)
 
 
-def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """y * weight + bias, in the dtype of y, which may have fewer bits than they have."""
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...] | None) -> Tensor:
+    """y * weight + bias, which may be seen in another shape, in the dtype of y, which may have fewer bits than they."""
     dtype = y.dtype
     if weight is not None:
-        y = y * weight.view(shape)
-    return (y if bias is None else y + bias.view(shape)).to(dtype)
+        y = y * (weight if shape is None else weight.view(shape))
+    if bias is not None:
+        y = y + (bias if shape is None else bias.view(shape))
+    return y.to(dtype)
 
 
 @register(F.group_norm, torch.group_norm)
@@ -256,25 +259,32 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    """Local where the normalized dims are not cut, as in ConvNeXt; over the whole image where they are."""
-    last = range(input.dim() - len(normalized_shape), input.dim())
-    if tuple(normalized_shape) != tuple(input.shape[last.start :]):
-        raise RuntimeError(f"normalized_shape={list(normalized_shape)} does not fit a tensor of {tuple(input.shape)}")
+    """Local where the normalized dims are not cut, as in ConvNeXt; where they are, a root mean square of deviations."""
+    last = _last_dims(input, normalized_shape)
     if not any(input.layout.cut(dim) for dim in last):
         return wrap(F.layer_norm(input.local, normalized_shape, weight, bias, eps), input.layout)
-    x = retile(input, input.layout.narrow.tiling)
-    if any(x.layout.cut(dim) and x.layout.dims[BATCH] != dim for dim in range(last.start)):
-        raise refusal("torch.nn.functional.layer_norm", "some of the image's axes are normalized, and some are not")
-    axes = tuple(axis for axis in AXES if x.layout.dims[axis] in last)
-    rows = x.local.reshape(1, prod(x.local.shape[: last.start]), *[x.local.shape[dim] for dim in last])
-    y = _Normalize.apply(rows, None, None, eps, x.layout, x.layout.grid.along(axes))[0]
-    return _affine(wrap(y.view(x.local.shape), x.layout), weight, bias, tuple(normalized_shape))
+    x = input.float() if input.itemsize < 4 else input
+    return _affine(_by_root_mean_square(x - x.mean(tuple(last), True), last, eps), weight, bias, None).to(input.dtype)
 
 
-@register(F.rms_norm)
+@register(F.rms_norm, torch.rms_norm)
 def rms_norm(
     input: SpatialTensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    if any(input.layout.cut(dim) for dim in range(input.dim() - len(normalized_shape), input.dim())):
-        raise refusal("torch.nn.functional.rms_norm", "the normalized dims are spread over ranks")
-    return wrap(F.rms_norm(input.local, normalized_shape, weight, eps), input.layout)
+    last = _last_dims(input, normalized_shape)
+    if not any(input.layout.cut(dim) for dim in last):
+        return wrap(F.rms_norm(input.local, normalized_shape, weight, eps), input.layout)
+    x = input.float() if input.itemsize < 4 else input
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _affine(_by_root_mean_square(x, last, eps), weight, None, None).to(input.dtype)
+
+
+def _last_dims(x: Tensor, normalized_shape: Sequence[int]) -> range:
+    last = range(x.dim() - len(normalized_shape), x.dim())
+    if tuple(normalized_shape) != tuple(x.shape[last.start :]):
+        raise RuntimeError(f"normalized_shape={list(normalized_shape)} does not fit a tensor of {tuple(x.shape)}")
+    return last
+
+
+def _by_root_mean_square(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
+    return x * ((x * x).mean(tuple(dims), True) + eps).rsqrt()
