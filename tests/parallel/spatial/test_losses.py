@@ -24,6 +24,13 @@ def target(x: Tensor) -> Tensor:
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(6))
 
 
+def some(x: Tensor) -> Tensor:
+    """Which classes each pixel is of, behind it."""
+    return target(x).round().movedim(1, -1)
+
+
+SIGNS = torch.tensor([1, -1, 1])
+LISTED = torch.tensor([[3, 0, -1, 1], [-1, 0, 1, 2], [1, 2, 3, 0]])
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64)
 
 CASES = {
@@ -88,6 +95,21 @@ CASES = {
             "soft_margin_loss": lambda x: F.soft_margin_loss(x, target(x).round() * 2 - 1),
             "hinge_embedding_loss": lambda x: F.hinge_embedding_loss(x, target(x).round() * 2 - 1),
             "margin_ranking_loss": lambda x: F.margin_ranking_loss(x, x.flip(1), target(x).round() * 2 - 1, 0.1),
+            "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x.movedim(1, -1), some(x), WEIGHT),
+            "multilabel_soft_margin_loss of columns": lambda x: F.multilabel_soft_margin_loss(x, target(x).round()),
+            "triplet_margin_loss": lambda x: F.triplet_margin_loss(x, target(x), x.flip(1), 0.5, swap=True),
+            "triplet_margin_loss of channels, summed": lambda x: F.triplet_margin_loss(
+                *(y.movedim(1, -1) for y in (x, 2 * x, target(x))), p=1, size_average=False
+            ),
+            "triplet_margin_with_distance_loss": lambda x: F.triplet_margin_with_distance_loss(
+                x, target(x), 2 * x, distance_function=lambda a, b: 1 - F.cosine_similarity(a, b), margin=0.3
+            ),
+            "cosine_embedding_loss": lambda x: (
+                F.cosine_embedding_loss(x[:, 0, 0], x[:, 1, 1], SIGNS, 0.1)
+                + F.cosine_embedding_loss(x[:, 0, 0], target(x)[:, 0, 0], -SIGNS, reduction="sum")
+            ),
+            "multi_margin_loss": lambda x: F.multi_margin_loss(x[..., 2, 2], torch.tensor([0, 3, 1]), 2, weight=WEIGHT),
+            "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x[..., 2, 2], LISTED),
             "l1_loss, older options": lambda x: F.l1_loss(x, target(x), size_average=False),
             "a plain input": lambda x: F.mse_loss(target(x), x),
             "dice": lambda x: 1 - 2 * (x.sigmoid() * target(x)).sum() / (x.sigmoid().sum() + target(x).sum()),
@@ -102,6 +124,7 @@ CASES = {
                 x, classes(x, True), reduction="none", label_smoothing=0.1
             ),
             "kl_div per pixel": lambda x: F.kl_div(x, target(x), reduction="none"),
+            "triplet_margin_loss per line": lambda x: F.triplet_margin_loss(x, target(x), x.flip(1), reduction="none"),
             "mse_loss per pixel": lambda x: F.mse_loss(x, target(x), reduction="none"),
             "bce with logits per pixel": lambda x: F.binary_cross_entropy_with_logits(x, target(x), reduction="none"),
         }

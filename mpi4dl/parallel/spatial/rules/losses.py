@@ -21,7 +21,7 @@ from mpi4dl.parallel.spatial.rules.reductions import mean, reduced_layout, sum_
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal, register, wrap
 
 
-def _reduce(pixels: Tensor, reduction: str) -> Tensor:
+def reduce_pixels(pixels: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return pixels
     if reduction not in ("mean", "sum"):
@@ -33,13 +33,18 @@ def _reduce(pixels: Tensor, reduction: str) -> Tensor:
 
 def _reduction(options: dict[str, Any]) -> str:
     """What the options ask for, the older two among them, which are set to None."""
-    if options.get("size_average") is None and options.get("reduce") is None:
-        return options["reduction"]
-    average, reduced = options.get("size_average"), options.get("reduce")
-    options["size_average"] = options["reduce"] = None
-    if reduced is False:
+    found = asked(options.get("size_average"), options.get("reduce"), options["reduction"])
+    options |= {old: None for old in ("size_average", "reduce") if old in options}
+    return found
+
+
+def asked(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """The reduction that is meant, if the older two options are given too."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is False:
         return "none"
-    return "sum" if average is False else "mean"
+    return "sum" if size_average is False else "mean"
 
 
 def _by_pixel(function: Any) -> Callable[..., Tensor]:
@@ -52,20 +57,20 @@ def _by_pixel(function: Any) -> Callable[..., Tensor]:
         options = given.arguments
         reduction = _reduction(options)
         options["reduction"] = "none"
-        _check(function, options)
+        check_shapes(function, options)
         names = [key for key, value in options.items() if isinstance(value, Tensor)]
         parts, layout = align([options[key] for key in names], name)
         pixels = wrap(function(**options | dict(zip(names, parts, strict=True))), layout)
         if reduction == "mean" and function is F.mse_loss and options["weight"] is not None:
-            return _reduce(pixels, "sum") / _reduce(options["weight"], "sum")
+            return reduce_pixels(pixels, "sum") / reduce_pixels(options["weight"], "sum")
         if reduction == "batchmean":
             return sum_(pixels) / options["input"].shape[0]  # type: ignore[arg-type]
-        return _reduce(pixels, reduction)
+        return reduce_pixels(pixels, reduction)
 
     return rule
 
 
-def _check(function: Any, options: dict[str, Any]) -> None:
+def check_shapes(function: Any, options: dict[str, Any]) -> None:
     """Let PyTorch refuse shapes, and warn of them, by the whole: parts might differ from rank to rank."""
     shapes = {
         key: torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -113,11 +118,11 @@ def gaussian_nll_loss(
         raise ValueError("var has negative entry/entries")
     at_least = var + (var.detach().clamp(min=eps) - var.detach())  # whose derivative does not see the limit
     pixels = 0.5 * (at_least.log() + (input - target).square() / at_least)
-    return _reduce(pixels + 0.5 * log(2 * pi) if full else pixels, reduction)
+    return reduce_pixels(pixels + 0.5 * log(2 * pi) if full else pixels, reduction)
 
 
 def _over_classes(function: Any) -> Callable[..., Tensor]:
-    """Cross entropy, and the negative log-likelihood: (N, classes, ...) against class indices, or probabilities."""
+    """Cross entropy and its like: (N, classes, ...) against class indices, or something for each class."""
     signature, name = inspect.signature(function), function_name(function)
 
     def rule(*args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +133,8 @@ def _over_classes(function: Any) -> Callable[..., Tensor]:
         options["reduction"] = "none"
         input, target = options["input"], options["target"]
         classes = 0 if input.dim() == 1 else 1
-        probable = target.is_floating_point() and input.shape == target.shape
+        listed = function is F.multilabel_margin_loss
+        probable = listed or (target.is_floating_point() and input.shape == target.shape)
         expected = input.shape if probable else (*input.shape[:classes], *input.shape[classes + 1 :])
         if target.shape != expected:
             raise ValueError(f"expected a target of shape {tuple(expected)}, but got {tuple(target.shape)}")
@@ -136,14 +142,14 @@ def _over_classes(function: Any) -> Callable[..., Tensor]:
         of_target = layout if probable else reduced_layout(layout, [classes], False)
         options["input"], options["target"] = part(input, layout), part(target, of_target)
         pixels = wrap(function(**options), reduced_layout(layout, [classes], False))
-        if reduction != "mean" or probable:
-            return _reduce(pixels, reduction)
+        if reduction != "mean" or probable or "ignore_index" not in options:
+            return reduce_pixels(pixels, reduction)
         ignored, weight = options["target"] == options["ignore_index"], options["weight"]
         if weight is None:
             shares = (~ignored).to(pixels.dtype)
         else:
             shares = torch.where(ignored, 0, weight[torch.where(ignored, 0, options["target"])])
-        return _reduce(pixels, "sum") / _reduce(wrap(shares, of_target), "sum")
+        return reduce_pixels(pixels, "sum") / reduce_pixels(wrap(shares, of_target), "sum")
 
     return rule
 
@@ -160,5 +166,5 @@ def _layout(input: Tensor, target: Tensor, classes: int, probable: bool, name: s
     return layout.narrow
 
 
-for over_classes in (F.cross_entropy, F.nll_loss):
+for over_classes in (F.cross_entropy, F.nll_loss, F.multi_margin_loss, F.multilabel_margin_loss):
     register(over_classes)(_over_classes(over_classes))
