@@ -31,6 +31,8 @@ CASES = {
             "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), plain(5, 4), plain(5)),
             "linear over columns": lambda x: F.linear(x, plain(5, x.shape[3]), plain(5)),
             "linear to one": lambda x: F.linear(x, plain(x.shape[3])),
+            "bilinear": lambda x: F.bilinear(*[x.permute(0, 2, 3, 1)] * 2, plain(5, 4, 4), plain(5)),
+            "bilinear over columns": lambda x: F.bilinear(x, plain(*x.shape[:3], 2), plain(5, x.shape[3], 2), plain(5)),
             "einsum of channels": lambda x: torch.einsum("nchw,kc->nkhw", x, plain(5, 4)),
             "einsum of two images": lambda x: torch.einsum("nchw, ndhw -> nhwcd", x, plain(*x.shape)),
             "einsum with dots": lambda x: torch.einsum("nc...,nc...->n...", x, x + 1),

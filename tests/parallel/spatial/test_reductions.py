@@ -46,6 +46,9 @@ CASES = {
             "prod of channels": lambda x: x.prod(1),
             "any of channels": lambda x: (x > 0).any(1),
             "all of channels, kept": lambda x: (x > 0).all(1, keepdim=True),
+            "sum_to_size of channels": lambda x: x.sum_to_size(x.shape[0], 1, *x.shape[2:]),
+            "sum_to_size of lines": lambda x: x.sum_to_size((1, x.shape[3])),
+            "sum_to_size of itself": lambda x: x.sum_to_size(x.shape),
             "squeeze and excite": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
             "spatial attention": lambda x: x * (x.sum((1,), keepdim=True) + x.amax(1, keepdim=True)).sigmoid(),
             "standardize": lambda x: (x - x.mean((2, 3), keepdim=True)) / x.std((2, 3), keepdim=True),
@@ -56,6 +59,7 @@ CASES = {
         {
             "sum": lambda x: x.sum(),
             "sum of all dims": lambda x: x.sum((0, 1, 2, 3), keepdim=True),
+            "sum_to_size": lambda x: x.sum_to_size(4, 1, 1),
             "mean": lambda x: x.mean(),
             "global average": lambda x: x.mean((2, 3)).sum(0),
             "global average by name": lambda x: torch.mean(x, dim=(-2, -1), keepdim=True).sum(0),

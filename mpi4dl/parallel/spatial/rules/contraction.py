@@ -172,6 +172,23 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
+@register(F.bilinear, torch.bilinear)
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The last dims of both inputs with each of the weight's matrices; a last dim that is cut is added up."""
+    name = "torch.nn.functional.bilinear"
+    if isinstance(weight, SpatialTensor) or isinstance(bias, SpatialTensor):
+        raise refusal(name, "an argument other than the inputs is a SpatialTensor")
+    if input1.shape[:-1] != input2.shape[:-1]:
+        raise RuntimeError(
+            f"{name}: inputs of {tuple(input1.shape)} and {tuple(input2.shape)} differ before their last"
+        )
+    pixels = [f"dim {i}" for i in range(input1.dim() - 1)]
+    labels: list[Labels] = [[*pixels, "k"], [*pixels, "in"], ["out", "k", "in"]]
+    _check(name, (input1, input2, weight), labels)
+    y = contract(name, F.bilinear, (input1, input2, weight), labels, [*pixels, "out"])
+    return y if bias is None else y + bias
+
+
 @register(torch.einsum)
 def einsum(equation: Any, *operands: Any) -> Tensor:
     """An equation in letters, with `...` for dims that broadcast; over axes that the result lacks all ranks add up."""

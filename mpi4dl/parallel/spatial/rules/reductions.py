@@ -92,6 +92,16 @@ def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, 
     return (total(input, dims, keepdim, wider) / count).to(dtype)
 
 
+@register(Tensor.sum_to_size)
+def sum_to_size(input: SpatialTensor, *size: Any) -> Tensor:
+    """The sum over the dims along which a tensor of that size broadcasts."""
+    wanted = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
+    check_reduction(Tensor.sum_to_size, input, wanted)
+    new = input.dim() - len(wanted)
+    summed = [d for d, n in enumerate(input.shape) if d < new or (wanted[d - new] == 1 and n != 1)]
+    return total(input, summed, True).squeeze(tuple(range(new))) if summed else input
+
+
 @register(*named("nansum"))
 def nansum(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return total(input, normalize_dims(input, dim), keepdim, dtype, torch.nansum)
