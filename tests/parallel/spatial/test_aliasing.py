@@ -30,6 +30,13 @@ def write_rows(x: Tensor) -> Tensor:
     return x
 
 
+def write_channels(x: Tensor) -> Tensor:
+    x[:, [0, 2]] = 3
+    x[:, 1:][:, [2, 0], 1:5] = x[:, :2, 1:5] * 2
+    x.data[0, [1, 3]] = 5
+    return x
+
+
 def write_by_mask(x: Tensor) -> Tensor:
     x[x > 0.5] = 0
     x[torch.arange(8.0).view(8, 1).expand(2, 4, 8, 9) == 3] = -1
@@ -46,6 +53,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze": lambda x: x.unsqueeze(0),
     "contiguous": lambda x: x.contiguous(),
     "to the same dtype": lambda x: x.to(torch.float32),
+    "data": lambda x: x.data,
     "detach": lambda x: x.detach(),
     "clone": lambda x: x.clone(),
     "cat of one": lambda x: torch.cat([x], 1),
@@ -66,6 +74,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "relu of rows in place": lambda x: F.relu(x[:, :, 2:6], inplace=True),
     "a view of rows": lambda x: x[:, :, 2:6].unsqueeze(0).permute(0, 3, 4, 2, 1),
     "written rows": write_rows,
+    "channels written by lists": write_channels,
     "a mask": write_by_mask,
 }
 # What is a copy where PyTorch makes a view: to write to it is refused, or to read what it is a copy of.

@@ -1,5 +1,8 @@
 """What indices choose among channels, and where they write, on tiles as on the whole image."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +11,18 @@ from torch.nn import functional as F
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, check_table, functions
 from tests.pool.ranks import Ranks
 
+
+def written(index: Any, value: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def write(x: Tensor) -> Tensor:
+        y = x * 2
+        y[index] = value(x)
+        return y
+
+    return write
+
+
+ALL = slice(None)
+MASK = torch.tensor([True, False, False, True])
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=torch.float64)
 
 
@@ -41,6 +56,15 @@ CASES = {
             "index_fill": lambda x: x.index_fill(1, torch.tensor([0, 2]), 1.5),
             "index_add": lambda x: x.index_add(1, torch.tensor([3, 3]), x[:, :2], alpha=2),
             "index_copy_": lambda x: (x * 1).index_copy_(1, torch.tensor([1, 0]), target(x)[:, :2]),
+            "write by a list": written((ALL, [0, 2]), lambda x: x[:, 1:3] * x[:, :1]),
+            "write plain values by a list": written((ALL, [3, 0]), lambda x: target(x)[:, :2]),
+            "write values that broadcast": written((ALL, [3, 0], slice(1, 4)), lambda x: x.mean((0, 2), True)[0, :2]),
+            "write a number by a list": written((ALL, [1, 2]), lambda x: 3.0),
+            "write by a mask of channels": written((..., MASK, ALL, ALL), lambda x: x[:, :2]),
+            "write by a list, and a row": written((ALL, [1, 2], 2), lambda x: 1.5),
+            "write by a list behind a row": lambda x: written((ALL, 2, ALL, [1, 2]), lambda _: 1.5)(x.movedim(1, -1)),
+            "write by two lists": lambda x: written((ALL, [0, 1], [1, 0]), lambda _: x[:, :2])(x.unflatten(1, (2, 2))),
+            "write a list of lists": written((ALL, torch.tensor([[0, 1], [2, 3]])), lambda x: x.unflatten(1, (2, 2))),
             "one_hot": lambda x: F.one_hot(x.detach().argmax(1), 6).permute(0, 3, 1, 2) * x[:, :1],
             "one_hot, classes counted": lambda x: F.one_hot(x.detach().argmax(1)),
             "weights of classes": lambda x: WEIGHT[x.detach().argmax(1)] * x[:, 0],

@@ -69,3 +69,8 @@ def format_(x: SpatialTensor, specification: str) -> str:
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     x.local.requires_grad_(requires_grad)
     return x
+
+
+@register(Tensor.data.__get__)  # type: ignore[attr-defined]
+def data(x: SpatialTensor) -> SpatialTensor:
+    return x.like(x.local.data)

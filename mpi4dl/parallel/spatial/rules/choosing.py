@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
 from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.rearranging import choose
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
 
@@ -24,8 +25,8 @@ def dims_of(index: Any) -> int:
     return index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
 
 
-def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
-    """x[..., index, ...] with tensors of indices, or masks, by the dim that they stand at."""
+def _indices(x: Tensor, lists: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The lists by the dim that they stand at, with the places of what a mask chooses in its stead."""
     chosen: dict[int, Tensor] = {}
     for dim, index in lists.items():
         spread = isinstance(x, SpatialTensor) and any(x.layout.axis(dim + i) is not None for i in range(index.dim()))
@@ -37,14 +38,24 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
             raise IndexError(f"the shape of the mask {list(index.shape)} at dim {dim} does not match {list(x.shape)}")
         else:
             chosen |= {dim + i: found for i, found in enumerate(index.nonzero(as_tuple=True))}
+    return chosen
+
+
+def _everywhere(chosen: Mapping[int, Tensor], dims: int) -> tuple[Any, ...]:
+    return tuple(chosen.get(dim, slice(None)) for dim in range(dims))
+
+
+def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
+    """x[..., index, ...] with tensors of indices, or masks, by the dim that they stand at."""
+    chosen = _indices(x, lists)
     if not isinstance(x, SpatialTensor):
-        return x[tuple(chosen.get(dim, slice(None)) for dim in range(x.dim()))]
+        return x[_everywhere(chosen, x.dim())]
     if any(x.layout.axis(dim) is not None for dim in chosen):
         (dim, index), *others = chosen.items()
         if others or index.dim() != 1:
             raise refusal("Tensor.__getitem__", SELECTS_PIXELS)
         return choose(x, dim, index.tolist())
-    y = x.local[tuple(chosen.get(dim, slice(None)) for dim in range(x.dim()))]
+    y = x.local[_everywhere(chosen, x.dim())]
     kept = [dim for dim in range(x.dim()) if dim not in chosen]
     new = y.dim() - len(kept)
     side_by_side = max(chosen) - min(chosen) + 1 == len(chosen)
@@ -52,6 +63,16 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     place = {dim: i if i < before else i + new for i, dim in enumerate(kept)}
     batch, rows, cols = (None if dim is None else place[dim] for dim in x.layout.dims)
     return wrap(y, replace(x.layout, dims=(batch, rows, cols)))
+
+
+def write_by_lists(x: SpatialTensor, lists: Mapping[int, Tensor], value: Any) -> None:
+    """x[..., index, ...] = value, where the lists stand at dims that are not of the image."""
+    chosen = _indices(x, lists)
+    if any(x.layout.axis(dim) is not None for dim in chosen):
+        raise refusal("Tensor.__setitem__", SELECTS_PIXELS)
+    if isinstance(value, Tensor) and value.dim():
+        (_, value), _ = align([choose_by_lists(x.detach(), chosen), value], "Tensor.__setitem__", keep_first=True)
+    x.local[_everywhere(chosen, x.dim())] = value
 
 
 def look_up(table: Tensor, indices: Sequence[Any]) -> Tensor:

@@ -1,5 +1,6 @@
 """Indexing: slices of rows and columns are windows of one pixel, other dims are local."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, Window
 from mpi4dl.parallel.spatial.halo import gather, reach
-from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up
+from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up, write_by_lists
 from mpi4dl.parallel.spatial.rules.rearranging import choose, one_row
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, refusal, register, wrap
@@ -38,26 +39,47 @@ def getitem(input: Tensor, index: Any) -> Tensor:
     indices = list(index) if isinstance(index, tuple) else [index]
     if not isinstance(input, SpatialTensor) or any(isinstance(i, SpatialTensor) for i in indices):
         return look_up(input, indices)
+    indices, lists = _parted(input, indices)
+    dim = 0
     x: Tensor = input
+    for i in indices:
+        if i is None:
+            x = x.unsqueeze(dim)
+            dim += 1
+        elif isinstance(i, int):
+            x = x.select(dim, i)
+        else:
+            x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
+            dim += 1
+    return choose_by_lists(x, lists) if lists else x
+
+
+def _parted(x: Tensor, indices: Sequence[Any], rows: bool = False) -> tuple[list[Any], dict[int, Tensor]]:
+    """The integers, slices and None of an index, and the lists that choose along the dims that those leave.
+
+    With `rows` an integer stands for a dim that is spread over ranks as a slice of one.
+    """
     indices = [int(i) if isinstance(i, Tensor) and i.dim() == 0 and i.dtype != torch.bool else i for i in indices]
     if any(i is Ellipsis for i in indices):
         at = next(n for n, i in enumerate(indices) if i is Ellipsis)
         missing = x.dim() - sum(dims_of(i) for i in indices)
         indices[at : at + 1] = [slice(None)] * missing
-    dim, lists = 0, {}
+    parted: list[Any] = []
+    lists: dict[int, Tensor] = {}
+    source = dim = 0  # of x, and of what is left
     for i in indices:
-        if i is None:
-            x = x.unsqueeze(dim)
-            dim += 1
-        elif isinstance(i, int) and not isinstance(i, bool):
-            x = x.select(dim, i)
-        elif not isinstance(i, slice):
-            lists[dim] = torch.as_tensor(i, device=x.device)
-            dim += dims_of(lists[dim])
+        if isinstance(i, int) and not isinstance(i, bool):
+            row = rows and isinstance(x, SpatialTensor) and x.layout.cut(source)
+            parted.append(slice(i, i + 1 or None) if row else i)
+            source, dim = source + 1, dim + row
+        elif i is None or isinstance(i, slice):
+            parted.append(i)
+            source, dim = source + dims_of(i), dim + 1
         else:
-            x = crop(x, dim, i) if isinstance(x, SpatialTensor) else x[(slice(None),) * dim + (i,)]
-            dim += 1
-    return choose_by_lists(x, lists) if lists else x
+            lists[dim] = torch.as_tensor(i, device=x.device)
+            parted += [slice(None)] * dims_of(lists[dim])
+            source, dim = source + dims_of(lists[dim]), dim + dims_of(lists[dim])
+    return parted, lists
 
 
 @register(*named("narrow"))
@@ -119,18 +141,15 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
             raise refusal("Tensor.__setitem__", "which pixel gets which value depends on the mask")
         input.masked_fill_(index[(...,) + (None,) * (input.dim() - index.dim())], value)
         return
-    number = not isinstance(value, Tensor) or value.dim() == 0
-    target = input[_rows_for_numbers(input, index) if number else index]
+    indices = list(index) if isinstance(index, tuple) else [index]
+    lists: dict[int, Tensor] = {}
+    if not any(isinstance(i, SpatialTensor) for i in indices):
+        number = not isinstance(value, Tensor) or value.dim() == 0
+        indices, lists = _parted(input, indices, rows=number)
+    target = input[tuple(indices)]
     if not isinstance(target, SpatialTensor) or target.memory is not input.memory:
         raise refusal("Tensor.__setitem__", "what it would write to is a copy")
+    if lists:
+        write_by_lists(target, lists, value)
+        return
     target.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=input.dtype, device=input.device))
-
-
-def _rows_for_numbers(x: SpatialTensor, index: Any) -> Any:
-    """The index, where a number stands for a dim that is spread over ranks as a slice of one."""
-    indices = index if isinstance(index, tuple) else (index,)
-    if any(not isinstance(i, int | slice) for i in indices):
-        return index
-    return tuple(
-        slice(i, i + 1 or None) if isinstance(i, int) and x.layout.cut(dim) else i for dim, i in enumerate(indices)
-    )
