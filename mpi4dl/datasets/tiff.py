@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.child import ask
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.orientation import TAG, upright
 from mpi4dl.datasets.tiff_colour import Unsupported, colouring
@@ -25,6 +26,9 @@ MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 # What is decoded at a time, one tile or strip, is not larger than the largest picture that Pillow decodes whole.
 MOST_PIXELS_AT_ONCE = 178_956_970
+
+# JPEG XR, by both of its numbers: at some damaged files its decoder ends the process.
+DEADLY = (22610, 34934)
 
 # tifffile logs what it also raises, or what is checked here: without a handler, Python prints that for each reading.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
@@ -61,6 +65,7 @@ class _Tiff:
         first = pages[0]
         # Both are looked up in the file when first used, and it is closed by then.
         self._decode, self._jpegtables = first.decode, first.jpegtables
+        self._deadly = int(first.compression) in DEADLY
         try:
             self._colour = colouring(first, len(pages), ome)
         except ValueError as error:
@@ -125,6 +130,11 @@ class _Tiff:
         offset, num_bytes = page.dataoffsets[index], page.databytecounts[index]
         if offset == 0 or num_bytes == 0:
             return None
+        if self._deadly:
+            answer, content = ask("tifffile", self._path, (page.index, index))
+            if "error" in answer:
+                raise BadImage(self._path, f"tile {index} cannot be decoded: {answer['error']}")
+            return np.frombuffer(content, answer["dtype"]).reshape(answer["shape"])[0]
         data = os.pread(descriptor, num_bytes, offset)
         if len(data) < num_bytes:
             raise BadImage(self._path, f"is truncated: tile {index} has {len(data)} of {num_bytes} bytes")

@@ -7,6 +7,7 @@ import struct
 import threading
 import tracemalloc
 import warnings
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ import PIL.Image
 import pytest
 import tifffile
 
-from mpi4dl.datasets import BadImage, open_image, pillow, vendor
+from mpi4dl.datasets import BadImage, child, open_image, pillow
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import noise_image, smooth_image, whole
+from tests.datasets.damage import spoil
 
 HEIGHT, WIDTH = 40, 50
 
@@ -232,14 +234,21 @@ def test_a_slide_that_ends_its_process_is_named_and_the_next_one_is_read(tmp_pat
     for name in ("a.svs", "b.svs"):
         tifffile.imwrite(tmp_path / name, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     dying = tmp_path / "dying.py"
-    line = "        wanted, box ="
-    program = Path(vendor.__file__).with_name("openslide_child.py").read_text()
+    line = "        wanted_path, wanted ="
+    program = Path(child.__file__).with_name("child_program.py").read_text()
     dying.write_text(program.replace(line, f"        if b'a.svs' in line: os.abort()\n{line}"))
-    monkeypatch.setattr(vendor, "_CHILD", dying)
-    monkeypatch.setattr(vendor, "_of_thread", threading.local())
-    with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded: OpenSlide ended its process by SIGABRT"):
+    monkeypatch.setattr(child, "_PROGRAM", dying)
+    monkeypatch.setattr(child, "_of_thread", threading.local())
+    with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded: openslide ended its process by SIGABRT"):
         open_image(tmp_path / "a.svs")
     assert np.array_equal(read_all(tmp_path / "b.svs"), pixels)
+
+
+def test_a_tiff_whose_decoder_ends_its_process_is_named(tmp_path):
+    """JPEG XR's decoder divides by a zero that this damage puts there."""
+    path = next(islice(spoil(tmp_path, "tiff jpegxr strips", 100), 62, None))
+    with pytest.raises(BadImage, match=r"cannot be decoded: tifffile ended its process by SIG"):
+        read_all(path)
 
 
 def test_a_large_picture_is_decoded_once_and_not_copied(tmp_path, monkeypatch):
