@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import Node
+from mpi4dl.runtime.memory import keep_freed_memory
 from tests.pool.ranks import Report, Request
 
 ORPHAN_SECONDS = 30.0
@@ -97,6 +98,7 @@ def serve(connection: Connection, node: Node, stack: TextIO) -> None:
 
 def main(address: str, folder: str) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     rank = MPI.COMM_WORLD.rank
     node = Node.of(MPI.COMM_WORLD)
     with Path(folder, f"stack{rank}.txt").open("w") as stack, Client(address, family="AF_UNIX") as connection:
