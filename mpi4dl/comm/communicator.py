@@ -108,20 +108,23 @@ class Communicator:
 
     def split(self, color: int, key: int = 0) -> "Communicator":
         """A communicator of the ranks that passed the same colour, ordered by key and rank. Collective."""
-        return Communicator(self.mpi.Split(color, key), self.node, self._wire)
+        with self.node.waits:
+            return Communicator(self.mpi.Split(color, key), self.node, self._wire)
 
     def split_by_node(self) -> "Communicator":
         """A communicator of the ranks that are on the same machine as this one. Collective."""
         from mpi4py import MPI
 
-        return Communicator(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.node, self._wire)
+        with self.node.waits:
+            return Communicator(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.node, self._wire)
 
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """A communicator of these ranks, in this order. Collective over them alone."""
         from mpi4py import MPI
 
         assert isinstance(self.mpi, MPI.Intracomm)
-        return Communicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.node, self._wire)
+        with self.node.waits:
+            return Communicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.node, self._wire)
 
     def _readable(self, tensor: Tensor) -> Tensor:
         """A dense tensor with the same values that MPI may read now."""
@@ -325,11 +328,13 @@ class Communicator:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not
-        return self.mpi.allgather(value)
+        with self.node.waits:
+            return self.mpi.allgather(value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         self.barrier()
-        return self.mpi.bcast(value, root)
+        with self.node.waits:
+            return self.mpi.bcast(value, root)
 
     def agree(self, error: str | None = None, **facts: Any) -> None:
         """Raise `Refusal` on all ranks together if one of them reports an error, or if their facts differ.
@@ -359,15 +364,19 @@ class Communicator:
 
         Any other kind of error is raised as it is where it happened, and as `RankFailed` by the other ranks.
         """
-        error, complaint = None, None
+        error: Exception | None = None
+        last_word: Exception | None = None
+        complaint = None
         try:
             yield
         except kinds as problem:
-            error, complaint = problem, str(problem)
+            error, complaint, last_word = problem, str(problem), Refusal(problem)
         except Exception as problem:
-            error, complaint = problem, _Traceback("".join(traceback.format_exception(problem)))
+            error = last_word = problem
+            complaint = _Traceback("".join(traceback.format_exception(problem)))
         try:
-            self.agree(complaint)
+            with guard.failing(last_word):
+                self.agree(complaint)
         except Refusal as refusal:
             raise refusal from error
         except RankFailed as failed:

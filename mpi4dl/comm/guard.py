@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -32,6 +33,7 @@ USER_ERROR = 2
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells count Ctrl-C and a reader that has gone
 START_SECONDS = 600.0  # at least, for all ranks to have imported what starts MPI
 MEETING_SECONDS = 2.0
+LATE_SECONDS = 60.0  # for the others to come to where a rank says that it failed
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -156,6 +158,21 @@ def run(main: Callable[["Communicator"], None], patience: float = START_SECONDS)
         fail(error)
     finally:
         watchdog.stop()
+
+
+@contextmanager
+def failing(error: Exception | None) -> Iterator[None]:
+    """Tell the others of `error`. If they do not come to hear it, since they wait for this rank elsewhere, end all."""
+    if error is None:
+        yield
+        return
+    late = threading.Timer(LATE_SECONDS, lambda: fail(error) if _others_may_wait() else None)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -10,6 +10,16 @@ import pytest
 from tests.comm.endings import HOOKS, RUN, ended
 from tests.pool.job import mpirun
 
+FAILING_TOGETHER = """
+from mpi4dl.comm import guard, world
+
+guard.LATE_SECONDS, comm = 1.0, world()
+with comm.together():
+    if comm.rank == 1:
+        message = "the failing line"
+        raise {failure}(message)
+    comm.broadcast_object(0, 1)
+"""
 EITHER = pytest.mark.parametrize("how", [HOOKS, RUN])
 
 
@@ -37,6 +47,21 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
     assert job.code == 1
     assert job.stderr.count("KeyError: 'the failing line'") == 1
     assert job.stderr.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        ("KeyError", 1, "[rank 1 of 2] Traceback (most recent call last)"),
+        ("ValueError", 2, "mpi4dl: the failing line\n"),
+    ],
+)
+def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(failure: str, code: int, said: str) -> None:
+    """All are to come together after it, but the others wait in MPI for its part of what it failed to do."""
+    job = mpirun(2, "-c", FAILING_TOGETHER.format(failure=failure))
+    assert job.code == code
+    assert job.stderr.startswith(said)
+    assert job.stderr.count("the failing line") == 1
 
 
 @pytest.mark.parametrize(
