@@ -3,9 +3,14 @@
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import os
 import signal
+import stat
 import sys
+import termios
+import time
+from collections.abc import Sequence
 from os import _exit as exit_now  # as it is before the guard puts its own there
 from typing import NoReturn, TextIO
 
@@ -13,6 +18,7 @@ from mpi4dl.comm.meeting import met, mpi_has_started
 
 FAILURE = 1
 LAST_WORDS_SECONDS = 10.0  # for whoever reads them to take them
+DRAIN_SECONDS, DRAIN_LOOK_SECONDS = 2.0, 1e-3  # for a launcher to take them
 LEAVING_SECONDS = 15.0  # at the most: on a busy machine, libraries take seconds to unload
 
 
@@ -49,6 +55,22 @@ def flush() -> OSError | None:
     return None
 
 
+def drain(files: Sequence[int] = (1, 2), seconds: float = DRAIN_SECONDS) -> None:
+    """Wait until pipes were read: a launcher that is told to abort may drop what it has not read of a rank's output."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(_unread_bytes, files)):
+        time.sleep(DRAIN_LOOK_SECONDS)
+
+
+def _unread_bytes(file: int) -> int:
+    try:
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:  # it is closed
+        return 0
+
+
 def output_is_lost() -> bool:
     """Whether standard output cannot be written. It may have been the first write that failed, and nothing is left."""
     hurry()
@@ -67,6 +89,7 @@ def end_job(code: int) -> NoReturn:
     """End this rank and all others at once."""
     hurry()
     flush()
+    drain()
     meeting = met()
     if meeting is not None and meeting.size > 1:
         meeting.abort(code)
