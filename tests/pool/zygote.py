@@ -228,6 +228,7 @@ def main(server: str, executable: str, imported: str) -> Program:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork has but one thread: an import must not have started others"
     leave_all_behind()
+    # Where the environment switches bytecode off, each rank would compile our sources anew.
     sys.pycache_prefix, sys.dont_write_bytecode = str(Path(executable).parent / "bytecode"), False
     gc.freeze()
     return Zygote(socket.socket(fileno=int(server))).serve()
