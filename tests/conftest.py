@@ -1,6 +1,7 @@
 """What all tests share: one thread of PyTorch per process, the pool of MPI ranks, and a run to compare others with."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.pool.ranks import Ranks
 
+# A shell that starts tests in the background makes them ignore Ctrl-C, which some of them test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is slow, and that is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
