@@ -247,7 +247,7 @@ def contests(options: argparse.Namespace, size: int, grid: "Grid") -> tuple[int,
     agree(grid.comm, "the gradient of the tile", torch.equal(forward_backward(), raw.adjoint(gradient)))
     agree(grid.comm, "the number of bytes sent", sent_bytes == raw.sent_bytes)
     return sent_bytes, {
-        "strips": (lambda: layout.exchange_to(beyond).start(tile)[1].wait(), lambda: raw.swap(by_hand)),
+        "strips": (lambda: layout.exchange_to(beyond).start(tile).pending.wait(), lambda: raw.swap(by_hand)),
         "forward": (lambda: layout.exchange_to(beyond)(tile), lambda: raw.forward(tile)),
         "forward_backward": (forward_backward, lambda: (raw.forward(tile), raw.adjoint(gradient))),
         CONVOLUTION: (convolution, local_convolution),

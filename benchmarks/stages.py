@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpi4dl.comm import Communicator
-    from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, Span
     from mpi4dl.parallel.plan import Plan
+    from mpi4dl.parallel.tables.simulator import Costs, Simulation, TimeSpan
 
 PLAIN = "plain"
 NUM_CLASSES = 10
@@ -46,7 +46,7 @@ class Trainer(NamedTuple):
     """A training step, and when this rank worked on what in the last one."""
 
     step: Callable[[], Any]
-    spans: "Callable[[], list[Span]]"
+    spans: "Callable[[], list[TimeSpan]]"
 
 
 def sleep_seconds(plan: "Plan | None") -> float:
@@ -241,16 +241,16 @@ def compete(case: Case, chosen: "dict[str, Plan]", options: argparse.Namespace) 
 
 def measured(answer: dict[str, Any]) -> "Simulation":
     """What the ranks did in the last step of a turn."""
-    from mpi4dl.parallel.pipeline.simulator import Simulation, Span
-    from mpi4dl.parallel.pipeline.table import Action
+    from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
+    from mpi4dl.parallel.tables.table import Action
 
-    rows = tuple(tuple(Span(Action(*action), start, end) for action, start, end in row) for row in answer["rows"])
+    rows = tuple(tuple(TimeSpan(Action(*action), start, end) for action, start, end in row) for row in answer["rows"])
     return Simulation(rows, tuple(answer["activation_bytes_of_ranks"]))
 
 
 def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs":
     """The mean seconds of each stage's forward and backward; messages are left to the bubble."""
-    from mpi4dl.parallel.pipeline.simulator import Costs
+    from mpi4dl.parallel.tables.simulator import Costs
 
     spans = [span for timeline in timelines for row in timeline.rows for span in row]
 
@@ -276,7 +276,7 @@ def summarise(
     What there is no such thing of is None: bubbles without stages or on a GPU, and the activations of zero-bubble,
     which keeps what it needs for later outside of autograd.
     """
-    from mpi4dl.parallel.pipeline.simulator import simulate
+    from mpi4dl.parallel.tables.simulator import simulate
 
     results = []
     for contestant in contestants:
@@ -328,7 +328,7 @@ def save(results: list[dict[str, Any]], problems: list[str], options: argparse.N
 
 def draw_timeline(contestants: list[Contestant], path: Path) -> None:
     """What the first configuration with PP did in its last step."""
-    from mpi4dl.parallel.pipeline.drawing import as_png
+    from mpi4dl.parallel.tables.drawing import as_png
 
     first = next(contestant for contestant in contestants if "PP" in contestant.name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def _told(comm: Any) -> bool:
             comm.send(word, rank)
     else:
         arrival = comm.irecv(word, 0)
-        while not arrival.ready():
+        while not arrival.test():
             time.sleep(IDLE_SECONDS)
         arrival.wait()
     return bool(word)

@@ -20,7 +20,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
 
-    guard.run(lambda comm: examine(comm, options.gpu_wire))
+    def begin() -> None:
+        from mpi4dl.comm import world
+
+        examine(world(), options.gpu_wire)
+
+    guard.run(begin)
 
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:
@@ -46,10 +51,8 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     for rank, (host, local, cores, threads, where, gpu) in enumerate(places):
         has = f"{counted(cores, 'core')} on the node, {counted(threads, 'thread')}"
         print(f"rank {rank}: {host}, local rank {local}, {has}, {where} ({gpu})")
-    waiting = (
-        "sleep, since there are more ranks than cores" if node.oversubscribed else "spin, since every rank has a core"
-    )
-    print(f"waiting ranks {waiting}")
+    first = "yield, since there are more ranks than cores," if node.oversubscribed else "spin a moment, then yield,"
+    print(f"waiting ranks {first} and then sleep")
     print(f"GPU tensors go {wire}: {why}")
     if comm.size == 1:
         print("wire: start at least 2 ranks to measure it, as in: mpirun -n 2 python -m mpi4dl.doctor")

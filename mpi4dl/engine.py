@@ -25,7 +25,7 @@ from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
+from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
@@ -108,7 +108,7 @@ class Engine:
         all_reduce: str = "auto",
         offload: str = "none",
         offload_folder: str | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
@@ -124,6 +124,7 @@ class Engine:
         self.num_steps = 0
         self._dtype = AUTOCAST[precision]
         self.scaler = LossScaler(enabled=precision == "fp16")
+        bucket_bytes = bucket_bytes_on(self.device.type) if bucket_bytes is None else bucket_bytes
         home = home_for(offload, offload_folder)
         if low_precision_weights:
             if self._dtype is None:

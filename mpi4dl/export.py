@@ -41,7 +41,7 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.runtime.checkpoint.manifest import CLASSES, MODEL, candidates_at
     from mpi4dl.runtime.checkpoint.node import Damaged
     from mpi4dl.runtime.checkpoint.saved import newest_whole
-    from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Reader, Spec, write
+    from mpi4dl.runtime.checkpoint.storage import Extent, Reader, Spec, StorageLayout, write
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -67,8 +67,8 @@ def export(source: Path, out: Path) -> list[str]:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
                 torch.save(state, opened)
         else:
-            layout = Layout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()})
-            write(temporary, layout, [Piece(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
+            layout = StorageLayout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()})
+            write(temporary, layout, [Extent(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
         temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)

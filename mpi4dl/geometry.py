@@ -72,7 +72,7 @@ class Box(NamedTuple):
         return other.empty or all(a.covers(b) for a, b in zip(self, other, strict=True))
 
 
-class Grid(NamedTuple):
+class GridShape(NamedTuple):
     """How many ranks share the batch, the rows and the columns; ranks are numbered in that order, columns fastest."""
 
     batch: int
@@ -141,13 +141,13 @@ class Tiling(NamedTuple):
     splits: tuple[Split, Split, Split]
 
     @classmethod
-    def even(cls, grid: Grid, size: tuple[int, int, int]) -> "Tiling":
+    def even(cls, grid: GridShape, size: tuple[int, int, int]) -> "Tiling":
         batch, rows, cols = (Split.at(even_cuts(n, parts)) for n, parts in zip(size, grid, strict=True))
         return cls((batch, rows, cols))
 
     @property
-    def grid(self) -> Grid:
-        return Grid(*(split.parts for split in self.splits))
+    def grid(self) -> GridShape:
+        return GridShape(*(split.parts for split in self.splits))
 
     @property
     def size(self) -> tuple[int, int, int]:

@@ -132,7 +132,7 @@ def require_drawable(path: Path) -> None:
 
 def draw(found: "Overview", path: Path) -> None:
     """Write the timeline, and say where."""
-    from mpi4dl.parallel.pipeline.drawing import as_png, as_text
+    from mpi4dl.parallel.tables.drawing import as_png, as_text
 
     try:
         if path.suffix == ".png":

@@ -19,7 +19,7 @@ from mpi4dl.runtime.checkpoint.randomness import put_back
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.dry_run import explain, title, without_effect
 from mpi4dl.runtime.images import Images
-from mpi4dl.runtime.interval import Interval
+from mpi4dl.runtime.interval import LogInterval
 from mpi4dl.runtime.memory import MemoryMeter
 from mpi4dl.runtime.news import News
 from mpi4dl.runtime.patience import Patience
@@ -31,7 +31,7 @@ from mpi4dl.runtime.stopping import Stopped, StopSignals
 from mpi4dl.runtime.wording import counted
 
 
-class Run:
+class TrainingRun:
     """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
 
     `epoch` counts those that are complete, `batch` the batches of the present one that were used. `due`: what comes
@@ -57,7 +57,7 @@ class Run:
         schedule.require(self.num_steps)
         self.options = options_to_compare(config, len(images.training))
         self.epoch, self.batch, self.due = 0, 0, False
-        self.interval = Interval(engine, self.training)
+        self.interval = LogInterval(engine, self.training)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
         self.folder: Any = None
@@ -208,7 +208,7 @@ class Run:
 
     def train(self) -> None:
         """Train for the rest of the epoch, or up to the last step."""
-        self.interval = Interval(self.engine, self.training, self.interval.losses)
+        self.interval = LogInterval(self.engine, self.training, self.interval.losses)
         if self.finished:
             return
         reading = self.reading(self.training, self.epoch, self.batch)
@@ -236,7 +236,7 @@ class Run:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
-        self.interval = Interval(self.engine, self.training)
+        self.interval = LogInterval(self.engine, self.training)
         if self.reporter is not None and found is not None:
             self.reporter.step(found)
 

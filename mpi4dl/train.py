@@ -27,7 +27,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "-h" in arguments or "--help" in arguments:
         parse(["--help"])
     die_by_ctrl_c()
-    guard.run(lambda comm: within_limits(lambda: train(comm, arguments), comm.rank), hang_timeout(arguments))
+
+    def begin() -> None:
+        from mpi4dl.comm import world
+
+        comm = world()
+        within_limits(lambda: train(comm, arguments), comm.rank)
+
+    guard.run(begin, hang_timeout(arguments))
 
 
 def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
@@ -46,7 +53,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         return
 
     from mpi4dl.engine import Engine
-    from mpi4dl.run import Run
+    from mpi4dl.run import TrainingRun
     from mpi4dl.runtime import build
     from mpi4dl.runtime.images import open_images
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
@@ -77,7 +84,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     engine = Engine(model, plan, optimizer, build.classification_loss, comm=comm, **options)
     engine.executor.progress = patience.feed
     with comm.together((ValueError,)):
-        run = Run(config, engine, schedule, images, num_classes, patience, meter)
+        run = TrainingRun(config, engine, schedule, images, num_classes, patience, meter)
     with build.without_rules(config), ExitStack() as closing:
         closing.callback(patience.stop)
         if config.run.dry_run:

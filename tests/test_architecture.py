@@ -98,6 +98,64 @@ def test_every_module_imports_only_from_floors_below_its_own() -> None:
     assert not found, "\n".join(found)
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules that import each other, by whatever way, of these: wherever the imports stand, also those for types."""
+    reached: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        reached[module] = set()
+        for node in ast.walk(ast.parse(source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            base = node.module if isinstance(node, ast.ImportFrom) else None
+            for name in [base, *(f"{base}.{n}" for n in names)] if base else names:
+                # To import a module is to import the packages that it lies in.
+                while name:
+                    if name in sources and not f"{module}.".startswith(f"{name}."):
+                        reached[module].add(name)
+                    name = name.rpartition(".")[0]
+    growing = True
+    while growing:
+        growing = False
+        for module, found in reached.items():
+            more = set().union(found, *(reached[other] for other in found))
+            growing |= more != found
+            reached[module] = more
+    return [
+        sorted(others)
+        for m in sources
+        if m in (others := {n for n in reached[m] if m in reached[n]} | {m} & reached[m])
+    ]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles({module_of(path): path.read_text() for path in python_files("mpi4dl")}) == []
+
+
+def test_the_finder_of_circles_can_fail() -> None:
+    sources = {
+        "p": "",
+        "p.a": "from p.b import x",
+        "p.b": "if TYPE_CHECKING:\n    import p.c",
+        "p.c": "from p import a",
+    }
+    assert circles(sources) == [["p.a", "p.b", "p.c"]] * 3
+    assert circles({"p": "", "p.q": "from p.q.r import x", "p.q.r": "", "p.s": "from p.q import r"}) == []
+    assert circles({"p.q": "from p.q.r import x", "p.q.r": "import p.s", "p.s": "import p.q.r"}) != []
+
+
+def test_no_name_stands_for_two_things() -> None:
+    found: dict[str, list[str]] = {}
+    for path in python_files("mpi4dl"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module_of(path))
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
     files = python_files("mpi4dl", "tests", "benchmarks", "examples")
     assert PACKAGE / "geometry.py" in files

@@ -15,7 +15,7 @@ from mpi4dl.geometry import (
     COLS,
     ROWS,
     Box,
-    Grid,
+    GridShape,
     Interval,
     Resampling,
     Split,
@@ -85,7 +85,7 @@ def test_even_cuts_differ_by_at_most_one(size: int, parts: int) -> None:
 @patient
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 def test_grid_numbers_ranks_with_columns_fastest(batch: int, rows: int, cols: int) -> None:
-    grid = Grid(batch, rows, cols)
+    grid = GridShape(batch, rows, cols)
     in_order = [(b, r, c) for b in range(batch) for r in range(rows) for c in range(cols)]
     assert grid.size == len(in_order)
     assert [grid.coordinates(rank) for rank in range(grid.size)] == in_order
@@ -115,8 +115,8 @@ def test_a_wide_split_holds_its_own_rows_and_up_to_the_halo_on_both_sides(
 def test_the_owned_boxes_of_a_tiling_partition_the_tensor(
     batch: int, rows: int, cols: int, samples: int, height: int, width: int
 ) -> None:
-    tiling = Tiling.even(Grid(batch, rows, cols), (samples, height, width))
-    assert tiling.grid == Grid(batch, rows, cols)
+    tiling = Tiling.even(GridShape(batch, rows, cols), (samples, height, width))
+    assert tiling.grid == GridShape(batch, rows, cols)
     assert tiling.size == (samples, height, width)
     assert tiling.whole == Box(Interval(0, samples), Interval(0, height), Interval(0, width))
     owners = dict.fromkeys(((b, y, x) for b in range(samples) for y in range(height) for x in range(width)), 0)
@@ -129,7 +129,7 @@ def test_the_owned_boxes_of_a_tiling_partition_the_tensor(
 
 
 def test_a_tiling_holds_what_the_split_of_each_axis_holds() -> None:
-    tiling = Tiling.even(Grid(1, 2, 2), (3, 10, 8)).replace(ROWS, Split.at([0, 4, 10]).widen(1))
+    tiling = Tiling.even(GridShape(1, 2, 2), (3, 10, 8)).replace(ROWS, Split.at([0, 4, 10]).widen(1))
     assert tiling.owned(3) == Box(Interval(0, 3), Interval(4, 10), Interval(4, 8))
     assert tiling.held(3) == Box(Interval(0, 3), Interval(3, 10), Interval(4, 8))
     assert tiling.held(0) == Box(Interval(0, 3), Interval(0, 5), Interval(0, 4))
@@ -139,7 +139,7 @@ def test_a_tiling_holds_what_the_split_of_each_axis_holds() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_dropping_an_axis_leaves_every_rank_along_it_one_copy(axis: int) -> None:
-    tiling = Tiling.even(Grid(2, 3, 2), (5, 97, 64))
+    tiling = Tiling.even(GridShape(2, 3, 2), (5, 97, 64))
     dropped = tiling.drop(axis)
     assert dropped.grid == tiling.grid
     for rank in range(tiling.grid.size):

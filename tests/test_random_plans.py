@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
-from mpi4dl.parallel.pipeline.checker import check
 from mpi4dl.parallel.pipeline.held import Held, split
-from mpi4dl.parallel.pipeline.schedules import SCHEDULES
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tables.checker import check
+from mpi4dl.parallel.tables.schedules import SCHEDULES
 from tests.pool.ranks import Ranks
 from tests.training import (
     EXACT,

@@ -75,7 +75,7 @@ def test_a_step_that_all_ranks_refuse_costs_nothing(ranks: Ranks, uninterrupted:
     assert_the_same_run(tmp_path / "run", uninterrupted)
 
 
-ROUNDS = ("_ireduce", "_rearrange", "broadcast", "barrier", "all_gather_object", "broadcast_object")
+ROUNDS = ("ireduce", "all_gather", "ibroadcast", "ibarrier", "all_gather_object", "broadcast_object")
 
 
 def rounds_of_steps(comm: Communicator, flags: list[str]) -> list[int]:

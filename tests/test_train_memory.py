@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.run import Run
+from mpi4dl.run import TrainingRun
 from mpi4dl.train import train
 from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
@@ -48,15 +48,15 @@ def counts() -> tuple[int, int, int]:
 def grown(comm: Communicator, flags: list[str]) -> list[tuple[int, int, int]]:
     """What there was after each epoch, once it was saved."""
     found = []
-    save = Run.save
+    save = TrainingRun.save
 
-    def counting(self: Run) -> None:
+    def counting(self: TrainingRun) -> None:
         save(self)
         self.checkpoints.wait()
         found.append(counts())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "save", counting)
+        patch.setattr(TrainingRun, "save", counting)
         train(comm, flags)
     return found
 

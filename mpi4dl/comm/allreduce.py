@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm.communicator import Communicator
+from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.scattering import LOW_PRECISION, parts_of, share_parts, swap_parts
 from mpi4dl.geometry import even_cuts
@@ -79,12 +80,12 @@ def ring(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
     for step in range(comm.size - 1):
         own = parts[(before - step) % comm.size]
         arrived = torch.empty_like(own)
-        sent = comm.isend(parts[(comm.rank - step) % comm.size], following, tag)
-        yield Pending.all(comm.node, [comm.irecv(arrived, before, tag), sent])
+        leaving = parts[(comm.rank - step) % comm.size]
+        yield comm.iexchange([Piece(following, leaving)], [Piece(before, arrived)], tag)
         own += arrived
     for step in range(comm.size - 1):
-        arriving = comm.irecv(parts[(comm.rank - step) % comm.size], before, tag)
-        yield Pending.all(comm.node, [arriving, comm.isend(parts[(following - step) % comm.size], following, tag)])
+        leaving, arriving = parts[(following - step) % comm.size], parts[(comm.rank - step) % comm.size]
+        yield comm.iexchange([Piece(following, leaving)], [Piece(before, arriving)], tag)
     _keep(total, flat)
 
 
@@ -144,7 +145,6 @@ class AllReduce:
     """
 
     def __init__(self, comm: Communicator, choice: Choice, node: int | None = None) -> None:
-        _ = comm.gpu_wire  # decided by all ranks here; the communicators that are split off now inherit it
         self.comm = comm.split(0, comm.rank)
         self.levels = Levels.of(self.comm, node)
         self.choice = choice
@@ -158,10 +158,12 @@ class AllReduce:
         target = tensor.detach()
         if target.is_meta or target.numel() == 0 or self.comm.size == 1:
             return Pending(self.comm.node)
+        if target.is_cuda and self.comm.gpu_wire == "staged":
+            return self.comm.by_host(target, self)
         flat = target.contiguous().view(-1)
         pending = self.start(self.choice.algorithm(flat.nbytes, flat.dtype), flat)
         if flat.data_ptr() != target.data_ptr():
-            pending._finish.append(lambda: target.copy_(flat.view(target.shape)))
+            pending.then(lambda: target.copy_(flat.view(target.shape)))
         return pending
 
     def start(self, name: str, flat: Tensor) -> Pending:

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import gpu, guard, ordering, scattering
+from mpi4dl.comm.family import Family
+from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.node import Node
+from mpi4dl.comm.packing import as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.refusal import RankFailed, Refusal
+from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.comm.sentry import sentry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
 ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
 
@@ -38,26 +41,25 @@ def world() -> "Communicator":
     waits = sentry().waits
     with waits:
         comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD))
+        comm.choose_gpu_wire()
+    if torch.cuda.is_available() and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
+        torch.autograd.set_multithreading_enabled(False)
     comm.node.waits, comm.farewells = waits, meeting.farewells
     return comm
 
 
-class Communicator:
-    """A group of ranks that exchange tensors.
+class Communicator(Messenger):
+    """A group of ranks that exchange tensors: what `Messenger` does, and collectives, which go by the host.
 
-    Tensors on a GPU are handed to MPI as they are or staged through pinned memory (`gpu_wire`); this class alone
-    synchronises the stream. Meta tensors are accepted everywhere and move nothing.
+    Meta tensors are accepted everywhere and move nothing.
     """
 
-    def __init__(self, mpi: "MPI.Comm", node: Node, wire: str | None = None) -> None:
-        self.mpi = mpi
-        self.node = node
-        self.rank = mpi.rank
-        self.size = mpi.size
-        self.max_message_bytes = MAX_MESSAGE_BYTES
+    def __init__(self, mpi: "MPI.Comm", node: Node, gpu_wire: str = "staged", family: Family | None = None) -> None:
+        super().__init__(mpi, node, gpu_wire)
+        self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         self.farewells: list[Callable[[], None]] = []  # what the guard calls when this rank ends without an error
-        self._wire = wire
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -96,103 +98,40 @@ class Communicator:
             return {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "product": MPI.LAND}[op]
         return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "product": MPI.PROD}[op]
 
-    @property
-    def gpu_wire(self) -> str:
-        """ "direct" or "staged". Decided when the first GPU tensor is sent, unless `choose_gpu_wire` was called."""
-        return self._wire or self.choose_gpu_wire()[0]
-
     def choose_gpu_wire(self, asked: str = "auto") -> tuple[str, str]:
         """Decide how GPU tensors travel, and say why. Collective; communicators split off later inherit it."""
-        self._wire, why = gpu.decide(self.mpi, self.node.local_rank, asked)
-        return self._wire, why
+        self.gpu_wire, why = gpu.decide(self.mpi, self.node.local_rank, asked)
+        return self.gpu_wire, why
 
     def split(self, color: int, key: int = 0) -> "Communicator":
         """A communicator of the ranks that passed the same colour, ordered by key and rank. Collective."""
-        with self.node.waits:
-            return Communicator(self.mpi.Split(color, key), self.node, self._wire)
+        return self._child(lambda: self.mpi.Split(color, key))
 
     def split_by_node(self) -> "Communicator":
         """A communicator of the ranks that are on the same machine as this one. Collective."""
         from mpi4py import MPI
 
-        with self.node.waits:
-            return Communicator(self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank), self.node, self._wire)
+        return self._child(lambda: self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def subset(self, ranks: Sequence[int]) -> "Communicator":
         """A communicator of these ranks, in this order. Collective over them alone."""
-        from mpi4py import MPI
 
-        assert isinstance(self.mpi, MPI.Intracomm)
+        def create() -> "MPI.Comm":
+            group = self.mpi.Get_group().Incl(list(ranks))
+            try:
+                return self.mpi.Create_group(group)  # type: ignore[attr-defined]
+            finally:
+                group.Free()
+
+        return self._child(create)
+
+    def _child(self, create: "Callable[[], MPI.Comm]") -> "Communicator":
         with self.node.waits:
-            return Communicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.node, self._wire)
-
-    def _readable(self, tensor: Tensor) -> Tensor:
-        """A dense tensor with the same values that MPI may read now."""
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if not tensor.is_cuda:
-            return tensor
-        if self.gpu_wire == "staged":
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return tensor
-
-    def _writable(self, tensor: Tensor, load: bool, pending: Pending) -> Tensor:
-        """A dense buffer that MPI may write; `pending.wait()` moves it to `tensor`. `load`: it begins as `tensor`."""
-        target = tensor.detach()
-        if target.is_cuda and self.gpu_wire == "staged":
-            buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        elif target.is_contiguous() and not target.is_conj() and not target.is_neg():
-            if target.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            return target
-        else:
-            buffer = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        if load:
-            buffer.copy_(target, non_blocking=True)
-        if target.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        pending._finish.append(lambda: target.copy_(buffer, non_blocking=True))
-        return buffer
-
-    def _bytes(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> list[Any]:
-        """The bytes from `start` to `stop` of a dense tensor, as MPI takes them."""
-        from mpi4py import MPI
-
-        stop = tensor.nbytes if stop is None else stop
-        return [MPI.memory.fromaddress(tensor.data_ptr() + start, stop - start), MPI.BYTE]
-
-    def _chunks(self, total: int, limit: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, total, limit):
-            yield start, min(start + limit, total)
-
-    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
-        pending = Pending(self.node)
-        if tensor.is_meta or tensor.numel() == 0:
-            return pending
-        buffer = self._readable(tensor)
-        pending._buffers.append(buffer)
-        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
-            pending._requests.append(self.mpi.Isend(self._bytes(buffer, start, stop), to, tag))
-        return pending
-
-    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
-        """Receive into `tensor`, which has the shape and dtype that are sent."""
-        pending = Pending(self.node)
-        if tensor.is_meta or tensor.numel() == 0:
-            return pending
-        buffer = self._writable(tensor, False, pending)
-        pending._buffers.append(buffer)
-        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
-            pending._requests.append(self.mpi.Irecv(self._bytes(buffer, start, stop), source, tag))
-        return pending
-
-    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        self.isend(tensor, to, tag).wait()
-
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Tensor:
-        self.irecv(tensor, source, tag).wait()
-        return tensor
+            self.family.make_room()
+            mpi = create()
+        child = Communicator(mpi, self.node, self.gpu_wire, self.family)
+        self.family.adopt(child, mpi)
+        return child
 
     def isend_object(self, value: Any, to: int, tag: int = 0) -> Pending:
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -206,53 +145,49 @@ class Communicator:
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         """Start to reduce `tensor` over all ranks, in place; every rank gets bit-equal values."""
-        return self._ireduce(tensor, op, None)
+        return self.ireduce(tensor, op)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce `tensor` over all ranks, in place. `op` is "sum", "max", "min" or "product"."""
-        self.iall_reduce(tensor, op).wait()
+        self.ireduce(tensor, op).wait()
         return tensor
 
-    def reduce(self, tensor: Tensor, root: int = 0, op: str = "sum") -> Tensor:
-        """Reduce `tensor` over all ranks, in place on `root`; on other ranks its values are undefined afterwards."""
-        self._ireduce(tensor, op, root).wait()
-        return tensor
-
-    def _ireduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
-        pending = Pending(self.node)
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        """Start to reduce `tensor` over all ranks, in place, on all or on `root`, and then undefined on the others."""
         if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
-            return pending
-        target = tensor.detach()
+            return Pending(self.node)
+        return self._in_place(tensor.detach(), lambda x: self._reduce(x, op, root))
+
+    def _reduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
+        """The same for a dense tensor on the host, now."""
+        target, delivered = tensor, root in (None, self.rank)
+        deliveries: list[Callable[[], Any]] = []
         if tensor.is_floating_point() and op in ("min", "max"):
-            target = ordering.keys_of(target, op)
-            if root in (None, self.rank):
-                pending._finish.append(lambda: tensor.detach().copy_(ordering.values_of(target, tensor.dtype)))
+            target = ordering.keys_of(tensor, op)
+            if delivered:
+                deliveries.append(lambda: tensor.copy_(ordering.values_of(target, tensor.dtype)))
         elif tensor.dtype in LOW_PRECISION:
             # MPI has no such types everywhere; and sums in float32 round once instead of at every rank.
-            target = target.float()
-            pending._finish.append(lambda: tensor.detach().copy_(target))
-        inner = Pending(self.node)
-        buffer = self._writable(target, True, inner)
-        alike: list[Callable[[], Any]] = []
-        if root is None and (buffer.is_floating_point() or buffer.is_complex()):
-            last = buffer.view(-1)[-max(1, ALIKE_BYTES // buffer.itemsize) :]
-            alike = [lambda: ordering.with_one_nan(last)]
-        pending._finish = alike + inner._finish + pending._finish
-        pending._buffers += [buffer, target]
-        datatype, operator = self._types[buffer.dtype], self._operator(op, buffer.dtype)
-        step = max(1, self.max_reduction_bytes // buffer.itemsize) * buffer.itemsize
+            target = tensor.float()
+            deliveries.append(lambda: tensor.copy_(target))
+        if root is None and (target.is_floating_point() or target.is_complex()):
+            last = target.view(-1)[-max(1, ALIKE_BYTES // target.itemsize) :]
+            deliveries.insert(0, lambda: ordering.with_one_nan(last))
+        datatype, operator = self._types[target.dtype], self._operator(op, target.dtype)
+        step = max(1, self.max_reduction_bytes // target.itemsize) * target.itemsize
         from mpi4py import MPI
 
-        for start, stop in self._chunks(buffer.nbytes, step):
-            block = [self._bytes(buffer, start, stop)[0], datatype]
+        requests = []
+        for start, stop in self._chunks(target.nbytes, step):
+            block = [self._memory(target, start, stop)[0], datatype]
             if root is None:
                 request = self.mpi.Iallreduce(MPI.IN_PLACE, block, operator)
             elif root == self.rank:
                 request = self.mpi.Ireduce(MPI.IN_PLACE, block, operator, root)
             else:
                 request = self.mpi.Ireduce(block, None, operator, root)
-            pending._requests.append(request)
-        return pending
+            requests.append(request)
+        return Pending(self.node, [Calls(requests)], [target], deliveries)
 
     def ireduce_scatter(self, flat: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """Start to sum `flat`, 1-D, over all ranks: after the wait, flat[cuts[rank]:cuts[rank + 1]] holds its sum.
@@ -265,66 +200,77 @@ class Communicator:
         """Start to give every rank all parts of `flat`, 1-D: flat[cuts[r]:cuts[r + 1]] is that of rank r."""
         return scattering.iall_gather_into(self, flat, cuts)
 
+    def ibroadcast(self, tensor: Tensor, root: int = 0) -> Pending:
+        """Start to give every rank the root's values, in place."""
+        if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
+            return Pending(self.node)
+        return self._in_place(tensor.detach(), lambda x: self._broadcast(x, root))
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Pending:
+        chunks = self._chunks(tensor.nbytes, self.max_message_bytes)
+        calls = [self.mpi.Ibcast(self._memory(tensor, *chunk), root) for chunk in chunks]
+        return Pending(self.node, [Calls(calls)], [tensor])
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Give every rank the root's values, in place."""
-        pending = Pending(self.node)
-        if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
-            return tensor
-        buffer = self._writable(tensor, self.rank == root, pending)
-        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
-            pending._requests.append(self.mpi.Ibcast(self._bytes(buffer, start, stop), root))
-        pending.wait()
+        self.ibroadcast(tensor, root).wait()
         return tensor
+
+    def _in_place(self, tensor: Tensor, post: Callable[[Tensor], Pending]) -> Pending:
+        """Start a collective that changes a tensor: `post(x)` does so to the same values, dense and on the host."""
+        if tensor.is_cuda:
+            return self.by_host(tensor, post)
+        if is_dense(tensor):
+            return self._in_line(lambda: post(tensor))
+        dense = tensor.clone(memory_format=torch.contiguous_format)
+        return self._in_line(lambda: post(dense)).then(lambda: tensor.copy_(dense))
+
+    def by_host(self, tensor: Tensor, post: Callable[[Tensor], Pending]) -> Pending:
+        """Start what changes a tensor on a GPU, by one copy to the host, `post` on that, and one copy back."""
+        dense = tensor if is_dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+        flat = as_bytes(dense)
+        return self._by_host(
+            flat,
+            flat,
+            lambda host, _: post(host.view(dense.dtype).view(dense.shape)),
+            None if dense is tensor else lambda: tensor.copy_(dense),
+        )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, which are alike in shape and dtype, stacked: (size, *shape)."""
-        return self._rearrange(
-            tensor.unsqueeze(0), self.size, lambda a, b: self.mpi.Iallgather(self._bytes(a), self._bytes(b))
-        )
-
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Give entry i of dim 0, which counts `size`, to rank i; entry i of the result came from rank i."""
-        return self._rearrange(tensor, self.size, lambda a, b: self.mpi.Ialltoall(self._bytes(a), self._bytes(b)))
-
-    def gather(self, tensor: Tensor, root: int = 0) -> Tensor | None:
-        """The tensors of all ranks stacked, (size, *shape), on the root; None elsewhere."""
-        mine = self.rank == root
-        stacked = self._rearrange(
-            tensor.unsqueeze(0),
-            self.size if mine else 0,
-            lambda a, b: self.mpi.Igather(self._bytes(a), self._bytes(b) if mine else None, root),
-        )
-        return stacked if mine else None
-
-    def scatter(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Entry i of the root's tensor, (size, *shape), for rank i. Other ranks pass any tensor of that shape."""
-        mine = self.rank == root
-        return self._rearrange(
-            tensor, 1, lambda a, b: self.mpi.Iscatter(self._bytes(a) if mine else None, self._bytes(b), root)
-        )[0]
-
-    def _rearrange(self, tensor: Tensor, rows: int, start: "Callable[[Tensor, Tensor], MPI.Request]") -> Tensor:
-        """Run a collective that moves rows of bytes, a limited number of columns at a time."""
-        result = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        result = tensor.new_empty((self.size, *tensor.shape))
         if tensor.is_meta or tensor.numel() == 0:
             return result
-        pending = Pending(self.node)
-        source = self._readable(tensor).view(tensor.shape[0], -1)
-        target = self._writable(result, False, pending).view(rows, source.shape[1])
-        step = max(1, self.max_message_bytes // (source.itemsize * self.size))
-        for begin, end in self._chunks(source.shape[1], step):
-            # Both have names because they must live until MPI is done with them.
-            sent, received = source[:, begin:end].contiguous(), target[:, begin:end].contiguous()
-            if sent.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            self.node.wait([start(sent, received)])
-            if received.data_ptr() != target.data_ptr():
-                target[:, begin:end] = received
-        pending.wait()
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        mine, theirs = as_bytes(dense).view(1, -1), as_bytes(result).view(self.size, -1)
+        if tensor.is_cuda:
+            whole = theirs.view(-1)
+            self._by_host(mine[0], whole, lambda a, b: self._gather(a[None], b.view(theirs.shape))).wait()
+        else:
+            self._in_line(lambda: self._gather(mine, theirs)).wait()
         return result
 
+    def _gather(self, mine: Tensor, theirs: Tensor) -> Pending:
+        """Gather rows of bytes on the host, a limited number of columns at a time."""
+        step = max(1, self.max_message_bytes // self.size)
+        if mine.shape[1] <= step:
+            call = self.mpi.Iallgather(self._memory(mine), self._memory(theirs))
+            return Pending(self.node, [Calls([call])], [mine, theirs])
+
+        def phases() -> Iterator[Pending]:
+            for begin, end in self._chunks(mine.shape[1], step):
+                # Both have names because they must live until MPI is done with them.
+                sent, received = mine[:, begin:end].contiguous(), theirs[:, begin:end].contiguous()
+                yield Pending(self.node, [Calls([self.mpi.Iallgather(self._memory(sent), self._memory(received))])])
+                theirs[:, begin:end] = received
+
+        return Pending.of_phases(self.node, phases())
+
+    def ibarrier(self) -> Pending:
+        return Pending(self.node, [Calls([self.mpi.Ibarrier()])])
+
     def barrier(self) -> None:
-        self.node.wait([self.mpi.Ibarrier()])
+        self.ibarrier().wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not

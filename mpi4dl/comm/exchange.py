@@ -9,17 +9,21 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
                     slabs that are sent, "strips" to the rank that receives them; outside the whole is `fill`
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.communicator import Communicator, Pending
+from mpi4dl.comm.communicator import Communicator
+from mpi4dl.comm.packing import Piece
+from mpi4dl.comm.pending import Pending
 from mpi4dl.geometry import AXES, Box
 
 FORWARD_TAG, BACKWARD_TAG = 1, 2
+
+Dims = tuple[int | None, int | None, int | None]
 
 
 class Slab(NamedTuple):
@@ -82,19 +86,46 @@ def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list
     return local
 
 
-class Exchange:
-    """One exchange of tensors whose dims of batch, rows and columns are `dims` (None where there is none)."""
+class Like(NamedTuple):
+    """What tensors of an exchange are: this shape, but for its dims of batch, rows and columns."""
 
-    def __init__(
-        self, plan: ExchangePlan, comm: Communicator, dims: tuple[int | None, int | None, int | None], fill: float = 0.0
-    ) -> None:
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Like":
+        channels_last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        return cls(x.shape, x.dtype, x.device, torch.channels_last if channels_last else torch.contiguous_format)
+
+
+class Incoming(NamedTuple):
+    """What was posted to arrive: the strips, one for each slab of the plan's, and the wait for them."""
+
+    strips: list[Tensor]
+    pending: Pending
+
+
+class Exchange:
+    """One exchange of tensors whose dims of batch, rows and columns are `dims` (None where there is none).
+
+    Who has both ends of it may `start` it and `assemble` what comes; a rank at one end only `send`s, or `expect`s and
+    assembles. `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.
+    """
+
+    tag = FORWARD_TAG
+
+    def __init__(self, plan: ExchangePlan, comm: Communicator, dims: Dims, fill: float = 0.0) -> None:
         self.plan = plan
         self.comm = comm
         self.dims = dims
         self.fill = fill
 
-    def shape(self, x: Tensor, box: Box) -> list[int]:
-        return shape_of(box, self.dims, x.shape)
+    @cached_property
+    def adjoint(self) -> "Exchange":
+        held, needed, sends, receives, kept = self.plan
+        return _Adjoint(ExchangePlan(needed, held, receives, sends, kept), self.comm, self.dims)
 
     @property
     def inert(self) -> bool:
@@ -102,151 +133,103 @@ class Exchange:
         plan = self.plan
         return not plan.sends and not plan.receives and plan.held == plan.needed == plan.kept
 
-    def start(self, x: Tensor) -> tuple[list[Tensor], Pending]:
-        """Send what others need of x; the strips that this rank needs of others are there after `wait()`."""
-        strips = [x.new_empty(self.shape(x, slab.box)) for slab in self.plan.receives]
-        return strips, self._post(x, self.plan.held, self.plan.sends, strips, self.plan.receives, FORWARD_TAG)
+    def start(self, x: Tensor) -> Incoming:
+        """Send what others need of x, and expect what this rank needs of them."""
+        strips = self._strips(Like.of(x))
+        return Incoming(strips, self.comm.iexchange(self._leaving(x), self._arriving(strips), self.tag))
 
-    def assemble(self, x: Tensor, strips: Sequence[Tensor], pending: Pending | None = None) -> Tensor:
-        """The needed box: what is kept of x, the strips, once they have come, and `fill` outside the whole."""
-        if self.inert:
+    def bring(self, x: Tensor) -> Tensor:
+        """The needed box of the whole that x is this rank's part of."""
+        return self.assemble(x, self.start(x))
+
+    def send(self, x: Tensor, tag: int) -> Pending:
+        return self.comm.iexchange(self._leaving(x), [], tag)
+
+    def expect(self, like: Like, tag: int) -> Incoming:
+        strips = self._strips(like)
+        return Incoming(strips, self.comm.iexchange([], self._arriving(strips), tag))
+
+    def again(self, strips: list[Tensor]) -> Incoming:
+        """Strips that came before."""
+        return Incoming(strips, Pending(self.comm.node))
+
+    def _leaving(self, x: Tensor) -> list[Piece]:
+        return [Piece(slab.peer, narrow(x, self.dims, self.plan.held, slab.box)) for slab in self.plan.sends]
+
+    def _arriving(self, strips: list[Tensor]) -> list[Piece]:
+        return [Piece(slab.peer, strip) for slab, strip in zip(self.plan.receives, strips, strict=True)]
+
+    def _strips(self, like: Like) -> list[Tensor]:
+        shapes = [shape_of(slab.box, self.dims, like.shape) for slab in self.plan.receives]
+        return [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
+
+    def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
+        """The needed box: what is kept of x, the strips, once they have come, and `fill` outside the whole.
+
+        A rank that holds nothing, and so has no x, says what the box is `like`.
+        """
+        if x is not None and self.inert:
             return x
-        kept = narrow(x, self.dims, self.plan.held, self.plan.kept)
-        result = torch.empty(self.shape(x, self.plan.needed), dtype=x.dtype, device=x.device, memory_format=_layout(x))
-        for edge in self._outside(result):
-            edge.fill_(self.fill)
-        if not self.plan.kept.empty:
-            narrow(result, self.dims, self.plan.needed, self.plan.kept).copy_(kept)
-        if pending is not None:
-            pending.wait()
-        for slab, strip in zip(self.plan.receives, strips, strict=True):
-            narrow(result, self.dims, self.plan.needed, slab.box).copy_(strip)
+        plan = self.plan
+        if like is None:
+            assert x is not None
+            like = Like.of(x)
+        if plan.kept.empty and len(plan.receives) == 1 and plan.receives[0].box == plan.needed:
+            incoming.pending.wait()
+            return incoming.strips[0]
+        shape = shape_of(plan.needed, self.dims, like.shape)
+        result = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+        self._begin(result)
+        if x is not None and not plan.kept.empty:
+            narrow(result, self.dims, plan.needed, plan.kept).copy_(narrow(x, self.dims, plan.held, plan.kept))
+        incoming.pending.wait()
+        for slab, strip in zip(plan.receives, incoming.strips, strict=True):
+            self._put(strip, narrow(result, self.dims, plan.needed, slab.box))
         return result
 
-    def _outside(self, result: Tensor) -> Iterator[Tensor]:
-        """The parts of the needed box that neither what is kept nor a strip covers: together those are a box."""
-        parts = [box for box in (self.plan.kept, *(slab.box for slab in self.plan.receives)) if not box.empty]
+    def _begin(self, result: Tensor) -> None:
+        """Fill what neither what is kept nor a strip covers: together those are a box."""
+        plan = self.plan
+        parts = [box for box in (plan.kept, *(slab.box for slab in plan.receives)) if not box.empty]
         if not parts:
-            yield result
+            result.fill_(self.fill)
             return
         for axis, dim in enumerate(self.dims):
             if dim is not None:
-                needed = self.plan.needed[axis]
+                needed = plan.needed[axis]
                 first = min(box[axis].start for box in parts) - needed.start
                 last = max(box[axis].stop for box in parts) - needed.start
-                yield result.narrow(dim, 0, first)
-                yield result.narrow(dim, last, needed.length - last)
+                for start, length in ((0, first), (last, needed.length - last)):
+                    if length:
+                        result.narrow(dim, start, length).fill_(self.fill)
 
-    def start_adjoint(self, gradient: Tensor) -> tuple[Tensor, list[Tensor], Pending]:
-        """Send the gradients of strips back to their owners; `finish_adjoint` adds what comes back to this rank."""
-        returned = [gradient.new_empty(self.shape(gradient, slab.box)) for slab in self.plan.sends]
-        pending = self._post(gradient, self.plan.needed, self.plan.receives, returned, self.plan.sends, BACKWARD_TAG)
-        return gradient, returned, pending
-
-    def finish_adjoint(self, started: tuple[Tensor, list[Tensor], Pending]) -> Tensor:
-        gradient, returned, pending = started
-        if self.inert:
-            return gradient
-        shape = self.shape(gradient, self.plan.held)
-        result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=_layout(gradient))
-        if self.plan.kept != self.plan.held:
-            result.zero_()
-        if not self.plan.kept.empty:
-            kept = narrow(gradient, self.dims, self.plan.needed, self.plan.kept)
-            narrow(result, self.dims, self.plan.held, self.plan.kept).copy_(kept)
-        pending.wait()
-        for slab, strip in zip(self.plan.sends, returned, strict=True):
-            narrow(result, self.dims, self.plan.held, slab.box).add_(strip)
-        return result
+    def _put(self, strip: Tensor, into: Tensor) -> None:
+        into.copy_(strip)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The needed box of the whole that x is this rank's part of; differentiable."""
+        """`bring`, differentiable."""
         return _Exchange.apply(x, self)
 
-    def _post(
-        self, x: Tensor, origin: Box, sends: Sequence[Slab], into: list[Tensor], receives: Sequence[Slab], tag: int
-    ) -> Pending:
-        pending = [self.comm.irecv(strip, slab.peer, tag) for strip, slab in zip(into, receives, strict=True)]
-        pending += [self.comm.isend(narrow(x, self.dims, origin, slab.box), slab.peer, tag) for slab in sends]
-        return Pending.all(self.comm.node, pending)
 
+class _Adjoint(Exchange):
+    tag = BACKWARD_TAG
 
-def _layout(x: Tensor) -> torch.memory_format:
-    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
+    def _begin(self, result: Tensor) -> None:
+        if self.plan.kept != self.plan.needed:
+            result.zero_()
 
-
-class Incoming(NamedTuple):
-    """What was posted to arrive: the strips, the box that they make up, and the wait for them."""
-
-    strips: list[Tensor]
-    slabs: tuple[Slab, ...]
-    box: Box
-    pending: Pending
-
-
-class Transfer:
-    """An exchange between ranks that own and other ranks that need: each rank works at one of its two ends.
-
-    `plan` is this rank's part of it, whose peers are ranks of `comm`. Tensors are `shape` but for `dims`. Forward,
-    owners `send` and the others `expect` and `land`; backward, the roles change, and what comes back is added up.
-    """
-
-    def __init__(
-        self,
-        plan: ExchangePlan,
-        comm: Communicator,
-        dims: tuple[int | None, int | None, int | None],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.comm, self.dims, self.shape = plan, comm, dims, shape
-        self.dtype, self.device = dtype, device
-
-    def send(self, x: Tensor, tag: int) -> Pending:
-        return self._send(x, self.plan.held, self.plan.sends, tag)
-
-    def expect(self, tag: int) -> Incoming:
-        return self._expect(self.plan.needed, self.plan.receives, tag)
-
-    def send_back(self, gradient: Tensor, tag: int) -> Pending:
-        return self._send(gradient, self.plan.needed, self.plan.receives, tag)
-
-    def expect_back(self, tag: int) -> Incoming:
-        return self._expect(self.plan.held, self.plan.sends, tag)
-
-    def land(self, incoming: Incoming) -> Tensor:
-        """The box that the strips make up. Where none comes there are zeros, where several do their sum."""
-        incoming.pending.wait()
-        if len(incoming.slabs) == 1 and incoming.slabs[0].box == incoming.box:
-            return incoming.strips[0]
-        whole = torch.zeros(shape_of(incoming.box, self.dims, self.shape), dtype=self.dtype, device=self.device)
-        for slab, strip in zip(incoming.slabs, incoming.strips, strict=True):
-            narrow(whole, self.dims, incoming.box, slab.box).add_(strip)
-        return whole
-
-    def _send(self, x: Tensor, origin: Box, slabs: Sequence[Slab], tag: int) -> Pending:
-        sent = [self.comm.isend(narrow(x, self.dims, origin, slab.box), slab.peer, tag) for slab in slabs]
-        return Pending.all(self.comm.node, sent)
-
-    def _expect(self, box: Box, slabs: tuple[Slab, ...], tag: int) -> Incoming:
-        shapes = [shape_of(slab.box, self.dims, self.shape) for slab in slabs]
-        strips = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        posted = [self.comm.irecv(strip, slab.peer, tag) for strip, slab in zip(strips, slabs, strict=True)]
-        return Incoming(strips, slabs, box, Pending.all(self.comm.node, posted))
+    def _put(self, strip: Tensor, into: Tensor) -> None:
+        into.add_(strip)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        result = exchange.assemble(x, *exchange.start(x))
+        result = exchange.bring(x)
         return result.clone() if result is x else result  # nobody may find itself writing to x
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        return exchange.finish_adjoint(exchange.start_adjoint(gradient)), None
+        return ctx.exchange.adjoint.bring(gradient), None

@@ -1,13 +1,17 @@
-"""Whether this MPI reads and writes GPU memory itself: what it claims, and a test in a child process that proves it.
+"""Whether this MPI reads and writes GPU memory itself: what it claims, and a test in a job of its own that proves it.
 
 A tensor on a GPU goes straight to a CUDA-aware MPI ("direct") and through pinned host memory otherwise ("staged").
-An MPI that is not CUDA-aware crashes when it is handed device memory, so the proof runs in a process of its own.
+An MPI that is not CUDA-aware crashes when it is handed device memory, so the proof runs in other processes. It makes
+the calls that "direct" makes, between two ranks: non-blocking messages, and nothing else. Collectives always see the
+memory of the host, since Open MPI has no non-blocking ones for that of a GPU.
 """
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,19 +22,34 @@ if TYPE_CHECKING:
 WIRES = ("auto", "direct", "staged")
 PROOF_SECONDS = 60.0
 LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "MPIR_", "HYDRA", "MPI_LOCAL", "SLURM_")
+LAUNCHER_SETTINGS = ("OMPI_ALLOW_", "OMPI_MCA_", "PRTE_MCA_")  # of the user, not of this job
+LAUNCHERS = ("mpiexec", "mpirun")
 CLAIMING_VARIABLES = ("MV2_USE_CUDA", "MVP_USE_CUDA", "MPICH_GPU_SUPPORT_ENABLED")
 
 PROOF = """
 import torch
 from mpi4py import MPI
-ours = torch.arange(1, 9, dtype=torch.uint8, device="cuda")
-theirs = torch.zeros_like(ours)
-torch.cuda.synchronize()
+comm = MPI.COMM_WORLD
+torch.cuda.set_device(comm.rank % torch.cuda.device_count())
 memory = lambda t: [MPI.memory.fromaddress(t.data_ptr(), t.nbytes), MPI.BYTE]
-MPI.COMM_SELF.Sendrecv(memory(ours), 0, 0, memory(theirs), 0, 0)
-assert torch.equal(ours, theirs)
+for count in (8, 1 << 20):  # sent at once, and after the other side has answered
+    ours = torch.arange(count, device="cuda", dtype=torch.int32) + comm.rank
+    theirs = torch.zeros_like(ours)
+    torch.cuda.synchronize()
+    other = 1 - comm.rank
+    requests = [comm.Irecv(memory(theirs), other), comm.Isend(memory(ours), other)]
+    while not MPI.Request.Testall(requests):
+        pass
+    assert torch.equal(theirs, ours - comm.rank + other)
 print("proved")
 """
+
+
+def mpi_library() -> ctypes.CDLL:
+    """The functions of the MPI that mpi4py uses, which Python loads for it alone: they are looked up from there."""
+    from mpi4py import MPI
+
+    return ctypes.CDLL(MPI.__file__)
 
 
 def claims(comm: "MPI.Comm") -> str | None:
@@ -40,7 +59,7 @@ def claims(comm: "MPI.Comm") -> str | None:
     info.Free()
     if kinds and "cuda" in kinds:
         return "mpi_memory_alloc_kinds"
-    library = ctypes.CDLL(None)
+    library = mpi_library()
     if hasattr(library, "MPIX_Query_cuda_support") and library.MPIX_Query_cuda_support():
         return "MPIX_Query_cuda_support"
     if hasattr(library, "MPIX_GPU_query_support"):
@@ -51,12 +70,17 @@ def claims(comm: "MPI.Comm") -> str | None:
     return next((name for name in CLAIMING_VARIABLES if os.environ.get(name, "0") not in ("", "0")), None)
 
 
+@cache
 def proves() -> bool:
-    """Send a few bytes of device memory to oneself, in a child process that may crash without harm."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    """Send device memory from rank to rank, in a job of two ranks that may crash without harm."""
+    launcher = next(filter(None, map(shutil.which, LAUNCHERS)), None)
+    if launcher is None:
+        return False
+    kept = {k: v for k, v in os.environ.items() if k.startswith(LAUNCHER_SETTINGS)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)} | kept
     try:
         child = subprocess.run(
-            [sys.executable, "-c", PROOF],
+            [launcher, "-n", "2", sys.executable, "-c", PROOF],
             env=environment,
             capture_output=True,
             text=True,
@@ -65,7 +89,7 @@ def proves() -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    return child.returncode == 0 and "proved" in child.stdout
+    return child.returncode == 0 and child.stdout.count("proved") == 2
 
 
 def decide(comm: "MPI.Comm", local_rank: int, asked: str = "auto") -> tuple[str, str]:

@@ -17,15 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mpi4dl.comm.ending import FAILURE, end_job, end_within, exit_now, flush, leave, output_is_lost, say
 from mpi4dl.comm.meeting import Meeting, meeting, met, mpi_is_over
 from mpi4dl.comm.refusal import RankFailed, Refusal
 from mpi4dl.comm.sentry import Watchdog, sentry
-
-if TYPE_CHECKING:
-    from mpi4dl.comm.communicator import Communicator
 
 __all__ = ["Watchdog", "arm", "run", "start"]
 
@@ -133,8 +130,8 @@ def start() -> Meeting:
     return opened
 
 
-def run(main: Callable[["Communicator"], None], patience: float = START_SECONDS) -> None:
-    """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main(world())` ends.
+def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
+    """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main()` ends.
 
     `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever.
     """
@@ -144,9 +141,7 @@ def run(main: Callable[["Communicator"], None], patience: float = START_SECONDS)
         if sys.stdout is None:
             raise Refusal("standard output is closed: where nobody reads it, start with > /dev/null")
         start()
-        from mpi4dl.comm.communicator import world
-
-        main(world())
+        main()
         lost = flush()
         if lost is not None:
             raise lost

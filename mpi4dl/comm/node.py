@@ -1,29 +1,38 @@
-"""What the ranks of one machine share: its cores and its GPUs, and how a rank should wait for the others."""
+"""What the ranks of one machine share: its cores and its GPUs, and how a rank should wait for the others.
+
+A wait begins by spinning, which finds what comes within microseconds soonest, and cedes its core more the longer it
+takes: other ranks, another job or another program may need it.
+
+    0            SPIN_SECONDS                 YIELD_SECONDS
+    |--- looks ---|--- looks, yields its core ---|--- looks, naps of a NAP_SHARE of the time waited so far --->
+
+With more ranks than cores there is no spinning, and the naps come after a few looks.
+"""
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from mpi4dl.comm.requests import Driven, Request
 from mpi4dl.comm.sentry import Waits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI
 
-    from mpi4dl.comm.pending import Phases
-
-SPINS_BEFORE_SLEEP = 200
+SPIN_SECONDS = 50e-6
+YIELD_SECONDS = 1e-3
+LOOKS_BETWEEN_CLOCKS = 8
+LOOKS_OVERSUBSCRIBED = 200
 SHORTEST_NAP_SECONDS = 20e-6
-LONGEST_NAP_SECONDS = 0.4e-3  # a large message comes in pieces, and each may have to be fetched
-NAP_SHARE = 1 / 200  # of the time waited so far: what a nap may add to the wait
-
-
-def nap(waited_seconds: float) -> None:
-    """Leave the core to others for a while, which is longer the longer this rank has waited already."""
-    time.sleep(min(max(SHORTEST_NAP_SECONDS, NAP_SHARE * waited_seconds), LONGEST_NAP_SECONDS))
+LONGEST_NAP_SECONDS = 5e-3
+NAP_SHARE = 1 / 200
+ALARM_SECONDS = 0.02
 
 
 @dataclass
@@ -40,7 +49,7 @@ class Node:
     threads: int
     wait_seconds: float = 0.0
     waits: Waits = field(default_factory=Waits)
-    underway: "list[Phases]" = field(default_factory=list)
+    underway: list[Driven] = field(default_factory=list)
 
     @classmethod
     def of(cls, comm: "MPI.Comm") -> "Node":
@@ -48,8 +57,9 @@ class Node:
 
         local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         mine = os.sched_getaffinity(0)
-        shared = set().union(*local.allgather(mine))
-        node = cls(local.rank, local.size, len(shared), max(1, min(len(mine), len(shared) // local.size)))
+        allowed, quotas = zip(*local.allgather((mine, quota())), strict=True)
+        cores = max(1, int(min(len(set().union(*allowed)), *quotas)))
+        node = cls(local.rank, local.size, cores, max(1, min(len(mine), cores // local.size)))
         local.Free()
         return node
 
@@ -74,29 +84,63 @@ class Node:
         torch.cuda.set_device(device)
         return device
 
-    def wait(self, requests: "Sequence[MPI.Request]", phases: "Sequence[Phases]" = ()) -> None:
-        """Wait for all of these. With more ranks than cores a spinning wait starves the rank it waits for.
+    def wait(self, request: Request, alarm: "Callable[[float], None] | None" = None) -> None:
+        """Return when this is complete. Meanwhile this rank drives forward all that is `underway`.
 
-        It gives way to whoever needs the core at every look, and then sleeps when that has not helped for a while.
+        `alarm(seconds)` is called now and then by who waits long: it may raise what makes waiting pointless.
         """
-        from mpi4py import MPI
-
-        requests = list(requests)
         begin = time.perf_counter()
         with self.waits:
-            if not self.oversubscribed and not self.underway:
-                MPI.Request.Waitall(requests)
-            tries = 0
-            while not (self._advance(phases) and MPI.Request.Testall(requests)):
-                tries += 1
-                if self.oversubscribed and tries > SPINS_BEFORE_SLEEP:
-                    nap(time.perf_counter() - begin)
-                else:
-                    os.sched_yield()
+            waited, next_alarm = 0.0, ALARM_SECONDS
+            looks = LOOKS_OVERSUBSCRIBED if self.oversubscribed else LOOKS_BETWEEN_CLOCKS
+            yields = self.oversubscribed
+            while not self._look(request, looks, yields):
+                waited = time.perf_counter() - begin
+                if alarm is not None and waited > next_alarm:
+                    alarm(waited)
+                    next_alarm = waited + ALARM_SECONDS
+                yields = yields or waited > SPIN_SECONDS
+                if self.oversubscribed or waited > YIELD_SECONDS:
+                    looks = 1
+                    time.sleep(min(max(SHORTEST_NAP_SECONDS, NAP_SHARE * waited), LONGEST_NAP_SECONDS))
         self.wait_seconds += time.perf_counter() - begin
 
-    def _advance(self, phases: "Sequence[Phases]") -> bool:
-        """Drive forward all that is under way; whether these phases are complete."""
-        for each in list(self.underway):
-            each.advance()
-        return all(each not in self.underway for each in phases)
+    def _look(self, request: Request, times: int, yields: bool) -> bool:
+        """Drive forward all that is under way, some times; whether this is complete."""
+        test, underway = request.test, self.underway
+        for _ in range(times):
+            if underway:  # others may wait for what this rank has to drive forward
+                for each in list(underway):
+                    each.advance()
+            if test():
+                return True
+            if yields:
+                os.sched_yield()
+        return False
+
+
+def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many cores' time the control groups of this process, of version 1 or 2, allow to all that is in them."""
+    allowed = [float("inf")]
+    for line in _lines(proc):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / controllers if controllers else root
+        # Within a container the path may be that of the host, of which nothing is seen but the container's own top.
+        for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
+            words = [*_lines(folder / "cpu.max"), *_lines(folder / "cpu.cfs_quota_us")]
+            words += _lines(folder / "cpu.cfs_period_us")
+            most, *period = " ".join(words).split() or ["max"]
+            if most not in ("max", "-1"):
+                allowed.append(int(most) / int(*period))
+            if folder == top:
+                break
+    return min(allowed)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -7,57 +7,101 @@ ranks may wait for them in any order, as for the collectives of MPI.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import Any
 
 from mpi4dl.comm.node import Node
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpi4dl.comm.profiling import as_event
+from mpi4dl.comm.requests import Request
+from mpi4dl.comm.streams import here
 
 
 class Pending:
-    """Communication under way: `wait()` returns when it is complete and the buffers may be used again."""
+    """Communication under way: `wait()` returns when it is complete and the buffers may be used again.
 
-    def __init__(self, node: Node, requests: Sequence["MPI.Request"] = ()) -> None:
-        self._node = node
+    It holds what MPI reads and writes, `buffers`; what nobody waits for is held until it is complete all the same.
+    `deliveries` are made then, once, on the stream of a GPU that was current at the start.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        requests: Sequence[Request] = (),
+        buffers: Sequence[Any] = (),
+        deliveries: Sequence[Callable[[], Any]] = (),
+    ) -> None:
+        self.node = node
         self._requests = list(requests)
-        self._buffers: list[Tensor] = []
-        self._finish: list[Callable[[], Any]] = []
-        self._phases: list[Phases] = []
+        self._buffers = list(buffers)
+        self._deliveries = list(deliveries)
+        self._stream = here()
+        self._parts: Sequence[Pending] = ()
 
     @classmethod
     def of_phases(cls, node: Node, phases: "Iterator[Pending]") -> "Pending":
         """What is complete when the last of `phases` is; each starts when the iterator is asked for it."""
-        pending = cls(node)
-        pending._phases = [Phases(node, phases)]
-        return pending
-
-    def wait(self) -> None:
-        if self._requests or self._phases:
-            self._node.wait(self._requests, self._phases)
-        self.conclude()
-
-    def conclude(self) -> None:
-        """Deliver what has arrived. Only for what is `ready`."""
-        for finish in self._finish:
-            finish()
-        self._requests, self._buffers, self._finish, self._phases = [], [], [], []
-
-    def ready(self) -> bool:
-        """Let MPI and the phases make progress, without waiting; whether all is complete."""
-        return all([request.Test() for request in self._requests] + [phases.advance() for phases in self._phases])
+        driven = Phases(node, phases)
+        return cls(node, [driven], deliveries=[driven.stream.join])
 
     @classmethod
     def all(cls, node: Node, parts: "Sequence[Pending]") -> "Pending":
-        joined = cls(node)
-        for part in parts:
-            joined._requests += part._requests
-            joined._buffers += part._buffers
-            joined._finish += part._finish
-            joined._phases += part._phases
+        """What is complete when all parts are."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = cls(node, parts)
+        joined._parts = parts
         return joined
+
+    def then(self, deliver: Callable[[], Any]) -> "Pending":
+        """The same, with one thing more to do in the end."""
+        self._deliveries.append(deliver)
+        return self
+
+    def wait(self) -> None:
+        if self._requests:
+            with as_event("wait"):
+                self.node.wait(self)
+        self.conclude()
+        self.join()
+
+    def test(self) -> bool:
+        """Let MPI and the phases make progress, without waiting; whether all is complete."""
+        return all([request.test() for request in self._requests])
+
+    def conclude(self) -> None:
+        """Deliver what has arrived. Only for what is complete."""
+        if self._parts or self._deliveries:
+            deliveries, self._deliveries = self._deliveries, []
+            with self._stream.current():
+                for part in self._parts:
+                    part.conclude()
+                    part.join()
+                for deliver in deliveries:
+                    deliver()
+            self._stream.mark()
+        self._requests, self._buffers, self._parts = [], [], ()
+
+    def join(self) -> None:
+        """Let what is computed from now on, on the stream of a GPU that is current, come after what was delivered."""
+        self._stream.join()
+
+    def __del__(self) -> None:
+        if self._requests and not self._parts:  # parts look after themselves
+            self.node.underway.append(_Dropped(self.node, self._requests, self._buffers))
+
+
+class _Dropped:
+    """What nobody holds any longer, and MPI still reads or writes."""
+
+    def __init__(self, node: Node, requests: Sequence[Request], buffers: Sequence[Any]) -> None:
+        self._node, self._requests, self._buffers = node, requests, buffers
+
+    def advance(self) -> None:
+        try:
+            over = all([request.test() for request in self._requests])
+        except (RuntimeError, ValueError):
+            over = True
+        if over and self in self._node.underway:
+            self._node.underway.remove(self)
 
 
 class Phases:
@@ -67,20 +111,33 @@ class Phases:
         self._node = node
         self._phases = phases
         self._driving = threading.Lock()
+        self._error: Exception | None = None
+        self.stream = here()
         self._now = next(phases, None)
         if self._now is not None:
             node.underway.append(self)
 
-    def advance(self) -> bool:
+    def test(self) -> bool:
         """Start the phases whose time has come, without waiting; whether all are complete."""
+        self.advance()
+        if self._error is not None:
+            raise self._error
+        return self._now is None
+
+    def advance(self) -> None:
         if not self._driving.acquire(blocking=False):
-            return False  # another thread of this rank is at it, as in a backward pass on CPU and GPU
+            return  # another thread of this rank is at it, as in a backward pass on CPU and GPU
         try:
-            while self._now is not None and self._now.ready():
-                self._now.conclude()
-                self._now = next(self._phases, None)
-                if self._now is None:
-                    self._node.underway.remove(self)
-            return self._now is None
+            while self._now is not None and self._error is None and self._now.test():
+                with self.stream.current():
+                    self._now.conclude()
+                    following = next(self._phases, None)
+                    if following is None:
+                        self.stream.mark()
+                self._now = following
+        except Exception as error:
+            self._error = error
         finally:
+            if (self._now is None or self._error is not None) and self in self._node.underway:
+                self._node.underway.remove(self)
             self._driving.release()

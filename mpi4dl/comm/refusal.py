@@ -1,4 +1,4 @@
-"""What all ranks say no to together."""
+"""What all ranks say no to together, and what one rank finds that others did."""
 
 
 class Refusal(ValueError):
@@ -7,3 +7,7 @@ class Refusal(ValueError):
 
 class RankFailed(RuntimeError):
     """Another rank failed, in a way that is no refusal, where all were to do something; with that rank's traceback."""
+
+
+class Mismatch(ValueError, RuntimeError):
+    """Ranks made calls that do not belong together: other operations, sizes or dtypes."""

@@ -11,16 +11,14 @@ all-reduce algorithms for clusters of workstations", 2009).
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpi4dl.comm.messenger import Messenger
+from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
 from mpi4dl.geometry import even_cuts
-
-if TYPE_CHECKING:
-    from mpi4dl.comm.communicator import Communicator
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 SCATTER_TAG, GATHER_TAG = 32766, 32767  # the highest that every MPI has: out of the way of what users send
@@ -46,15 +44,17 @@ def parts_of(flat: Tensor, size: int, cuts: Sequence[int] | None = None) -> list
     return [flat[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
-def swap_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> tuple[Pending, Callable[[], Tensor]]:
+def swap_parts(comm: Messenger, parts: list[Tensor], tag: int) -> tuple[Pending, Callable[[], Tensor]]:
     """Send every rank its part; when that is complete, the second result adds up what came for this rank.
 
     The sum is in float32 for values of low precision, and otherwise in this rank's own part.
     """
     own = parts[comm.rank]
     arrived = [own if source == comm.rank else torch.empty_like(own) for source in range(comm.size)]
-    messages = [comm.irecv(arrived[source], source, tag) for source in _others(comm)]
-    messages += [comm.isend(parts[to], to, tag) for to in reversed(_others(comm))]
+    others = _others(comm)
+    pending = comm.iexchange(
+        [Piece(to, parts[to]) for to in reversed(others)], [Piece(source, arrived[source]) for source in others], tag
+    )
 
     def add_up() -> Tensor:
         if own.dtype in LOW_PRECISION:
@@ -69,17 +69,17 @@ def swap_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> tuple[Pen
             total += part
         return torch.add(total, arrived[-1], out=own)
 
-    return Pending.all(comm.node, messages), add_up
+    return pending, add_up
 
 
-def share_parts(comm: "Communicator", parts: list[Tensor], tag: int) -> Pending:
+def share_parts(comm: Messenger, parts: list[Tensor], tag: int) -> Pending:
     """Send this rank's own part to all others, and receive theirs in place."""
-    messages = [comm.irecv(parts[source], source, tag) for source in _others(comm)]
-    messages += [comm.isend(parts[comm.rank], to, tag) for to in reversed(_others(comm))]
-    return Pending.all(comm.node, messages)
+    others = _others(comm)
+    own = parts[comm.rank]
+    return comm.iexchange([Piece(to, own) for to in reversed(others)], [Piece(r, parts[r]) for r in others], tag)
 
 
-def ireduce_scatter(comm: "Communicator", flat: Tensor, cuts: Sequence[int] | None) -> Pending:
+def ireduce_scatter(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
     flat = flat.detach()
     parts = parts_of(flat, comm.size, cuts)
     if flat.is_meta or comm.size == 1:
@@ -92,15 +92,14 @@ def ireduce_scatter(comm: "Communicator", flat: Tensor, cuts: Sequence[int] | No
         if total is not own:
             own.copy_(total)
 
-    pending._finish.append(finish)
-    return pending
+    return pending.then(finish)
 
 
-def iall_gather_into(comm: "Communicator", flat: Tensor, cuts: Sequence[int] | None) -> Pending:
+def iall_gather_into(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
     parts = parts_of(flat.detach(), comm.size, cuts)
     return Pending(comm.node) if flat.is_meta else share_parts(comm, parts, GATHER_TAG)
 
 
-def _others(comm: "Communicator") -> list[int]:
+def _others(comm: Messenger) -> list[int]:
     """All other ranks, the one below this one first, so that not all of them turn to the same rank at once."""
     return [(comm.rank - step) % comm.size for step in range(1, comm.size)]

@@ -15,11 +15,10 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import Box, Interval, Tiling, even_cuts
-from mpi4dl.geometry import Grid as GridShape
-from mpi4dl.parallel.pipeline.schedules import SCHEDULES, forward_only, table_for
-from mpi4dl.parallel.pipeline.table import Placement, Table
+from mpi4dl.geometry import Box, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
+from mpi4dl.parallel.tables.table import Placement, Table
 
 ZERO_STAGES = (0, 1, 2, 3)
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one

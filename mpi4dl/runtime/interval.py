@@ -10,7 +10,7 @@ import torch
 from mpi4dl.runtime.report import StepReport
 
 
-class Interval:
+class LogInterval:
     """The steps since the last report; `losses` are those of a run that goes on in the middle of an interval."""
 
     def __init__(self, engine: Any, loader: Any, losses: Iterable[float] = ()) -> None:

@@ -11,15 +11,15 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel.pipeline import balance as costing
-from mpi4dl.parallel.pipeline.checker import Report, check
-from mpi4dl.parallel.pipeline.drawing import as_text
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
-from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tables.checker import Report, check
+from mpi4dl.parallel.tables.drawing import as_text
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.runtime.anatomy import BuildOptimizer, Share, StateBytes, anatomy, count_state
 from mpi4dl.runtime.tensor_meter import TensorMeter
 from mpi4dl.runtime.wording import aligned, counted, mebibytes, runs

@@ -11,7 +11,7 @@ from mpi4dl.runtime.checkpoint import Checkpoints
 from mpi4dl.runtime.checkpoint.checkpoints import refusing
 from mpi4dl.runtime.checkpoint.likeness import unlike
 from mpi4dl.runtime.checkpoint.manifest import STATE, candidates_at
-from mpi4dl.runtime.checkpoint.node import Damaged, Node
+from mpi4dl.runtime.checkpoint.node import Damaged, Machine
 from mpi4dl.runtime.checkpoint.saved import Saved, newest_whole
 from mpi4dl.runtime.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.runtime.folder import RunFolder, default_path
@@ -123,7 +123,7 @@ class Progress(NamedTuple):
     def at(cls, checkpoint: Path) -> "Progress":
         """That of a checkpoint, which was found whole. Raises Refusal, alike on all ranks, for one of another loop."""
         with Saved(checkpoint) as saved:
-            extra = Node(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
+            extra = Machine(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
         if "options" not in extra.entries():
             raise Refusal(f"{checkpoint} was not written by mpi4dl.train: load it with mpi4dl.runtime.checkpoint.load")
         try:
@@ -144,10 +144,10 @@ class Progress(NamedTuple):
             raise Refusal(str(problem)) from None
 
 
-def _evaluation(node: Node) -> dict[str, Any]:
+def _evaluation(node: Machine) -> dict[str, Any]:
     return {
         "loss": node.at("loss").number(),
-        "accuracy": node.at("accuracy").optional(Node.number),
+        "accuracy": node.at("accuracy").optional(Machine.number),
         "count": node.at("count").integer(),
     }
 

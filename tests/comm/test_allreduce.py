@@ -123,7 +123,7 @@ def keep_many_under_way(comm: Communicator, seed: int, algorithms: list[str]) ->
             if own.random() < 0.2:
                 time.sleep(0.002 * own.random())
             if own.random() < 0.3:
-                own.choice(started)[2].ready()
+                own.choice(started)[2].test()
             if shared.random() < 0.1:
                 assert comm.all_gather_object(comm.rank) == list(range(comm.size))
             if shared.random() < 0.1:
@@ -156,13 +156,13 @@ def poll_to_the_end(comm: Communicator, name: str) -> tuple[bool, bool]:
     if comm.rank == 0:
         comm.recv(torch.zeros(1), 1)
     pending = all_reduce(total)
-    early = pending.ready()
+    early = pending.test()
     if comm.rank == 1:
         comm.send(torch.zeros(1), 0)
     deadline = time.monotonic() + 20
-    while not pending.ready() and time.monotonic() < deadline:
+    while not pending.test() and time.monotonic() < deadline:
         time.sleep(0.0005)
-    done = pending.ready()
+    done = pending.test()
     pending.wait()
     assert total.tolist() == [float(comm.size)] * 40_000
     comm.barrier()
@@ -193,7 +193,7 @@ def test_ranks_may_wait_in_opposite_orders(ranks: Ranks) -> None:
 
 def move_nothing(comm: Communicator) -> list[bool]:
     all_reduce = AllReduce(comm, Choice.of("direct", "as asked"))
-    return [all_reduce(x).ready() for x in (torch.empty(3, device="meta"), torch.empty(0))]
+    return [all_reduce(x).test() for x in (torch.empty(3, device="meta"), torch.empty(0))]
 
 
 def test_meta_and_empty_tensors_move_nothing(ranks: Ranks) -> None:

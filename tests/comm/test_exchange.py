@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab, narrow, plan_exchange
-from mpi4dl.geometry import Box, Grid, Interval, Split, Tiling
+from mpi4dl.geometry import Box, GridShape, Interval, Split, Tiling
 from tests.comm.values import Counting
 from tests.pool.ranks import Ranks
 
@@ -135,7 +135,7 @@ def random_cuts(rng: random.Random, size: int, parts: int) -> Split:
     return split.widen(rng.choice((0, 0, 1, 2, size)))
 
 
-def random_case(rng: random.Random, grid: Grid, kind: str) -> Case:
+def random_case(rng: random.Random, grid: GridShape, kind: str) -> Case:
     """What each rank owns, holds and needs of a whole.
 
     `kind` is "halo" (its tile and some around it, also beyond the edge), "any" (a box anywhere, or none) or "held"
@@ -169,7 +169,7 @@ def cut(whole_x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:
     return padded[n, :, h, w]
 
 
-def exchange_cases(comm: Communicator, grid: Grid, kind: str, num_cases: int) -> tuple[int, int]:
+def exchange_cases(comm: Communicator, grid: GridShape, kind: str, num_cases: int) -> tuple[int, int]:
     """Run random cases; returns how many messages this rank sent forward, and how many cases filled something in."""
     comm.mpi = Counting(comm.mpi)
     rng, filled = random.Random(f"{grid} {kind}"), 0
@@ -201,19 +201,27 @@ def exchange_cases(comm: Communicator, grid: Grid, kind: str, num_cases: int) ->
     return comm.mpi.calls.get("Isend", 0), filled
 
 
-GRIDS = [Grid(1, 1, 1), Grid(1, 1, 2), Grid(2, 1, 1), Grid(1, 3, 1), Grid(1, 2, 2), Grid(2, 1, 2), Grid(1, 1, 4)]
+GRIDS = [
+    GridShape(1, 1, 1),
+    GridShape(1, 1, 2),
+    GridShape(2, 1, 1),
+    GridShape(1, 3, 1),
+    GridShape(1, 2, 2),
+    GridShape(2, 1, 2),
+    GridShape(1, 1, 4),
+]
 
 
 @pytest.mark.parametrize("kind", ["halo", "any"])
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
-def test_values_are_slices_of_the_whole_and_the_adjoint_holds(ranks: Ranks, grid: Grid, kind: str) -> None:
+def test_values_are_slices_of_the_whole_and_the_adjoint_holds(ranks: Ranks, grid: GridShape, kind: str) -> None:
     results = ranks(grid.size).run(exchange_cases, grid, kind, 25)
     assert sum(filled for _, filled in results) > 0
     assert (sum(sent for sent, _ in results) > 0) == (grid.size > 1)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
-def test_nothing_is_sent_where_what_is_held_suffices(ranks: Ranks, grid: Grid) -> None:
+def test_nothing_is_sent_where_what_is_held_suffices(ranks: Ranks, grid: GridShape) -> None:
     assert [sent for sent, _ in ranks(grid.size).run(exchange_cases, grid, "held", 25)] == [0] * grid.size
 
 
@@ -225,7 +233,7 @@ def exchange_twice_at_once(comm: Communicator) -> None:
     tiles = [whole[4 * comm.rank : 4 * comm.rank + 4] for whole in wholes]
     started = [exchange.start(tile) for tile in tiles]
     for number in (1, 0):
-        got = exchange.assemble(tiles[number], *started[number])
+        got = exchange.assemble(tiles[number], started[number])
         assert torch.equal(got, wholes[number][3 * comm.rank : 3 * comm.rank + 5])
 
 

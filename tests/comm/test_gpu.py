@@ -1,6 +1,10 @@
 """How GPU tensors travel: decided from what MPI claims, what a test proves, and what the user asked for."""
 
+import os
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +103,7 @@ class Info(dict[str, str]):
 
 
 def claimed(monkeypatch: pytest.MonkeyPatch, library: Any, **kinds: str) -> str | None:
-    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(gpu, "mpi_library", lambda: library)
     info = Info(kinds)
     found = gpu.claims(SimpleNamespace(Get_info=lambda: info))  # type: ignore[arg-type]
     assert info["freed"] == "yes"
@@ -133,6 +137,8 @@ def test_claims_are_found_where_each_mpi_makes_them(monkeypatch: pytest.MonkeyPa
 
 
 def ask_the_real_mpi(comm: Communicator) -> tuple[str | None, tuple[str, str]]:
+    assert hasattr(gpu.mpi_library(), "MPI_Init")
+    assert not hasattr(gpu.mpi_library(), "MPI_Unheard_of")
     return gpu.claims(comm.mpi), comm.choose_gpu_wire()
 
 
@@ -154,16 +160,49 @@ def test_the_proof_fails_where_there_is_no_gpu_or_the_child_hangs(monkeypatch: p
     seen: list[dict[str, str]] = []
 
     def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-n", "2"]
         seen.append(env)
         if len(seen) == 2:
             raise subprocess.TimeoutExpired(command, 60)
-        return subprocess.CompletedProcess(command, 0 if len(seen) == 1 else -11, "proved\n")
+        return subprocess.CompletedProcess(
+            command, 0 if len(seen) != 3 else -11, "proved\n" * min(3 - len(seen) % 2, 2)
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setenv("HOME", "/root")
-    assert [gpu.proves() for _ in range(3)] == [True, False, False]
-    assert all("PMI_RANK" not in environment and environment["HOME"] == "/root" for environment in seen)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    for name in ("PMI_RANK", "HOME", "OMPI_COMM_WORLD_RANK", "OMPI_ALLOW_RUN_AS_ROOT"):
+        monkeypatch.setenv(name, "1")
+    try:
+        found = []
+        for _ in range(3):
+            gpu.proves.cache_clear()
+            found.append(gpu.proves())
+        assert found == [True, False, False]
+        assert all({"HOME", "OMPI_ALLOW_RUN_AS_ROOT"} <= environment.keys() for environment in seen)
+        assert not any({"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & environment.keys() for environment in seen)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        gpu.proves.cache_clear()
+        assert not gpu.proves()
+    finally:
+        gpu.proves.cache_clear()
+
+
+def test_the_proof_runs_where_the_memory_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same calls, between the same two ranks, on tensors of the CPU: there is nothing wrong with the program."""
+    host = gpu.PROOF.replace('device="cuda", ', "")
+    for line in ("set_device(comm.rank % torch.cuda.device_count())", "synchronize()"):
+        assert f"torch.cuda.{line}" in host
+        host = host.replace(f"torch.cuda.{line}", "pass")
+    monkeypatch.setattr(gpu, "PROOF", host)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    gpu.proves.cache_clear()
+    try:
+        assert gpu.proves()
+        monkeypatch.setattr(gpu, "PROOF", host.replace("+ other", "+ other + 1"))
+        gpu.proves.cache_clear()
+        assert not gpu.proves()
+    finally:
+        gpu.proves.cache_clear()
 
 
 def send_from_the_gpu(comm: Communicator, wire: str) -> list[float]:

@@ -3,13 +3,15 @@
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.node import Node
+from mpi4dl.comm.node import Node, quota
+from mpi4dl.comm.requests import Calls, Condition
 from tests.pool.ranks import Ranks
 
 
@@ -55,37 +57,62 @@ def test_threads_are_shared_out() -> None:
         torch.set_num_threads(before)
 
 
-def wait_for_a_late_rank(comm: Communicator, local_size: int) -> tuple[int, float]:
-    """How often a rank slept, and the share of the time that was counted, while it waited for a late rank 0."""
+def wait_for_a_late_rank(comm: Communicator, local_size: int) -> tuple[float, float]:
+    """The CPU seconds per second that a rank spent, and the share of the time that was counted, waiting for rank 0."""
     comm.barrier()
     comm.node = Node(0, local_size, 2, 1)
-    sleep, sleeps = time.sleep, []
-
-    def count(seconds: float) -> None:
-        sleeps.append(seconds)
-        sleep(seconds)
-
     if comm.rank == 0:
-        sleep(0.5)
-    time.sleep = count
-    began = time.perf_counter()
-    try:
-        comm.all_reduce(torch.ones(1))
-    finally:
-        time.sleep = sleep
-    return len(sleeps), comm.node.wait_seconds / (time.perf_counter() - began)
+        time.sleep(1.0)
+    began, used = time.perf_counter(), time.thread_time()
+    comm.all_reduce(torch.ones(1))
+    seconds = time.perf_counter() - began
+    return (time.thread_time() - used) / seconds, comm.node.wait_seconds / seconds
 
 
-def test_a_wait_sleeps_where_there_are_more_ranks_than_cores(ranks: Ranks) -> None:
-    _, (sleeps, counted) = ranks(2).run(wait_for_a_late_rank, 4)
-    assert sleeps > 0
+@pytest.mark.parametrize("local_size", [2, 4])
+def test_a_long_wait_leaves_its_core_to_others(ranks: Ranks, local_size: int) -> None:
+    """Also where every rank has a core: another program, or a second job, may need it."""
+    _, (used, counted) = ranks(2).run(wait_for_a_late_rank, local_size)
+    assert used < 0.3
     assert 0.8 < counted <= 1.0
 
 
-def test_a_wait_does_not_sleep_where_each_rank_has_a_core(ranks: Ranks) -> None:
-    (first, _), (second, counted) = ranks(2).run(wait_for_a_late_rank, 2)
-    assert first == second == 0
-    assert 0.8 < counted <= 1.0
+GROUPS = {
+    "nothing": ({}, ["0::/"], float("inf")),
+    "version 2": ({"cpu.max": "150000 100000"}, ["0::/"], 1.5),
+    "no limit": ({"cpu.max": "max 100000"}, ["0::/"], float("inf")),
+    "a group above": ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, ["0::/a/b"], 3.0),
+    "the path of a host": ({"cpu.max": "50000 100000"}, ["0::/kubepods/pod7"], 0.5),
+    "version 1": (
+        {"cpu,cpuacct/job/cpu.cfs_quota_us": "400000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
+        ["4:memory:/job", "3:cpu,cpuacct:/job"],
+        4.0,
+    ),
+    "version 1, no limit": (
+        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000", "cpu.max": ""},
+        ["3:cpu:/", "0::/"],
+        float("inf"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_quota_of_a_container_is_known(tmp_path: Path, name: str) -> None:
+    files, lines, expected = GROUPS[name]
+    for file, text in files.items():
+        path = tmp_path / "sys" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    (tmp_path / "proc").write_text("\n".join(lines) + "\n")
+    assert quota(tmp_path / "proc", tmp_path / "sys") == expected
+
+
+def test_cores_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr("mpi4dl.comm.node.quota", lambda: 1.7)
+    node = Node.of(MPI.COMM_SELF)
+    assert (node.cores, node.threads) == (1, 1)
 
 
 class Cuda:
@@ -124,4 +151,15 @@ def test_waiting_for_nothing_returns_at_once(monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("slept")
 
     monkeypatch.setattr(time, "sleep", refuse)
-    Node(0, 4, 2, 1).wait([])
+    Node(0, 4, 2, 1).wait(Calls([]))
+
+
+def test_an_alarm_ends_a_wait() -> None:
+    def alarm(seconds: float) -> None:
+        raise TimeoutError(f"{seconds > 0}")
+
+    for local_size in (1, 4):
+        node = Node(0, local_size, 2, 1)
+        with pytest.raises(TimeoutError, match="True"):
+            node.wait(Condition(lambda: False), alarm)
+        assert not node.waits.since

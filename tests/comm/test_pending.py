@@ -15,9 +15,9 @@ class Gate(Pending):
         self.open = False
         self.looks = 0
         log.append(f"{name} starts")
-        self._finish = [lambda: log.append(f"{name} ends")]
+        self._deliveries = [lambda: log.append(f"{name} ends")]
 
-    def ready(self) -> bool:
+    def test(self) -> bool:
         self.looks += 1
         return self.open
 
@@ -41,14 +41,14 @@ def test_a_phase_starts_when_the_one_before_is_complete() -> None:
     node, log, made = fresh()
     pending = Pending.of_phases(node, gates(node, "ab", log, made))
     assert log == ["a starts"]
-    assert not pending.ready()
+    assert not pending.test()
     assert len(node.underway) == 1
     made[0].open = True
-    assert not pending.ready()
+    assert not pending.test()
     assert log == ["a starts", "a ends", "b starts"]
     made[1].open = True
-    assert pending.ready()
-    assert pending.ready()
+    assert pending.test()
+    assert pending.test()
     assert log == ["a starts", "a ends", "b starts", "b ends", "all end"]
     assert node.underway == []
     pending.wait()
@@ -59,7 +59,7 @@ def test_no_phases_are_complete_at_once() -> None:
     node = lone_node()
     pending = Pending.of_phases(node, iter(()))
     assert node.underway == []
-    assert pending.ready()
+    assert pending.test()
     pending.wait()
 
 
@@ -77,7 +77,7 @@ def test_joined_phases_are_waited_for_together() -> None:
     node, log, made = fresh()
     joined = Pending.all(node, [Pending.of_phases(node, gates(node, name, log, made)) for name in "ab"])
     made[0].open = True
-    assert not joined.ready()
+    assert not joined.test()
     made[1].open = True
     joined.wait()
     assert node.underway == []
@@ -86,9 +86,9 @@ def test_joined_phases_are_waited_for_together() -> None:
 def test_what_is_to_do_at_the_end_is_done_once_all_phases_are_complete() -> None:
     node, log, made = fresh()
     pending = Pending.of_phases(node, gates(node, "a", log, made))
-    pending._finish.append(lambda: log.append("delivered"))
+    pending.then(lambda: log.append("delivered"))
     made[0].open = True
-    assert pending.ready()
+    assert pending.test()
     pending.wait()
     pending.wait()
     assert log == ["a starts", "a ends", "all end", "delivered"]
@@ -105,12 +105,12 @@ def test_one_thread_at_a_time_drives_a_phase() -> None:
 
     pending = Pending.of_phases(node, phases())
     made[0].open = True
-    thread = threading.Thread(target=pending.ready)
+    thread = threading.Thread(target=pending.test)
     thread.start()
     assert entered.wait(10)
     looks = made[0].looks
-    assert not pending.ready()
+    assert not pending.test()
     assert made[0].looks == looks
     leave.set()
     thread.join()
-    assert pending.ready()
+    assert pending.test()

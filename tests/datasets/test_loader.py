@@ -13,7 +13,7 @@ from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.synthetic import Synthetic
-from mpi4dl.geometry import Box, Grid, Interval, Tiling
+from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 from tests.datasets.sharing import Share
 
 SIZE = (12, 10)
@@ -26,7 +26,7 @@ def contents(batches):
     return [(b.indices, b.labels.tolist(), [tile.numpy().tobytes() for tile in b.tiles], b.errors) for b in batches]
 
 
-@pytest.mark.parametrize("grid", [Grid(1, 2, 2), Grid(2, 1, 1), Grid(3, 2, 1), Grid(5, 1, 3)])
+@pytest.mark.parametrize("grid", [GridShape(1, 2, 2), GridShape(2, 1, 1), GridShape(3, 2, 1), GridShape(5, 1, 3)])
 def test_the_tiles_of_all_ranks_make_up_the_batch(grid):
     def loader(boxes_of):
         return Loader(DATASET, VARIED, 4, boxes_of, seed=1, shuffle=True)

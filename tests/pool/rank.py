@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,31 +27,7 @@ from tests.pool.ranks import Report, Request
 ORPHAN_SECONDS = 30.0
 
 
-class PoolCommunicator(Communicator):
-    """Remembers all that came of it, so that it can be freed: MPI has no more than some thousand communicators."""
-
-    def __init__(self, mpi: MPI.Comm, node: Node, family: list[MPI.Comm] | None = None) -> None:
-        super().__init__(mpi, node)
-        self.family = [] if family is None else family
-        self.family.append(mpi)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self._child(super().split(color, key))
-
-    def subset(self, ranks: Sequence[int]) -> Communicator:
-        return self._child(super().subset(ranks))
-
-    def _child(self, part: Communicator) -> Communicator:
-        child = PoolCommunicator(part.mpi, part.node, self.family)
-        child._wire = part._wire
-        return child
-
-    def free(self) -> None:
-        for mpi in self.family:
-            mpi.Free()
-
-
-def perform(comm: PoolCommunicator, call: bytes) -> Report:
+def perform(comm: Communicator, call: bytes) -> Report:
     """Run a body as if it were the first in this process."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
@@ -83,7 +59,7 @@ def serve(connection: Connection, node: Node, stack: TextIO) -> None:
         faulthandler.unregister(signal.SIGUSR1)  # a body may have had a handler of its own
         faulthandler.register(signal.SIGUSR1, file=stack)
         members = world.group.Range_incl([(0, request.num_ranks - 1, 1)])
-        comm = PoolCommunicator(world.Create_group(members), node)
+        comm = Communicator(world.Create_group(members), node)
         report = perform(comm, request.call)
         if report.error is not None:
             connection.send_bytes(pickle.dumps(report))
@@ -92,7 +68,9 @@ def serve(connection: Connection, node: Node, stack: TextIO) -> None:
             if comm.mpi.Iprobe():
                 report = Report(None, "the body returned, but a message that was sent to this rank was never received")
             connection.send_bytes(pickle.dumps(report))
-        comm.free()
+        comm.family.free()
+        comm.mpi.Free()
+        node.underway.clear()
         faulthandler.cancel_dump_traceback_later()
 
 

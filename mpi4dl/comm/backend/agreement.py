@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mpi4dl.comm.backend.errors import Mismatch
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.requests import Calls
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,7 +34,6 @@ class Agreement(Pending):
 
     def __init__(self, wire: "Wire", call: str, in_full: bool) -> None:
         super().__init__(wire.node)
-        self.data: Sequence[Pending] = ()
         self._rank = wire.rank
         self._page = _page(call, PAGE_BYTES_IN_FULL if in_full else PAGE_BYTES)
         others = [(wire.rank + step) % wire.size for step in range(1, wire.size)]
@@ -43,14 +43,17 @@ class Agreement(Pending):
         for rank in heard:
             page = bytearray(len(self._page))
             self._arriving[rank] = (wire.mpi.Irecv(page, rank, CALL_TAG), page)
-        self._requests = [wire.mpi.Isend(self._page, rank, CALL_TAG) for rank in told]
+        self._requests = [Calls([wire.mpi.Isend(self._page, rank, CALL_TAG) for rank in told])]
 
     @property
     def silent(self) -> list[int]:
         """The ranks that are known not to have come to this call yet."""
         return sorted(self._arriving)
 
-    def ready(self) -> bool:
+    def carry(self, data: Sequence[Pending]) -> None:
+        self._parts = data
+
+    def test(self) -> bool:
         for rank, (request, page) in list(self._arriving.items()):
             if request.Test():
                 del self._arriving[rank]
@@ -60,13 +63,7 @@ class Agreement(Pending):
             return False
         if self._different:
             raise Mismatch(self._complaint())
-        return super().ready() and all([part.ready() for part in self.data])
-
-    def wait(self) -> None:
-        """Deliver the data. Only for what is `ready`."""
-        for part in self.data:
-            part.wait()
-        self.conclude()
+        return super().test() and all([part.test() for part in self._parts])
 
     def _complaint(self) -> str:
         calls = {self._rank: self._page, **self._different}

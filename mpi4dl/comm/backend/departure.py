@@ -42,7 +42,7 @@ class Worker(Protocol):
     under_way: Sequence[Unfinished]
 
 
-class News(NamedTuple):
+class Notice(NamedTuple):
     """What a rank that leaves has begun, by group, and has written to this rank, by channel."""
 
     begun: dict[str, int]
@@ -61,7 +61,7 @@ class Departures:
         self._peers: set[int] = set()
         self._groups: list[Worker] = []
         self._unfinished: list[Unfinished] = []
-        self._gone: dict[int, News] = {}
+        self._gone: dict[int, Notice] = {}
         self._resting: set[int] = set()
         self._looked = 0.0
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Departures:
         """This rank has begun so many collectives of a group."""
         self._begun[group] = num_begun
 
-    def gone(self) -> dict[int, News]:
+    def gone(self) -> dict[int, Notice]:
         """What those that have left told, by rank."""
         from mpi4py import MPI
 
@@ -128,7 +128,7 @@ class Departures:
 
     def _news_for(self, rank: int) -> bytes:
         wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == rank}
-        return pickle.dumps(News(self._begun, wrote))
+        return pickle.dumps(Notice(self._begun, wrote))
 
 
 class Channel:

@@ -2,9 +2,9 @@
 
 import torch.distributed as dist
 
+from mpi4dl.comm.refusal import Mismatch
 
-class Mismatch(ValueError, dist.DistBackendError):
-    """Ranks made calls that do not belong together: other operations, sizes or dtypes."""
+__all__ = ["Departed", "Mismatch", "TimedOut"]
 
 
 class TimedOut(TimeoutError, dist.DistBackendError):

@@ -19,12 +19,12 @@ from mpi4dl.comm.backend.messages import Post
 from mpi4dl.comm.backend.monitored import pass_monitored_barrier
 from mpi4dl.comm.backend.named import NamedGroup
 from mpi4dl.comm.backend.operands import all_plain, even_parts, flat, one_each, plain, rows
-from mpi4dl.comm.backend.profiling import as_event
-from mpi4dl.comm.backend.signatures import Options, called_as
+from mpi4dl.comm.backend.signatures import CallOptions, called_as
 from mpi4dl.comm.backend.sparse import is_sparse, sum_sparse
-from mpi4dl.comm.backend.wire import Joined, Wire
+from mpi4dl.comm.backend.wire import Wire
 from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.profiling import as_event
 
 MAX_POKED = 64  # the oldest of the operations under way that a new one looks after
 
@@ -92,7 +92,7 @@ class MpiGroup(NamedGroup):
         name: str,
         operands: Sequence[Tensor],
         start: Callable[[], Sequence[Pending]],
-        options: Options,
+        options: CallOptions,
         results: Sequence[Any] | None = None,
         detail: object = "",
         sized: bool = True,
@@ -110,7 +110,7 @@ class MpiGroup(NamedGroup):
             work = self._work(name, agreement, operands if results is None else results, options.timeout, number)
             if self._in_full:
                 work.agree()
-            agreement.data = start()
+            agreement.carry(start())
             return self._keep(work, agreement)
 
     def _work(
@@ -147,7 +147,7 @@ class MpiGroup(NamedGroup):
         return Departed(f"{name} of {self!r} cannot be complete: {left} without its part of it")
 
     @called_as("tensors")
-    def broadcast(self, tensors: list[Tensor], options: Options) -> MpiWork:
+    def broadcast(self, tensors: list[Tensor], options: CallOptions) -> MpiWork:
         operands = all_plain(tensors)
         return self._collective(
             "broadcast",
@@ -159,7 +159,7 @@ class MpiGroup(NamedGroup):
         )
 
     @called_as("tensors")
-    def allreduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
+    def allreduce(self, tensors: list[Tensor], options: CallOptions) -> MpiWork:
         for x in filter(is_sparse, tensors):
             sum_sparse(self, x, options.op)
         return self._reduce("all_reduce", [x for x in tensors if not is_sparse(x)], options, None, tensors)
@@ -167,11 +167,11 @@ class MpiGroup(NamedGroup):
     allreduce_coalesced = allreduce
 
     @called_as("tensors")
-    def reduce(self, tensors: list[Tensor], options: Options) -> MpiWork:
+    def reduce(self, tensors: list[Tensor], options: CallOptions) -> MpiWork:
         return self._reduce("reduce", tensors, options, options.root, tensors)
 
     def _reduce(
-        self, name: str, tensors: list[Tensor], options: Options, root: int | None, results: list[Tensor]
+        self, name: str, tensors: list[Tensor], options: CallOptions, root: int | None, results: list[Tensor]
     ) -> MpiWork:
         operands = all_plain(tensors)
         for x in operands:
@@ -186,21 +186,21 @@ class MpiGroup(NamedGroup):
         )
 
     @called_as("outputs inputs")
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: CallOptions) -> MpiWork:
         parts = [one_each("outputs", row, self.size()) for row in outputs]
         return self._gather_everywhere(parts, all_plain(inputs), [x for row in outputs for x in row], options)
 
     @called_as("outputs inputs")
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: CallOptions) -> MpiWork:
         # `outputs` has a list for each rank here, not one for each input.
         return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, options)
 
     @called_as("output input", lists=False)
-    def all_gather_single(self, output: Tensor, input: Tensor, options: Options) -> MpiWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, options: CallOptions) -> MpiWork:
         return self.all_gather_single_coalesced([output], [input], options)
 
     @called_as("outputs inputs")
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: CallOptions) -> MpiWork:
         parts = [even_parts("output", out, self.size()) for out in outputs]
         return self._gather_everywhere(parts, [x.reshape(-1) for x in all_plain(inputs)], outputs, options)
 
@@ -208,7 +208,7 @@ class MpiGroup(NamedGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_everywhere(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], results: Sequence[Tensor], options: Options
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], results: Sequence[Tensor], options: CallOptions
     ) -> MpiWork:
         for parts, tensor in zip(outputs, inputs, strict=True):
             if parts[self.rank()].numel() != tensor.numel():
@@ -219,21 +219,21 @@ class MpiGroup(NamedGroup):
 
         def start() -> list[Pending]:
             return [
-                self._collectives.iexchange(dict.fromkeys(range(self.size()), tensor), dict(enumerate(parts)))
+                self._collectives.iswap(dict.fromkeys(range(self.size()), tensor), dict(enumerate(parts)))
                 for parts, tensor in zip(outputs, inputs, strict=True)
             ]
 
         return self._collective("all_gather", inputs, start, options, results, sized=False)
 
     @called_as("outputs inputs")
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Options) -> MpiWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: CallOptions) -> MpiWork:
         here = self.rank() == options.root
         incoming = dict(enumerate(one_each("gather_list", outputs[0], self.size()))) if here else {}
         outgoing = {options.root: plain(inputs[0])}
         return self._collective(
             "gather",
             list(outgoing.values()),
-            lambda: [self._collectives.iexchange(outgoing, incoming)],
+            lambda: [self._collectives.iswap(outgoing, incoming)],
             options,
             [x for row in outputs for x in row],
             f"root {options.root}",
@@ -241,14 +241,14 @@ class MpiGroup(NamedGroup):
         )
 
     @called_as("outputs inputs")
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Options) -> MpiWork:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: CallOptions) -> MpiWork:
         here = self.rank() == options.root
         outgoing = dict(enumerate(one_each("scatter_list", inputs[0], self.size()))) if here else {}
         incoming = {options.root: plain(outputs[0])}
         return self._collective(
             "scatter",
             list(incoming.values()),
-            lambda: [self._collectives.iexchange(outgoing, incoming)],
+            lambda: [self._collectives.iswap(outgoing, incoming)],
             options,
             outputs,
             f"root {options.root}",
@@ -256,17 +256,19 @@ class MpiGroup(NamedGroup):
         )
 
     @called_as("outputs inputs")
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Options) -> MpiWork:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: CallOptions) -> MpiWork:
         return self._reduce_parts(
             [one_each("input_list", parts, self.size()) for parts in inputs], all_plain(outputs), outputs, options
         )
 
     @called_as("output input", lists=False)
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: Options) -> MpiWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, options: CallOptions) -> MpiWork:
         return self.reduce_scatter_single_coalesced([output], [input], options)
 
     @called_as("outputs inputs")
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: CallOptions
+    ) -> MpiWork:
         parts = [even_parts("input", plain(x).contiguous(), self.size()) for x in inputs]
         return self._reduce_parts(parts, [flat("output", out) for out in outputs], outputs, options)
 
@@ -274,7 +276,7 @@ class MpiGroup(NamedGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_parts(
-        self, inputs: list[list[Tensor]], outputs: list[Tensor], results: Sequence[Tensor], options: Options
+        self, inputs: list[list[Tensor]], outputs: list[Tensor], results: Sequence[Tensor], options: CallOptions
     ) -> MpiWork:
         for parts, out in zip(inputs, outputs, strict=True):
             self._collectives.check_reduction(options.op, out.dtype)
@@ -294,7 +296,7 @@ class MpiGroup(NamedGroup):
         return self._collective("reduce_scatter", operands, start, options, results, options.op.upper())
 
     @called_as("outputs inputs")
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Options) -> MpiWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: CallOptions) -> MpiWork:
         incoming = one_each("output_tensor_list", outputs, self.size())
         return self._all_to_all(one_each("input_tensor_list", inputs, self.size()), incoming, outputs, options)
 
@@ -309,24 +311,24 @@ class MpiGroup(NamedGroup):
     ) -> MpiWork:
         incoming = rows("output", output, output_split_sizes, self.size())
         outgoing = rows("input", input, input_split_sizes, self.size())
-        return self._all_to_all(outgoing, incoming, [output], Options.of(opts, timeout))
+        return self._all_to_all(outgoing, incoming, [output], CallOptions.of(opts, timeout))
 
     alltoall_base = all_to_all_single
 
     def _all_to_all(
-        self, outgoing: list[Tensor], incoming: list[Tensor], results: Sequence[Tensor], options: Options
+        self, outgoing: list[Tensor], incoming: list[Tensor], results: Sequence[Tensor], options: CallOptions
     ) -> MpiWork:
         return self._collective(
             "all_to_all",
             outgoing,
-            lambda: [self._collectives.iexchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))],
+            lambda: [self._collectives.iswap(dict(enumerate(outgoing)), dict(enumerate(incoming)))],
             options,
             results,
             sized=False,
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> MpiWork:
-        return self._collective("barrier", [], lambda: [self._collectives.ibarrier()], Options.of(opts, timeout))
+        return self._collective("barrier", [], lambda: [self._collectives.ibarrier()], CallOptions.of(opts, timeout))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that does not return before all ranks have come, and whose time-out names who has not."""
@@ -365,7 +367,7 @@ class MpiGroup(NamedGroup):
         self, name: str, parts: Sequence[Pending], results: Sequence[Tensor], alarm: Callable[[], None]
     ) -> MpiWork:
         node = self._collectives.node
-        pending = parts[0] if len(parts) == 1 else Joined(node, parts)
+        pending = Pending.all(node, parts)
         return self._keep(MpiWork(name, self, pending, node, list(results), self._timeout, alarm), pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -373,7 +375,7 @@ class MpiGroup(NamedGroup):
 
     def _end_coalescing(self, device: torch.device) -> MpiWork:
         parts, self._coalesced = self._coalesced or [], None
-        pending = Joined(self._collectives.node, parts)
+        pending = Pending.all(self._collectives.node, parts)
         return self._keep(self._work("coalesced operations", pending, [], None, self._num_begun), pending)
 
 

@@ -5,8 +5,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mpi4dl.comm.backend.errors import TimedOut
-from mpi4dl.comm.backend.patience import wait_until_ready
+from mpi4dl.comm.backend.patience import within
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.requests import Calls
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,7 +35,7 @@ class Numbers(Pending):
         page = bytearray(NUMBER_BYTES)
         return self._wire.mpi.Irecv(page, source, self._tag), page
 
-    def ready(self) -> bool:
+    def test(self) -> bool:
         for source, (request, page) in list(self.open.items()):
             if not request.Test():
                 continue
@@ -96,11 +97,11 @@ def pass_monitored_barrier(
         waiting = Numbers(wire, channel, [0], LEAVE_TAG, number)
         tell(0, number, ARRIVAL_TAG)
     try:
-        wait_until_ready(waiting, wire.node, timeout.total_seconds(), complaint, lambda: alarm(waiting.open))
+        wire.node.wait(waiting, within(timeout, complaint, lambda: alarm(waiting.open)))
     except BaseException:
         waiting.give_up()
         if wire.rank:
             tell(0, number + GONE, ARRIVAL_TAG)
         raise
     if wire.rank == 0:
-        wire.node.wait([tell(rank, waiting.heard[rank], LEAVE_TAG) for rank in others])
+        wire.node.wait(Calls([tell(rank, waiting.heard[rank], LEAVE_TAG) for rank in others]))

@@ -9,18 +9,18 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
 from mpi4dl.comm.backend.departure import Channel, Departures, departures
 from mpi4dl.comm.backend.errors import Departed
 from mpi4dl.comm.backend.group import Members, MpiGroup
-from mpi4dl.comm.backend.patience import wait_until_ready
-from mpi4dl.comm.backend.wire import Joined, Wire
+from mpi4dl.comm.backend.patience import within
+from mpi4dl.comm.backend.wire import Wire
 from mpi4dl.comm.communicator import Communicator, world
 from mpi4dl.comm.meeting import meeting
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.requests import Calls
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 FIRST_TAG, NUM_TAGS = 16, 32752  # every MPI has as many; those below are the guard's
@@ -72,8 +72,6 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     ranks: Sequence[int] = options.global_ranks_in_group
     if not ranks:
         _check_place(comm, options.group_rank, options.group_size)
-        if torch.cuda.is_available():
-            comm.choose_gpu_wire()  # collective, so not when the first tensor happens to be sent
         ranks = range(comm.size)
     elif contradiction := _contradiction(comm, dist.get_rank(), dist.get_world_size()):
         raise ValueError(contradiction)  # the ranks of a group are counted in the default group, whatever made that
@@ -83,7 +81,7 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     # Ranks may create several groups in orders of their own: the tag keeps these apart.
     tag = FIRST_TAG + zlib.crc32(",".join(map(str, ranks)).encode()) % NUM_TAGS
     _await_all(comm, ranks, tag, known, max(options.timeout, dist.default_pg_timeout))
-    collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm._wire) for _ in range(2))
+    collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm.gpu_wire) for _ in range(2))
     group.Free()
     return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
 
@@ -97,13 +95,13 @@ def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Depart
     """
     others = [rank for rank in ranks if rank != comm.rank]
     channel = Channel(known, range(comm.size), lambda: f"creations of groups of {list(ranks)}")
-    here = Pending(comm.node, [meeting().comm.Isend(b"", rank, tag) for rank in others])
+    here = Pending(comm.node, [Calls([meeting().comm.Isend(b"", rank, tag) for rank in others])])
     for rank in others:
         channel.wrote(rank)
-    arriving = {rank: Pending(comm.node, [meeting().comm.Irecv(bytearray(), rank, tag)]) for rank in others}
+    arriving = {rank: Pending(comm.node, [Calls([meeting().comm.Irecv(bytearray(), rank, tag)])]) for rank in others}
 
     def missing() -> list[int]:
-        return [rank for rank in others if not arriving[rank].ready()]
+        return [rank for rank in others if not arriving[rank].test()]
 
     def alarm() -> None:
         if absent := [rank for rank in missing() if channel.is_closed(rank)]:
@@ -112,7 +110,7 @@ def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Depart
     def complaint() -> str:
         return f"the group of ranks {list(ranks)} was not created in {limit}: ranks {missing()} have not come to it"
 
-    wait_until_ready(Joined(comm.node, [here, *arriving.values()]), comm.node, limit.total_seconds(), complaint, alarm)
+    comm.node.wait(Pending.all(comm.node, [here, *arriving.values()]), within(limit, complaint, alarm))
     for rank in others:
         channel.read(rank)
 

@@ -29,7 +29,7 @@ OTHER_NAMES = {
 }
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """What a call asks for beside its tensors. `op` is the name of a reduction, `factor` what PREMUL_SUM has."""
 
     op: str = "sum"
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     timeout: timedelta | None = None
 
     @classmethod
-    def of(cls, *given: Any, **named: Any) -> "Options":
+    def of(cls, *given: Any, **named: Any) -> "CallOptions":
         """Read them from what is given, which says by its type what it is, or by its name."""
         options = cls()
         for value in (*given, *named.values()):
@@ -56,19 +56,19 @@ class Options(NamedTuple):
                 options = options._from_object(value)
         return options
 
-    def _with(self, op: Any) -> "Options":
+    def _with(self, op: Any) -> "CallOptions":
         kind = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
         name = kind.name.lower()
         return self._replace(op=name, factor=op.factor if name == "premul_sum" else 1)
 
-    def _from_object(self, options: Any) -> "Options":
+    def _from_object(self, options: Any) -> "CallOptions":
         found = self._with(options.reduceOp) if hasattr(options, "reduceOp") else self
         timeout = options.timeout if options.timeout > UNSET else None
         return found._replace(root=getattr(options, "rootRank", self.root), timeout=timeout or self.timeout)
 
 
 def called_as(names: str, lists: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method that takes what `names` says, and then `Options`, be called in all of the ways above.
+    """Let a method that takes what `names` says, and then `CallOptions`, be called in all of the ways above.
 
     `lists`: it takes lists of what C++ passes in lists; else just tensors.
     """
@@ -79,7 +79,7 @@ def called_as(names: str, lists: bool = True) -> Callable[[Callable[..., Any]], 
         def call(self: Any, *given: Any, **named: Any) -> Any:
             named = {OTHER_NAMES.get(name, name): value for name, value in named.items()}
             arguments = [*given[: len(expected)], *(named.pop(name) for name in expected[len(given) :])]
-            options = Options.of(*given[len(expected) :], **named)
+            options = CallOptions.of(*given[len(expected) :], **named)
             if lists and any(isinstance(argument, Tensor) for argument in arguments):
                 arguments = [[argument] for argument in arguments]
             return method(self, *arguments, options)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.backend.messages import Arrival
-from mpi4dl.comm.communicator import Communicator, Pending
-from mpi4dl.comm.node import Node
+from mpi4dl.comm.communicator import Communicator
+from mpi4dl.comm.packing import Piece
+from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.scattering import LOW_PRECISION, SCATTER_TAG, swap_parts
 
 if TYPE_CHECKING:
@@ -55,20 +55,20 @@ class Wire(Communicator):
         if op == "avg" and dtype is torch.bool:
             raise TypeError("truths have no average: reduce them with MIN or MAX, or convert them to a number")
 
-    def ireduce(self, tensor: Tensor, op: str, root: int | None, factor: Any = 1) -> Pending:
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None, factor: Any = 1) -> Pending:
         """Start to reduce over all ranks, in place, on `root` or on all. "avg" divides the sum once, at the end."""
         self.check_reduction(op, tensor.dtype)
         tensor = tensor.detach()
         if op == "premul_sum":
             tensor.mul_(factor)
         if op not in ("avg", "premul_sum"):
-            return self._ireduce(tensor, op, root)
+            return super().ireduce(tensor, op, root)
         total = tensor.float() if tensor.dtype in LOW_PRECISION else tensor
-        pending = self._ireduce(total, "sum", root)
+        pending = super().ireduce(total, "sum", root)
         if op == "avg" and root in (None, self.rank):
-            pending._finish.append(lambda: divide(total, self.size))
+            pending.then(lambda: divide(total, self.size))
         if total is not tensor:
-            pending._finish.append(lambda: tensor.copy_(total))
+            pending.then(lambda: tensor.copy_(total))
         return pending
 
     def ireduce_parts(self, parts: Sequence[Tensor], out: Tensor, op: str, factor: Any = 1) -> Pending:
@@ -79,8 +79,7 @@ class Wire(Communicator):
             whole = torch.cat([part.detach().reshape(-1) for part in parts])
             pending = self.ireduce(whole, op, None, factor)
             start = sum(part.numel() for part in parts[: self.rank])
-            pending._finish.append(lambda: out.copy_(whole[start : start + out.numel()].view(out.shape)))
-            return pending
+            return pending.then(lambda: out.copy_(whole[start : start + out.numel()].view(out.shape)))
         mine = [part.detach() for part in parts]
         if op == "premul_sum":
             mine = [part * factor for part in mine]
@@ -97,42 +96,20 @@ class Wire(Communicator):
             if total is not out:
                 out.copy_(total)
 
-        pending._finish.append(finish)
-        return pending
+        return pending.then(finish)
 
-    def ibroadcast(self, tensor: Tensor, root: int) -> Pending:
-        """Start to give every rank the root's values, in place."""
-        pending = Pending(self.node)
-        if tensor.numel() == 0 or self.size == 1:
-            return pending
-        buffer = self._writable(tensor, self.rank == root, pending)
-        pending._buffers.append(buffer)
-        for start, stop in self._chunks(buffer.nbytes, self.max_message_bytes):
-            pending._requests.append(self.mpi.Ibcast(self._bytes(buffer, start, stop), root))
-        return pending
-
-    def iexchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> Pending:
+    def iswap(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> Pending:
         """Start to send each rank its tensor and to receive from each into its: of any sizes, equal at both ends."""
-        here = self.rank
-        if here in incoming:
-            incoming[here].detach().copy_(outgoing[here].detach().reshape(incoming[here].shape))
-        readable = {id(tensor): self._readable(tensor) for to, tensor in outgoing.items() if to != here}
-        messages: list[Pending] = [
-            Arrival(self, incoming[source], source, EXCHANGE_TAG)
-            for source in self._from_here(incoming)
-            if incoming[source].numel()
-        ]
-        messages += [
-            self.isend(readable[id(outgoing[to])], to, EXCHANGE_TAG) for to in reversed(self._from_here(outgoing))
-        ]
-        return Joined(self.node, messages)
-
-    def ibarrier(self) -> Pending:
-        return Pending(self.node, [self.mpi.Ibarrier()])
+        dense = {id(tensor): tensor.detach().contiguous() for tensor in outgoing.values()}
+        return self.iexchange(
+            [Piece(to, dense[id(outgoing[to])]) for to in reversed(self._from_here(outgoing))],
+            [Piece(source, incoming[source]) for source in self._from_here(incoming)],
+            EXCHANGE_TAG,
+        )
 
     def _from_here(self, ranks: dict[int, Tensor]) -> list[int]:
-        """The other ranks, the one below this one first, so that not all turn to the same rank at once."""
-        return sorted((rank for rank in ranks if rank != self.rank), key=lambda rank: (self.rank - rank) % self.size)
+        """The ranks, this one first and then the one below it, so that not all turn to the same rank at once."""
+        return sorted(ranks, key=lambda rank: (self.rank - rank) % self.size)
 
 
 def divide(total: Tensor, size: int) -> None:
@@ -143,19 +120,3 @@ def divide(total: Tensor, size: int) -> None:
         total.div_(size)
     else:
         total.div_(size, rounding_mode="trunc")
-
-
-class Joined(Pending):
-    """Several that are under way, as one."""
-
-    def __init__(self, node: Node, parts: Sequence[Pending]) -> None:
-        super().__init__(node)
-        self._parts = parts
-
-    def ready(self) -> bool:
-        return all([part.ready() for part in self._parts])
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
-        super().wait()

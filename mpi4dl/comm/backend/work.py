@@ -22,11 +22,11 @@ from torch.autograd import Variable
 
 from mpi4dl.comm.backend.agreement import Agreement
 from mpi4dl.comm.backend.errors import Mismatch, TimedOut
-from mpi4dl.comm.backend.messages import Arrival, EnvelopedArrival
-from mpi4dl.comm.backend.patience import wait_until_ready
-from mpi4dl.comm.backend.profiling import as_event
+from mpi4dl.comm.backend.messages import Letter
+from mpi4dl.comm.backend.patience import within
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.profiling import as_event
 
 ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
@@ -71,6 +71,7 @@ class MpiWork(dist.Work):
         limit = timeout if timeout else self._timeout  # torch passes 0 when nobody gave one
         with self._busy:
             self._complete(limit)
+        self._pending.join()
         if self._future is not None and not self._future.done():
             self._future.set_result(self._results)
         return True
@@ -84,7 +85,7 @@ class MpiWork(dist.Work):
             if self._error is None and not self._done:
                 with as_event(f"wait({self._name})", []):
                     self._await(limit)
-                    self._pending.wait()
+                    self._pending.conclude()
                 self._done = True
         except TimedOut:  # it may be waited for again
             self.late = True
@@ -96,7 +97,7 @@ class MpiWork(dist.Work):
             raise self._error
 
     def _await(self, limit: timedelta) -> None:
-        wait_until_ready(self._pending, self._node, limit.total_seconds(), lambda: self._complaint(limit), self._alarm)
+        self._node.wait(self._pending, within(limit, lambda: self._complaint(limit), self._alarm))
 
     def _complaint(self, limit: timedelta) -> str:
         silent = self._pending.silent if isinstance(self._pending, Agreement) else []
@@ -113,7 +114,7 @@ class MpiWork(dist.Work):
         try:
             if self._error is not None:
                 return self._told and not isinstance(self._error, Mismatch)  # whose data may still be on their way
-            return self._done or (self._pending.ready() and self._future is None and self.wait())
+            return self._done or (self._pending.test() and self._future is None and self.wait())
         except Exception as error:
             self._error = error
             return False
@@ -121,7 +122,7 @@ class MpiWork(dist.Work):
             self._busy.release()
 
     def is_completed(self) -> bool:
-        if not self.poke() and self._error is None and self._future is not None and self._pending.ready():
+        if not self.poke() and self._error is None and self._future is not None and self._pending.test():
             self.wait()
         return self._done or self._error is not None
 
@@ -140,7 +141,7 @@ class MpiWork(dist.Work):
 
     def source_rank(self) -> int:
         """The rank, in the group, that a message came from."""
-        if not isinstance(self._pending, Arrival | EnvelopedArrival) or self._pending.source is None:
+        if not isinstance(self._pending, Letter) or self._pending.source is None:
             raise RuntimeError("only a receive that is complete knows its source")
         return self._pending.source
 

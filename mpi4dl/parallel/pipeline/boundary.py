@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.exchange import ExchangePlan, Incoming, Slab, Transfer, plan_exchange
-from mpi4dl.geometry import AXES, BATCH, Box, Interval, Split, Tiling, even_cuts
-from mpi4dl.geometry import Grid as GridShape
+from mpi4dl.comm.exchange import Dims, Exchange, ExchangePlan, Incoming, Like, Slab, plan_exchange
+from mpi4dl.geometry import AXES, BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.handover import Header, pack, unpack
 from mpi4dl.parallel.plan import Plan, nested_cuts
-from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
+from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
 NOWHERE = Box(Interval(0, 0), Interval(0, 0), Interval(0, 0))
@@ -49,7 +48,7 @@ class Parcel(NamedTuple):
     number: int
 
 
-class Arrival(NamedTuple):
+class Received(NamedTuple):
     """What the previous stage handed on: its values, and the tensors in them that gather gradients."""
 
     values: tuple[Any, ...]
@@ -106,7 +105,15 @@ class Announcement(NamedTuple):
     dims: tuple[Dims, ...]
 
 
-class Channel(NamedTuple):
+class Transfer(NamedTuple):
+    """How one tensor crosses: what its boxes are like, and the exchanges of them and of their gradients."""
+
+    like: Like
+    values: Exchange
+    gradients: Exchange
+
+
+class Lane(NamedTuple):
     """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
 
     announcement: Announcement
@@ -133,11 +140,11 @@ class Boundary:
         hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
         self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
         self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
-        self._channels: dict[Any, Channel] = {}
+        self._lanes: dict[Any, Lane] = {}
         self._expected: dict[tuple[Parcel, bool], list[Incoming]] = {}
 
     def knows(self, parcel: Parcel) -> bool:
-        return parcel.kind in self._channels
+        return parcel.kind in self._lanes
 
     def _tag(self, what: int, parcel: Parcel) -> int:
         """Numbers that are far apart may share a tag: their messages come in order."""
@@ -153,19 +160,19 @@ class Boundary:
         )
         pending = []
         if not self.knows(parcel):
-            self._channels[parcel.kind] = self._channel(announcement)
+            self._lanes[parcel.kind] = self._lane(announcement)
             tag = self._tag(ANNOUNCED, parcel)
             pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
-        channel = self._channels[parcel.kind]
-        if announcement != channel.announcement:
+        lane = self._lanes[parcel.kind]
+        if announcement != lane.announcement:
             raise ValueError(
                 f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
-                f"{announcement.header} instead of {channel.announcement.header}; a model whose shapes or numbers "
+                f"{announcement.header} instead of {lane.announcement.header}; a model whose shapes or numbers "
                 "depend on what is in the images cannot be cut there"
             )
         local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
         tag = self._tag(FORWARD, parcel)
-        pending += [transfer.send(tensor, tag) for transfer, tensor in zip(channel.transfers, local, strict=True)]
+        pending += [transfer.values.send(tensor, tag) for transfer, tensor in zip(lane.transfers, local, strict=True)]
         wanted = (tensor for tensor, spec in zip(local, header.tensors, strict=True) if spec.requires_grad)
         edges = [get_gradient_edge(tensor) for tensor in wanted]
         return Pending.all(self.comm.node, pending), edges
@@ -174,34 +181,34 @@ class Boundary:
         """Post the receives of a microbatch whose shapes are known: of its values, or of gradients that come back."""
         if back:
             tag = self._tag(BACKWARD, parcel)
-            posted = [transfer.expect_back(tag) for transfer in self._differentiable(parcel)]
+            posted = [transfer.gradients.expect(transfer.like, tag) for transfer in self._differentiable(parcel)]
         else:
             tag = self._tag(FORWARD, parcel)
-            posted = [transfer.expect(tag) for transfer in self._channels[parcel.kind].transfers]
+            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._lanes[parcel.kind].transfers]
         self._expected[parcel, back] = posted
 
-    def receive(self, parcel: Parcel) -> Arrival:
+    def receive(self, parcel: Parcel) -> Received:
         """The values of a microbatch."""
         if not self.knows(parcel):
             assert self.speaker is not None
             announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, parcel))
-            self._channels[parcel.kind] = self._channel(announcement)
-        announcement, transfers, landings = self._channels[parcel.kind]
+            self._lanes[parcel.kind] = self._lane(announcement)
+        announcement, transfers, landings = self._lanes[parcel.kind]
         values, leaves = [], []
         specs = announcement.header.tensors
         for transfer, incoming, place, spec in zip(transfers, self._posted(parcel), landings, specs, strict=True):
-            leaf = transfer.land(incoming)
+            leaf = transfer.values.assemble(None, incoming, transfer.like)
             if spec.requires_grad:
                 leaves.append(leaf.requires_grad_())
             values.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
-        return Arrival(unpack(values, announcement.header), leaves)
+        return Received(unpack(values, announcement.header), leaves)
 
     def send_back(self, parcel: Parcel, leaves: Sequence[Tensor]) -> Pending:
         """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         tag = self._tag(BACKWARD, parcel)
         sent = [
-            transfer.send_back(gradient, tag)
+            transfer.gradients.send(gradient, tag)
             for transfer, gradient in zip(self._differentiable(parcel), gradients, strict=True)
         ]
         return Pending.all(self.comm.node, sent)
@@ -209,7 +216,10 @@ class Boundary:
     def receive_back(self, parcel: Parcel) -> list[Tensor]:
         """The gradients of the values that were handed on and wanted one."""
         arrived = self._posted(parcel, back=True)
-        return [t.land(incoming) for t, incoming in zip(self._differentiable(parcel), arrived, strict=True)]
+        return [
+            transfer.gradients.assemble(None, incoming, transfer.like)
+            for transfer, incoming in zip(self._differentiable(parcel), arrived, strict=True)
+        ]
 
     def _posted(self, parcel: Parcel, back: bool = False) -> list[Incoming]:
         if (parcel, back) not in self._expected:
@@ -217,9 +227,9 @@ class Boundary:
         return self._expected.pop((parcel, back))
 
     def _differentiable(self, parcel: Parcel) -> list[Transfer]:
-        channel = self._channels[parcel.kind]
-        specs = channel.announcement.header.tensors
-        return [transfer for transfer, spec in zip(channel.transfers, specs, strict=True) if spec.requires_grad]
+        lane = self._lanes[parcel.kind]
+        specs = lane.announcement.header.tensors
+        return [transfer for transfer, spec in zip(lane.transfers, specs, strict=True) if spec.requires_grad]
 
     def _layout(self, tensor: Tensor) -> Layout:
         if isinstance(tensor, SpatialTensor):
@@ -227,7 +237,7 @@ class Boundary:
         copies = [Split.at(range(parts + 1)) for parts in self.grid.shape]
         return Layout(self.grid, Tiling((copies[0], copies[1], copies[2])), NO_DIMS)
 
-    def _channel(self, announcement: Announcement) -> Channel:
+    def _lane(self, announcement: Announcement) -> Lane:
         following = self.stage + 1
         transfers, landings = [], []
         for spec, tiling, dims in zip(
@@ -242,6 +252,8 @@ class Boundary:
                 self.plan.tracks_batch(following),
             )
             plan = crossing(tiling, place.needed, self.ends, self.place)
-            transfers.append(Transfer(plan, self.comm, dims, spec.shape, spec.dtype, self.device))
+            exchange = Exchange(plan, self.comm, dims)
+            like = Like(spec.shape, spec.dtype, self.device)
+            transfers.append(Transfer(like, exchange, exchange.adjoint))
             landings.append(place)
-        return Channel(announcement, tuple(transfers), tuple(landings))
+        return Lane(announcement, tuple(transfers), tuple(landings))

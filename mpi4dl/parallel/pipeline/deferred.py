@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm.exchange import Exchange
-from mpi4dl.parallel.spatial.rules.convolution import Convolution, Later, Options, convolve
+from mpi4dl.parallel.spatial.rules.convolution import Convolution, ConvolutionOptions, Later, convolve
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
@@ -191,7 +191,7 @@ def _tiles(
     weight: Tensor,
     bias: Tensor | None,
     exchange: Exchange | None,
-    options: Options,
+    options: ConvolutionOptions,
     shape: Sequence[int],
 ) -> Layer:
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, anchor: Tensor) -> Tensor:
@@ -220,7 +220,9 @@ def _convolution(
         if any(total % 2 for total in totals):
             input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
     around = (0,) * num_dims if isinstance(padding, str) else _each(padding, num_dims)
-    return _tiles(input, weight, bias, None, Options(stride, around, dilation, False, (0,) * num_dims, groups), ())
+    return _tiles(
+        input, weight, bias, None, ConvolutionOptions(stride, around, dilation, False, (0,) * num_dims, groups), ()
+    )
 
 
 def _transposed_convolution(
@@ -236,7 +238,7 @@ def _transposed_convolution(
     if input.dim() != weight.dim():
         return None
     each = partial(_each, num_dims=weight.dim() - 2)
-    options = Options(each(stride), each(padding), each(dilation), True, each(output_padding), groups)
+    options = ConvolutionOptions(each(stride), each(padding), each(dilation), True, each(output_padding), groups)
     return _tiles(input, weight, bias, None, options, ())
 
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.parallel.pipeline.boundary import Arrival, Boundary, Parcel
+from mpi4dl.comm.profiling import as_event
+from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.simulator import Span
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
-from mpi4dl.parallel.pipeline.table import Action, Table
 from mpi4dl.parallel.plan import Microbatch
 from mpi4dl.parallel.spatial import whole_gradients
+from mpi4dl.parallel.tables.simulator import TimeSpan
+from mpi4dl.parallel.tables.table import Action, Table
 
 GRADIENTS = ("backward", "input", "weight")
 
@@ -87,7 +88,7 @@ class Executor:
         self.num_runs = 0
         self.records = False
         self.progress: Callable[[], None] = lambda: None
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self.before: dict[tuple[int, int], Boundary] = {}
         self.behind: dict[tuple[int, int], Boundary] = {}
         for (direction, stage), part in held.parts.items():
@@ -117,7 +118,7 @@ class Executor:
                 run.expect(action)
                 if position + 1 < len(row):
                     run.expect(row[position + 1])
-                with self.caring(action, last=ends.get(action.stage) == position):
+                with as_event(action), self.caring(action, last=ends.get(action.stage) == position):
                     if run.has(action):
                         run.do[action.kind](action)
                 self.progress()
@@ -188,7 +189,7 @@ class _Run:
         self.posted: set[Action] = set()
         self.sent: list[Pending] = []
         self.began = perf_counter()
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         self.do: dict[str, Callable[[Action], None]] = {
             "forward": self.forward,
             "backward": self.backward,
@@ -219,7 +220,7 @@ class _Run:
         executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
         place, parcel = (action.direction, action.stage), self.parcel(action)
         before, behind = executor.before.get(place), executor.behind.get(place)
-        arrival = before.receive(parcel) if before else Arrival((self.feed.images(part, microbatch),), [])
+        arrival = before.receive(parcel) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
@@ -263,11 +264,11 @@ class _Run:
         start = perf_counter()
         yield
         if self.executor.records:
-            self.spans.append(Span(action, start - self.began, perf_counter() - self.began))
+            self.spans.append(TimeSpan(action, start - self.began, perf_counter() - self.began))
 
     def _keep(self, pending: Pending) -> None:
         """Sends never block; those that are complete are forgotten, with their buffers."""
-        self.sent = [one for one in self.sent if not one.ready()]
+        self.sent = [one for one in self.sent if not one.test()]
         self.sent.append(pending)
 
     def finish(self) -> None:

@@ -14,9 +14,9 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
-from mpi4dl.parallel.pipeline.table import Action
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.tables.table import Action
 
 BALANCES = ("auto", "flops", "memory", "time")
 MEASURED_PX = 256

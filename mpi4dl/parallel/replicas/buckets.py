@@ -12,6 +12,12 @@ from typing import NamedTuple
 from mpi4dl.geometry import even_cuts
 
 BUCKET_BYTES = 4 << 20
+GPU_BUCKET_BYTES = 25 << 20  # as PyTorch's DistributedDataParallel has them: fewer copies, and GPUs fill them soon
+
+
+def bucket_bytes_on(device: str) -> int:
+    """How large buckets are on such devices."""
+    return GPU_BUCKET_BYTES if device == "cuda" else BUCKET_BYTES
 
 
 class Bucket(NamedTuple):
@@ -84,7 +90,7 @@ def plan_cuts(buckets: Sequence[Bucket], num_ranks: int, whole: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """The buckets of some parameters of these `lengths` (elements), and how `rank`'s part of each is found."""
 
     lengths: tuple[int, ...]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.buckets import Layout
+from mpi4dl.parallel.replicas.buckets import BucketLayout
 
 # Attributes that give a parameter's values; all others only look at its shape and the like.
 DATA, DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ class Gatherer:
     `layout` is how the ranks of `comm` share the parameters, which it takes out of the module. Collective.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, comm: Communicator) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout, comm: Communicator) -> None:
         self.parameters, self.layout = list(parameters), layout
         self.comm = comm.split(0, comm.rank)  # its messages meet no others
         self._parts: list[Tensor] = []

@@ -23,7 +23,7 @@ from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
 from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.update import Piece, Update, is_like, make_piece
+from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
 
 State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
@@ -120,7 +120,7 @@ class ReplicaGroup:
         """Which element of a bucket is the first one of its flat parameters here."""
         return 0 if self.gatherer is None else self.gatherer.layout.own(number).start
 
-    def _pieces(self, number: int, home: Home) -> Iterator[Piece]:
+    def _pieces(self, number: int, home: Home) -> Iterator[Portion]:
         everything = slice(0, self.layout.buckets[number].length)
         for span in self.layout.spans(number, self.layout.own(number) if self.zero else everything):
             p = self.parameters[span.member]
@@ -129,7 +129,7 @@ class ReplicaGroup:
                 yield make_piece(span, p, self._flats[number][begin : begin + span.stop - span.start], home)
             else:
                 piece = make_piece(span, p, p.detach(), home)
-                yield piece if piece.target is not None else Piece(span, p, None)
+                yield piece if piece.target is not None else Portion(span, p, None)
 
     def there_when_needed(self) -> AbstractContextManager[None]:
         """The context in which forward and backward find the parameters."""

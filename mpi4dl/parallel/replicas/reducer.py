@@ -11,6 +11,7 @@ ZeRO 2    the same, and keeps only that part     reduce-scatter in every pass; a
                                                  until its parts are with their owners
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.scattering import LOW_PRECISION
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Layout, plan_buckets, plan_cuts
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketLayout, plan_buckets, plan_cuts
 from mpi4dl.parallel.replicas.strides import seen_as
 
 AllReduce = Callable[[Tensor], Pending]
@@ -27,13 +28,13 @@ AllReduce = Callable[[Tensor], Pending]
 
 def plan_layout(
     parameters: list[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES, whole: bool = False
-) -> Layout:
+) -> BucketLayout:
     """How these parameters lie in buckets, and how the ranks of `comm` share them; see `buckets`."""
     lengths = tuple(p.numel() for p in parameters)
     widest = max((p.element_size() for p in parameters), default=4)
     kinds: list[object] = [(p.dtype, p.device) for p in parameters]
     buckets = plan_buckets(lengths, kinds, max(1, bucket_bytes // widest))
-    return Layout(lengths, buckets, plan_cuts(buckets, comm.size, whole), comm.rank)
+    return BucketLayout(lengths, buckets, plan_cuts(buckets, comm.size, whole), comm.rank)
 
 
 class Reducer:
@@ -55,7 +56,7 @@ class Reducer:
         self,
         parameters: Iterable[nn.Parameter],
         comm: Communicator,
-        layout: Layout | None = None,
+        layout: BucketLayout | None = None,
         zero: int = 0,
         all_reduce: AllReduce | None = None,
     ) -> None:
@@ -81,13 +82,14 @@ class Reducer:
         # What starts during backward must not meet the collectives of backward: it gets a communicator of its own.
         self.comm = self.comm.split(0, self.comm.rank)
         for i, p in enumerate(self.parameters):
-            p.register_post_accumulate_grad_hook(partial(self._arrived, i))
+            # A parameter that held its reducer, which holds all parameters, would keep both for ever.
+            p.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), i))
         return self
 
     @staticmethod
     def is_hook(hook: object) -> bool:
         """Whether this is how some reducer watches a parameter."""
-        return getattr(getattr(hook, "func", None), "__func__", None) is Reducer._arrived
+        return getattr(hook, "func", None) is _tell
 
     def prepare(self, accumulate: bool = False) -> None:
         """Forget the gradients of the step before."""
@@ -177,7 +179,7 @@ class Reducer:
 
     def _collect(self, wait: bool) -> None:
         """Take in the sums that are complete, in order; all of them if it is to wait."""
-        while self._started and (wait or self._started[0][2].ready()):
+        while self._started and (wait or self._started[0][2].test()):
             number, flat, pending = self._started.pop(0)
             pending.wait()
             part = flat[self.layout.own(number)] if self.zero else flat
@@ -211,7 +213,9 @@ class Reducer:
     def square(self) -> float:
         """The sum of the squares of what `owned` gives for all buckets."""
         norms = [torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values()]
-        return float(torch.stack([norm.double().cpu() for norm in norms]).square().sum()) if norms else 0.0
+        squares = [norm.double().square() for norm in norms]
+        by_device = {square.device: [each for each in squares if each.device == square.device] for square in squares}
+        return sum(float(torch.stack(each).sum()) for each in by_device.values())
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
@@ -246,6 +250,12 @@ class Reducer:
             self.parameters[i].grad = found[i]
             self._arrived(i, self.parameters[i])
         self.finish()
+
+
+def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive._arrived(i, parameter)
 
 
 def _summed_in(values: Tensor) -> torch.dtype | None:

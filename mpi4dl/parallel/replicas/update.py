@@ -23,7 +23,7 @@ NAMES = "param_names"  # of an optimizer that was made of named parameters
 
 
 @dataclass(frozen=True)
-class Piece:
+class Portion:
     """What the optimizer works on: `value` for the elements of `span`; the model has them in `target`, if elsewhere.
 
     It has the parameter's shape if it is a whole parameter, and one dim if it is a part of it.
@@ -39,15 +39,15 @@ def stays(parameter: Tensor, home: Home) -> bool:
     return parameter.dtype not in LOW_PRECISION and home.has(parameter)
 
 
-def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) -> Piece:
+def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) -> Portion:
     """The piece for a span of a parameter whose elements in the model are `target`, flat."""
     if span.stop - span.start == parameter.numel():
         target = target.view(parameter.shape)
     value = home.place(target.float() if target.dtype in LOW_PRECISION else target)
-    return Piece(span, nn.Parameter(value), None if value.data_ptr() == target.data_ptr() else target)
+    return Portion(span, nn.Parameter(value), None if value.data_ptr() == target.data_ptr() else target)
 
 
-def is_like(value: Any, piece: Piece) -> bool:
+def is_like(value: Any, piece: Portion) -> bool:
     """Whether this state of a piece is one number for each element."""
     return isinstance(value, Tensor) and value.numel() == piece.value.numel() and value.dim() > 0
 
@@ -62,7 +62,7 @@ class Update:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[Portion]],
         home: Home,
     ) -> None:
         self.optimizer, self.pieces, self.home = optimizer, pieces, home
@@ -101,7 +101,7 @@ class Update:
             for group, values in zip(groups, everything, strict=True):
                 group["params"] = values
 
-    def _part(self, value: Any, parameter: nn.Parameter, piece: Piece) -> Any:
+    def _part(self, value: Any, parameter: nn.Parameter, piece: Portion) -> Any:
         """What of the state with which some optimizers begin is a piece's."""
         if not isinstance(value, Tensor):
             return value
@@ -110,7 +110,7 @@ class Update:
         part = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value.dtype)
         return self.home.place(laid_out(part, piece.value))
 
-    def receive(self, piece: Piece, key: str, value: Any, saved_as: torch.dtype) -> Any:
+    def receive(self, piece: Portion, key: str, value: Any, saved_as: torch.dtype) -> Any:
         """Some state of a piece as the optimizer wants it, from a checkpoint in which the parameter was `saved_as`."""
         if not isinstance(value, Tensor):
             return value
@@ -145,7 +145,7 @@ class Update:
             self._settle(piece)
         self.publish(number)
 
-    def _settle(self, piece: Piece) -> None:
+    def _settle(self, piece: Portion) -> None:
         """The optimizer's state goes to where the master weights are, after the step that made it."""
         state = self.optimizer.state[piece.value]
         for key, value in state.items():

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.sharding import image_dims
@@ -81,15 +82,13 @@ class Ledger(Communicator):
         self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
         self.node = None  # type: ignore[assignment]
 
-    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
-        self.counts["halo_bytes"] += tensor.nbytes
-        self.counts["messages"] += 1
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
+        for _, tensor in sends:
+            self.counts["halo_bytes"] += tensor.nbytes
+            self.counts["messages"] += 1
         return Pending(self.node)
 
-    def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
-        return Pending(self.node)
-
-    def _ireduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
         self.counts["reduced_bytes"] += tensor.nbytes
         return Pending(self.node)
 
@@ -122,7 +121,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.Grid) -> None:
+def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.GridShape) -> None:
     """Run the model on the first tile of images of `shape` (N, C, H, W), on meta tensors; nothing is sent.
 
     Raises NoRule, or ValueError, where training on such a grid would.

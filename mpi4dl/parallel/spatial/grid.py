@@ -4,10 +4,8 @@ from dataclasses import dataclass, replace
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import Exchange, plan_exchange
+from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
 from mpi4dl.geometry import AXES, Box, Tiling
-
-Dims = tuple[int | None, int | None, int | None]
 
 
 class Grid:
@@ -23,7 +21,7 @@ class Grid:
     ) -> None:
         if min(rows, cols, batch) < 1:
             raise ValueError(f"a grid needs at least one rank on each axis, but got {batch} x {rows} x {cols}")
-        self.shape = geometry.Grid(batch, rows, cols)
+        self.shape = geometry.GridShape(batch, rows, cols)
         if self.shape.size != comm.size:
             ways = f"batch({batch}) x " if batch > 1 else ""
             raise ValueError(

@@ -219,7 +219,7 @@ def save_model(engine: Any, path: Path, classes: Sequence[str] = ()) -> None:
     """
     layout, pieces = model_values(engine)
     if classes:
-        layout = storage.Layout.of(layout.specs, {**layout.metadata, CLASSES: json.dumps(list(classes))})
+        layout = storage.StorageLayout.of(layout.specs, {**layout.metadata, CLASSES: json.dumps(list(classes))})
     temporary, comm = path.with_name(f"{TEMPORARY}{MODEL}"), engine.comm
     try:
         with comm.together((OSError,)), naming(path):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl.runtime.checkpoint.node import Damaged, Node, Unreadable, parse
+from mpi4dl.runtime.checkpoint.node import Damaged, Machine, Unreadable, parse
 from mpi4dl.runtime.checkpoint.storage import Range, uncovered
 from mpi4dl.runtime.files import read_regular
 
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
     return {name: _written(name, entry) for name, entry in entries.items()}
 
 
-def _written(name: str, entry: Node) -> Written:
+def _written(name: str, entry: Machine) -> Written:
     size, ranges = entry.items(2)
     found = Written(size.integer(), [Range(*(n.integer() for n in each.items(3))) for each in ranges.items()])
     gap = uncovered(found.ranges, found.size)

@@ -23,7 +23,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True)
-class Node:
+class Machine:
     """A value of a parsed file, and where it stands. Its methods raise Damaged unless it is what they want."""
 
     plain: Any
@@ -52,30 +52,30 @@ class Node:
             raise self.wrong("text")
         return self.plain
 
-    def items(self, count: int | None = None) -> "list[Node]":
+    def items(self, count: int | None = None) -> "list[Machine]":
         """The values of a list, of this length if one is named."""
         if not isinstance(self.plain, list) or len(self.plain) != (len(self.plain) if count is None else count):
             raise self.wrong("a list" if count is None else f"a list of {count}")
-        return [Node(item, f"{self.where}[{number}]") for number, item in enumerate(self.plain)]
+        return [Machine(item, f"{self.where}[{number}]") for number, item in enumerate(self.plain)]
 
-    def entries(self) -> "dict[str, Node]":
+    def entries(self) -> "dict[str, Machine]":
         """The values of an object by their keys."""
         if not isinstance(self.plain, dict):
             raise self.wrong("an object")
-        return {key: Node(item, f"{self.where}: {reprlib.repr(key)}") for key, item in self.plain.items()}
+        return {key: Machine(item, f"{self.where}: {reprlib.repr(key)}") for key, item in self.plain.items()}
 
-    def at(self, key: str) -> "Node":
+    def at(self, key: str) -> "Machine":
         found = self.entries()
         if key not in found:
             raise Damaged(f"{self.where} has no {key!r}")
         return found[key]
 
-    def optional(self, read: "Callable[[Node], T]") -> T | None:
+    def optional(self, read: "Callable[[Machine], T]") -> T | None:
         """What `read` makes of it; None if it is null."""
         return None if self.plain is None else read(self)
 
 
-def parse(data: bytes, file: str) -> Node:
+def parse(data: bytes, file: str) -> Machine:
     """What a file of JSON holds. Raises Damaged for what is no JSON, and for nests and numbers beyond all use."""
     try:
         plain = json.loads(
@@ -85,7 +85,7 @@ def parse(data: bytes, file: str) -> Node:
             raise ValueError(f"it is nested more than {MOST_LEVELS} deep")
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from None
-    return Node(plain, file)
+    return Machine(plain, file)
 
 
 def _no_number(text: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.runtime.checkpoint.node import LARGEST, MOST_LEVELS, Node
+from mpi4dl.runtime.checkpoint.node import LARGEST, MOST_LEVELS, Machine
 
 TAGS = ("tuple", "pairs", "counter", "float", "tensor")
 DEEPEST = MOST_LEVELS // 4  # each level of a dict without text keys takes three, and a tensor has levels of its own
@@ -46,7 +46,7 @@ def encode(value: Any, levels: int = DEEPEST) -> Any:
     raise ValueError(f"{value!r} cannot be kept in a checkpoint: only numbers, text, tensors and nests of them can")
 
 
-def decode(node: Node) -> Any:
+def decode(node: Machine) -> Any:
     """What was encoded. Raises Damaged for what cannot have been."""
     if isinstance(node.plain, list):
         return [decode(item) for item in node.items()]
@@ -68,7 +68,7 @@ def decode(node: Node) -> Any:
     return _pairs(inner, counts=tag == "counter")
 
 
-def _tensor(node: Node) -> Tensor:
+def _tensor(node: Machine) -> Tensor:
     dtype, values = getattr(torch, node.at("dtype").text(), None), node.at("values")
     if not isinstance(dtype, torch.dtype):
         raise node.at("dtype").wrong("a dtype of PyTorch")
@@ -78,7 +78,7 @@ def _tensor(node: Node) -> Tensor:
         raise values.wrong(f"the values of a tensor of {dtype}") from None
 
 
-def _pairs(node: Node, counts: bool) -> dict[Any, Any]:
+def _pairs(node: Machine, counts: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = Counter() if counts else {}
     for pair in node.items():
         key, value = pair.items(2)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpi4dl.runtime.checkpoint.node import Node
+from mpi4dl.runtime.checkpoint.node import Machine
 
 NUMPY_WORDS = 624  # of the Mersenne twister
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Randomness:
     The GPU's generator is set where both processes have a GPU.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Machine) -> None:
         entries = node.entries()
         self._torch = _read(node.at("torch"), _torch_state)
         self._python = _read(node.at("python"), _python_state)
@@ -53,10 +53,10 @@ class Randomness:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Go on as this process did when `random_state` returned this."""
-    Randomness(Node(state, "the random state")).set()
+    Randomness(Machine(state, "the random state")).set()
 
 
-def _read(node: Node, read: Callable[[Node], T]) -> T:
+def _read(node: Machine, read: Callable[[Machine], T]) -> T:
     """A state, which a generator of its own has been given to see whether it takes it."""
     try:
         return read(node)
@@ -64,26 +64,26 @@ def _read(node: Node, read: Callable[[Node], T]) -> T:
         raise node.wrong("the state of a generator of random numbers") from None
 
 
-def _torch_state(node: Node) -> Tensor:
+def _torch_state(node: Machine) -> Tensor:
     state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
     torch.Generator().set_state(state)
     return state
 
 
-def _cuda_state(node: Node) -> Tensor:
+def _cuda_state(node: Machine) -> Tensor:
     state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
     torch.Generator("cuda").set_state(state)
     return state
 
 
-def _python_state(node: Node) -> tuple[Any, ...]:
+def _python_state(node: Machine) -> tuple[Any, ...]:
     version, words, gauss = node.items(3)
-    state = (version.integer(), tuple(np.frombuffer(_bytes(words), np.uint32).tolist()), gauss.optional(Node.number))
+    state = (version.integer(), tuple(np.frombuffer(_bytes(words), np.uint32).tolist()), gauss.optional(Machine.number))
     random.Random().setstate(state)
     return state
 
 
-def _numpy_state(node: Node) -> tuple[Any, ...]:
+def _numpy_state(node: Machine) -> tuple[Any, ...]:
     kind, keys, position, has_gauss, cached = node.items(5)
     # NumPy itself does not look at the position, and would read beyond its state; nor at how many words there are.
     where, has, words = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1), _bytes(keys)
@@ -110,5 +110,5 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(node: Node) -> bytearray:
+def _bytes(node: Machine) -> bytearray:
     return bytearray(base64.b64decode(node.text(), validate=True))

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, STATE, read_manifest, step_of
-from mpi4dl.runtime.checkpoint.node import LARGEST, MOST, Damaged, Node, Unreadable, parse
+from mpi4dl.runtime.checkpoint.node import LARGEST, MOST, Damaged, Machine, Unreadable, parse
 from mpi4dl.runtime.checkpoint.plain import decode
 from mpi4dl.runtime.checkpoint.randomness import Randomness
-from mpi4dl.runtime.checkpoint.storage import Layout, Reader, verify
+from mpi4dl.runtime.checkpoint.storage import Reader, StorageLayout, verify
 from mpi4dl.runtime.files import read_regular
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Saved:
             self.close()
             raise
 
-    def _check_slots(self, slots: Node) -> None:
+    def _check_slots(self, slots: Machine) -> None:
         """The optimizer's values are those that were written, each of a value of the model."""
         there, written = self.optimizer.layout.specs, slots.entries()
         for key in (*written, *there):
@@ -73,12 +73,12 @@ class Saved:
         self.optimizer.close()
 
 
-def slots_of(layout: Layout) -> dict[str, list[Any]]:
+def slots_of(layout: StorageLayout) -> dict[str, list[Any]]:
     """What state.json says of the optimizer's values: dtype and shape of each."""
     return {key: [spec.name, *spec.shape] for key, spec in layout.specs.items()}
 
 
-def _scaler(node: Node) -> tuple[float, int]:
+def _scaler(node: Machine) -> tuple[float, int]:
     """The scale of an fp16 loss, and the steps since it was changed."""
     scale = node.at("scale").number()
     if not scale > 0:
@@ -86,7 +86,7 @@ def _scaler(node: Node) -> tuple[float, int]:
     return scale, node.at("finite_steps").integer()
 
 
-def _options(node: Node) -> dict[str, Any]:
+def _options(node: Machine) -> dict[str, Any]:
     found = decode(node)
     if not isinstance(found, dict):
         raise node.wrong("a dict")

@@ -16,10 +16,10 @@ from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER
 from mpi4dl.runtime.checkpoint.plain import encode
 from mpi4dl.runtime.checkpoint.randomness import random_state
 from mpi4dl.runtime.checkpoint.saved import Saved, slots_of
-from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Spec
+from mpi4dl.runtime.checkpoint.storage import Extent, Spec, StorageLayout
 from mpi4dl.runtime.checkpoint.writer import Job
 
-Values = tuple[Layout, list[Piece]]
+Values = tuple[StorageLayout, list[Extent]]
 
 
 class _Known(NamedTuple):
@@ -64,18 +64,18 @@ def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
         known |= found
-    model = [Piece(name, 0, _on_host(value)) for name, value in rest.items()]
+    model = [Extent(name, 0, _on_host(value)) for name, value in rest.items()]
     optimizer = []
     for shard in mine:
         name = _own_name(engine, shard.name)
-        model.append(Piece(name, shard.start, _on_host(shard.value)))
+        model.append(Extent(name, shard.start, _on_host(shard.value)))
         for slot in known[name].slots:
             if slot not in known[name].whole or shard.start == 0:
                 start = 0 if slot in known[name].whole else shard.start
-                optimizer.append(Piece(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
+                optimizer.append(Extent(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
     specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
-    return (Layout.of(specs, held.ties), model), (Layout.of(slots), optimizer)
+    return (StorageLayout.of(specs, held.ties), model), (StorageLayout.of(slots), optimizer)
 
 
 def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl.runtime.checkpoint.node import MOST, Damaged, Node, parse
+from mpi4dl.runtime.checkpoint.node import MOST, Damaged, Machine, parse
 from mpi4dl.runtime.files import open_regular
 
 DTYPES = {
@@ -62,7 +62,7 @@ class Spec(NamedTuple):
         return f"{self.name} {list(self.shape)}"
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Elements of the value `name`, from number `start` of the flattened whole on: 1-D, dense, on the host."""
 
     name: str
@@ -79,7 +79,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorageLayout:
     """Where the values of a file lie: `offsets` are where each begins, in bytes from the file's beginning."""
 
     specs: Mapping[str, Spec]
@@ -89,7 +89,7 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> "Layout":
+    def of(cls, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> "StorageLayout":
         """The layout of these values. Wide dtypes come first, so that every value is aligned.
 
         Raises ValueError for a dtype that safetensors does not have.
@@ -112,7 +112,7 @@ class Layout:
         return cls(dict(specs), absolute, dict(metadata or {}), header, len(header) + begin)
 
     @classmethod
-    def read(cls, file: int, name: str) -> "Layout":
+    def read(cls, file: int, name: str) -> "StorageLayout":
         """The layout of an open file. Raises OSError, and Damaged unless its values fill it, one behind the other."""
         size = os.fstat(file).st_size
         length = int.from_bytes(os.pread(file, LENGTH_BYTES, 0), "little")
@@ -121,7 +121,7 @@ class Layout:
         begin = LENGTH_BYTES + length
         text = b"".join(pread(file, LENGTH_BYTES, begin))
         entries = parse(text, f"{name}: its header").entries()
-        tied = entries.pop(METADATA, Node({}, METADATA)).entries()
+        tied = entries.pop(METADATA, Machine({}, METADATA)).entries()
         specs: dict[str, Spec] = {}
         places = []
         for key, entry in entries.items():
@@ -149,7 +149,7 @@ class Layout:
         return offset + start * width, offset + stop * width
 
 
-def _spec(dtype: Node, shape: Node) -> Spec:
+def _spec(dtype: Machine, shape: Machine) -> Spec:
     """Raises Damaged for what no tensor can be."""
     if dtype.text() not in DTYPES:
         raise dtype.wrong(f"one of {', '.join(DTYPES)}")
@@ -161,8 +161,8 @@ def _spec(dtype: Node, shape: Node) -> Spec:
 
 def write(
     path: Path,
-    layout: Layout,
-    pieces: Iterable[Piece],
+    layout: StorageLayout,
+    pieces: Iterable[Extent],
     *,
     header: bool,
     go_on: Callable[[], bool] = lambda: True,
@@ -226,7 +226,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, open_regular(path)
         try:
-            self.layout = Layout.read(self._file, path.name)
+            self.layout = StorageLayout.read(self._file, path.name)
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl.runtime.checkpoint import storage
 from mpi4dl.runtime.checkpoint.manifest import MANIFEST, STATE, Written, checkpoints_in, manifest_bytes, name_of
-from mpi4dl.runtime.checkpoint.storage import Layout, Piece, Range
+from mpi4dl.runtime.checkpoint.storage import Extent, Range, StorageLayout
 from mpi4dl.runtime.folder import LOGGER_NAME
 
 POLL_SECONDS = 0.02
@@ -30,7 +30,7 @@ class Job(NamedTuple):
     """What this rank writes: its pieces of each file, `mine` of its own, and `state`, of which rank 0's counts."""
 
     step: int
-    files: Mapping[str, tuple[Layout, Sequence[Piece]]]
+    files: Mapping[str, tuple[StorageLayout, Sequence[Extent]]]
     state: Mapping[str, Any]
     mine: Any
 

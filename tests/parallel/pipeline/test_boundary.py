@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.geometry import AXES, BATCH, Box, Grid, Interval, Split, Tiling
+from mpi4dl.geometry import AXES, BATCH, Box, GridShape, Interval, Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, crossing, landing
 from mpi4dl.parallel.plan import Plan
@@ -31,42 +31,44 @@ def box(*ends: tuple[int, int]) -> Box:
 
 
 def test_cuts_stay_along_an_axis_that_both_grids_cut_alike_and_are_even_along_others() -> None:
-    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=True)
+    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=True)
     assert place.tiling == cut((0, 4), (0, 5), (0, 2, 7))
     assert place.dims == IMAGE
     assert place.needed == (box((0, 4), (0, 5), (0, 2)), box((0, 4), (0, 5), (2, 7)))
 
 
 def test_a_plain_stage_needs_the_whole_and_knows_of_no_dims() -> None:
-    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 1), 1, plain=True, tracks_batch=False)
+    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 1), 1, plain=True, tracks_batch=False)
     assert place.dims == (None, None, None)
     assert place.needed == (box((0, 4), (0, 5), (0, 7)),)
 
 
 def test_a_batch_that_is_cut_no_more_becomes_an_ordinary_dim() -> None:
-    place = landing(cut((0, 4), (0, 5), (0, 2, 7)), IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=False)
+    place = landing(cut((0, 4), (0, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
     assert place.tiling == cut((0, 1), (0, 5), (0, 2, 7))
     assert place.dims == (None, 2, 3)
     assert [needed.batch for needed in place.needed] == [(0, 4), (0, 4)]
 
 
 def test_samples_stay_in_their_replica_when_ways_change() -> None:
-    place = landing(cut((0, 3, 7), (0, 5), (0, 7)), IMAGE, Grid(4, 1, 1), 2, plain=False, tracks_batch=True)
+    place = landing(cut((0, 3, 7), (0, 5), (0, 7)), IMAGE, GridShape(4, 1, 1), 2, plain=False, tracks_batch=True)
     assert place.tiling.splits[BATCH].cuts == (0, 1, 3, 5, 7)
-    back = landing(place.tiling, IMAGE, Grid(2, 1, 1), 2, plain=False, tracks_batch=True)
+    back = landing(place.tiling, IMAGE, GridShape(2, 1, 1), 2, plain=False, tracks_batch=True)
     assert back.tiling.splits[BATCH].cuts == (0, 3, 7)
 
 
 def test_of_an_axis_that_is_gone_each_rank_takes_one_of_the_copies() -> None:
-    place = landing(cut((0, 4), (0, 1, 2), (0, 1)), (0, None, None), Grid(1, 1, 2), 1, plain=False, tracks_batch=True)
+    place = landing(
+        cut((0, 4), (0, 1, 2), (0, 1)), (0, None, None), GridShape(1, 1, 2), 1, plain=False, tracks_batch=True
+    )
     assert place.dims == (0, None, None)
     assert place.tiling == cut((0, 4), (0, 1), (0, 1, 2))
     assert place.needed == (box((0, 4), (0, 1), (0, 1)), box((0, 4), (0, 1), (0, 1)))
 
 
 def test_what_crosses_from_four_tiles_to_two() -> None:
-    tiling = Tiling.even(Grid(1, 2, 2), (1, 4, 6))
-    place = landing(tiling, IMAGE, Grid(1, 1, 2), 1, plain=False, tracks_batch=False)
+    tiling = Tiling.even(GridShape(1, 2, 2), (1, 4, 6))
+    place = landing(tiling, IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
     ends = (0, 1, 2, 3, 5, 4)  # the two targets are ranks 5 and 4
     plans = [crossing(tiling, place.needed, ends, i) for i in range(6)]
     assert [plan.sends for plan in plans] == [
@@ -81,11 +83,11 @@ def test_what_crosses_from_four_tiles_to_two() -> None:
 
 
 @st.composite
-def crossings(draw: st.DrawFn) -> tuple[Tiling, tuple[int | None, ...], Grid, int]:
+def crossings(draw: st.DrawFn) -> tuple[Tiling, tuple[int | None, ...], GridShape, int]:
     """A tensor cut anywhere by some grid, the grid behind it, and the number of replicas of both."""
     replicas = draw(st.integers(1, 2))
     ways = st.integers(1, 3)
-    shapes = [Grid(replicas * draw(ways), draw(ways), draw(ways)) for _ in range(2)]
+    shapes = [GridShape(replicas * draw(ways), draw(ways), draw(ways)) for _ in range(2)]
     dims = [draw(st.sampled_from([dim, dim, None])) for dim in IMAGE]
     splits = []
     for axis in AXES:
@@ -105,7 +107,7 @@ def pixels(where: Box) -> set[tuple[int, ...]]:
 @quick
 @given(crossings(), st.booleans())
 def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
-    case: tuple[Tiling, tuple[int | None, ...], Grid, int], tracks_batch: bool
+    case: tuple[Tiling, tuple[int | None, ...], GridShape, int], tracks_batch: bool
 ) -> None:
     tiling, dims, target, replicas = case
     tracks_batch = tracks_batch or target.batch > 1

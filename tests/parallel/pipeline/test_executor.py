@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
-from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.runtime.memory import ActivationMeter
 from tests.pool.ranks import Ranks
 from tests.training import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
@@ -191,3 +191,21 @@ def test_the_users_random_numbers_follow_from_the_users_seed(ranks: Ranks, plan:
         assert len({number for numbers in drawn for number in numbers}) == 3 * len(drawn)
     assert found[3][0][1] != found[4][0][1]
     assert found[3][0][0] != found[4][0][0]
+
+
+def ranges_of_a_step(comm: Communicator, plan: Plan) -> tuple[list[str], list[str], bool]:
+    """The actions of this rank's row, and the ranges in a profile of a step that are named after actions; any waits."""
+    engine = engine_of(comm, plan, 0.0, 8)
+    step(engine, 8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(engine, 8, 8)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [event.name.removeprefix("mpi4dl:") for event in events if event.name.startswith("mpi4dl:")]
+    row = plan.table()[comm.rank % plan.ranks_per_replica]
+    return [str(action) for action in row], [name for name in names if " of stage " in name], "wait" in names
+
+
+def test_a_profile_reads_like_the_timeline(ranks: Ranks) -> None:
+    for row, ranges, waits in ranks(4).run(ranges_of_a_step, Plan(((1, 1),) * NUM_STAGES, microbatches=4)):
+        assert ranges == row
+        assert waits

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.replicas.buckets import Bucket, Layout, Span, plan_buckets, plan_cuts
+from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, Span, plan_buckets, plan_cuts
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: 
     cuts = plan_cuts(buckets, num_ranks, whole)
     owned = []
     for rank in range(num_ranks):
-        layout = Layout(tuple(lengths), buckets, cuts, rank)
+        layout = BucketLayout(tuple(lengths), buckets, cuts, rank)
         for number, bucket in enumerate(buckets):
             for span in layout.spans(number, layout.own(number)):
                 assert not whole or (span.start, span.stop) == (0, lengths[span.member])
@@ -69,6 +69,6 @@ def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: 
 
 
 def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
-    layout = Layout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
+    layout = BucketLayout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
     assert list(layout.spans(0)) == [Span(2, 0, 2, 0), Span(1, 0, 0, 2), Span(0, 0, 3, 2)]
     assert [span.place for span in layout.spans(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]

@@ -5,7 +5,7 @@ from torch import nn, optim
 
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
-from mpi4dl.parallel.replicas.update import Piece, Update, make_piece
+from mpi4dl.parallel.replicas.update import Portion, Update, make_piece
 
 F64 = torch.float64
 
@@ -41,7 +41,7 @@ def test_state_from_a_checkpoint_goes_where_its_parameter_is() -> None:
     where = {}
     for fused in (False, True):
         p = nn.Parameter(torch.empty(2, 3, device="meta"))
-        piece = Piece(Span(0, 0, 6, 0), p, None)
+        piece = Portion(Span(0, 0, 6, 0), p, None)
         update = Update(optim.Adam([p], fused=fused), [p], [[piece]], Device())
         found = {key: update.receive(piece, key, value, F64) for key, value in saved.items()}
         assert [found[key].dtype for key in ("exp_avg", "row", "step")] == [torch.float32] * 3

@@ -1,13 +1,15 @@
 """Wide halos: one exchange at the entry of a block instead of one per layer, with the same results at every pixel."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel import spatial
 from tests.parallel.spatial.comparing import compare_models, difference
@@ -19,12 +21,12 @@ class Messages:
 
     def __init__(self, comm: Communicator) -> None:
         self.count = 0
-        self._send = comm.isend
-        comm.isend = self.isend  # type: ignore[method-assign]
+        self._exchange = comm.iexchange
+        comm.iexchange = self.iexchange  # type: ignore[method-assign]
 
-    def isend(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
-        self.count += 1
-        return self._send(tensor, to, tag)
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int = 0) -> Pending:
+        self.count += len(sends)
+        return self._exchange(sends, receives, tag)
 
 
 def block() -> nn.Sequential:

@@ -12,7 +12,7 @@ from mpi4dl.runtime.checkpoint.manifest import FILES, MANIFEST, MODEL, OPTIMIZER
 from mpi4dl.runtime.checkpoint.plain import encode
 from mpi4dl.runtime.checkpoint.randomness import random_state
 from mpi4dl.runtime.checkpoint.saved import slots_of
-from mpi4dl.runtime.checkpoint.storage import LENGTH_BYTES, Layout, Piece, Range, Spec
+from mpi4dl.runtime.checkpoint.storage import LENGTH_BYTES, Extent, Range, Spec, StorageLayout
 from mpi4dl.runtime.checkpoint.writer import Job, Writing
 
 NUM_RANKS = 3
@@ -21,13 +21,13 @@ WEIGHT = torch.arange(12, dtype=torch.float32)
 
 def job(step: int, rank: int, num_ranks: int = NUM_RANKS, extra: Mapping[str, Any] | None = None) -> Job:
     """A weight of which every rank has a part, and a buffer of rank 1."""
-    model = Layout.of({"weight": Spec((3, 4), torch.float32), "count": Spec((), torch.int64)})
-    optimizer = Layout.of({"momentum/weight": Spec((3, 4), torch.float32)})
+    model = StorageLayout.of({"weight": Spec((3, 4), torch.float32), "count": Spec((), torch.int64)})
+    optimizer = StorageLayout.of({"momentum/weight": Spec((3, 4), torch.float32)})
     start, stop = (12 * i // num_ranks for i in (rank, rank + 1))
-    pieces = [Piece("weight", start, WEIGHT[start:stop] + step)]
-    momentum = [Piece("momentum/weight", start, -WEIGHT[start:stop])]
+    pieces = [Extent("weight", start, WEIGHT[start:stop] + step)]
+    momentum = [Extent("momentum/weight", start, -WEIGHT[start:stop])]
     if rank == 1 % num_ranks:
-        pieces.append(Piece("count", 0, torch.tensor([step])))
+        pieces.append(Extent("count", 0, torch.tensor([step])))
     state = {
         "step": step,
         "plan": "a plan",

@@ -18,11 +18,11 @@ from mpi4dl.runtime.checkpoint import storage
 from mpi4dl.runtime.checkpoint.node import Damaged
 from mpi4dl.runtime.checkpoint.storage import (
     DTYPES,
-    Layout,
-    Piece,
+    Extent,
     Range,
     Reader,
     Spec,
+    StorageLayout,
     uncovered,
     verify,
     write,
@@ -35,20 +35,20 @@ def value_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tenso
     return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
 
 
-def layout_of(values: dict[str, Tensor], **options: Any) -> Layout:
-    return Layout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in values.items()}, **options)
+def layout_of(values: dict[str, Tensor], **options: Any) -> StorageLayout:
+    return StorageLayout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in values.items()}, **options)
 
 
-def pieces_of(values: dict[str, Tensor], parts: int = 1, part: int = 0) -> list[Piece]:
+def pieces_of(values: dict[str, Tensor], parts: int = 1, part: int = 0) -> list[Extent]:
     """Every value cut into as many parts, of which these are number `part`."""
     found = []
     for name, value in values.items():
         start, stop = (value.numel() * i // parts for i in (part, part + 1))
-        found.append(Piece(name, start, value.reshape(-1)[start:stop].clone()))
+        found.append(Extent(name, start, value.reshape(-1)[start:stop].clone()))
     return found
 
 
-def save(path: Path, values: dict[str, Tensor], parts: int = 1, **options: Any) -> tuple[Layout, list[Range]]:
+def save(path: Path, values: dict[str, Tensor], parts: int = 1, **options: Any) -> tuple[StorageLayout, list[Range]]:
     """Write a file by several writers, the last one first."""
     layout = layout_of(values, **options)
     ranges = []
@@ -97,7 +97,7 @@ def test_every_dtype_survives(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_what_safetensors_cannot_hold_is_named() -> None:
     with pytest.raises(ValueError, match=r"^phase is torch.complex128, which safetensors cannot hold: only F64, "):
-        Layout.of({"phase": Spec((2,), torch.complex128)})
+        StorageLayout.of({"phase": Spec((2,), torch.complex128)})
 
 
 def test_a_file_of_safetensors_is_read(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
     verify(tmp_path / "file", ranges)
 
 
-CUTS: dict[str, Callable[[Layout], int]] = {
+CUTS: dict[str, Callable[[StorageLayout], int]] = {
     "file: this is no safetensors file, or it is cut": lambda layout: len(layout.header) - 1,
     r"file has [\d,]+ bytes, but its header tells of ": lambda layout: layout.offsets["weight"] + 8,
 }

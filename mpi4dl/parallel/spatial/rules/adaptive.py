@@ -80,7 +80,7 @@ def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: 
                 found.append(_first_in(part, box, (rows.start, cols.start), image[1]))
         shape = (*part.shape[:-2], *size)
         values, places = (torch.stack(list(each), -1).reshape(shape) for each in zip(*found, strict=True))
-        best, first = first_of(values, places, comm)
+        best, first = first_of(values, places, image[0] * image[1] + 1, comm)
         first = torch.where(first < 0, -1 - first, first)
 
     def hand_out(gradient: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     reduced_layout,
     total,
 )
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
 
 Shared = Callable[..., Any]
@@ -161,6 +162,7 @@ def _softmax(function: Any, sign: int, logarithm: bool) -> Shared:
         if dim is None:
             raise refusal(function_name(function), "name the dim")
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
+        x = x if dtype else in_plain_dtype(x, lambda image: function(image, -1))
         kind = dtype or x.dtype
         y = x.to(torch.float32 if kind in (torch.float16, torch.bfloat16) else kind) * sign
         y = y - extremum(y.detach(), (dim,), True, maximum=True)  # type: ignore[arg-type]
@@ -183,6 +185,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     dims = normalize_dims(input, dim)
     if not any(input.layout.cut(d) for d in dims):
         return wrap(torch.logsumexp(input.local, dims, keepdim), reduced_layout(input.layout, dims, keepdim))
+    input = in_plain_dtype(input, lambda image: torch.logsumexp(image, -1))
     axes = reduced_axes(input.layout, dims)
     comm, part = input.layout.grid.along(axes), owned_along(input, axes)
     part = part.float() if part.itemsize < 4 else part

@@ -19,7 +19,7 @@ from mpi4dl.parallel.spatial.rules.windows import cast, check_image, output_shap
 from mpi4dl.parallel.spatial.tensor import function_name, refusal, register, wrap
 
 
-class Options(NamedTuple):
+class ConvolutionOptions(NamedTuple):
     """The arguments of `aten::convolution` that are not tensors."""
 
     stride: tuple[int, ...]
@@ -51,7 +51,7 @@ class Convolution(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         exchange: Exchange | None,
-        options: Options,
+        options: ConvolutionOptions,
         shape: Sequence[int],
         later: Later | None = None,
         anchor: Tensor | None = None,
@@ -60,8 +60,8 @@ class Convolution(torch.autograd.Function):
         strips: list[Tensor] = []
         padded = x
         if exchange is not None:
-            strips, pending = exchange.start(x)
-            padded = exchange.assemble(x, strips, pending)
+            incoming = exchange.start(x)
+            strips, padded = incoming.strips, exchange.assemble(x, incoming)
         ctx.padded_size, ctx.padded_stride = padded.shape, padded.stride()
         ctx.save_for_backward(x, weight, *strips)
         if 0 in shape or padded.numel() == 0:
@@ -83,15 +83,15 @@ class Convolution(torch.autograd.Function):
             # The gradient of the input depends on the input's shape alone.
             padded = x if exchange is None else x.new_empty_strided(ctx.padded_size, ctx.padded_stride)
         else:
-            padded = x if exchange is None else exchange.assemble(x, strips)
+            padded = x if exchange is None else exchange.assemble(x, exchange.again(strips))
         if need_x:
             gradient_x = _gradients(gradient, padded, weight, ctx.options, (True, False, False))[0]
-            sent = exchange.start_adjoint(gradient_x) if exchange is not None else None
+            back = exchange.adjoint.start(gradient_x) if exchange is not None else None
         if need_weight or need_bias:
             mask = (False, need_weight, need_bias)
             _, gradient_weight, gradient_bias = _gradients(gradient, padded, weight, ctx.options, mask)
-        if need_x and exchange is not None and sent is not None:
-            gradient_x = exchange.finish_adjoint(sent)
+        if need_x and exchange is not None and back is not None:
+            gradient_x = exchange.adjoint.assemble(gradient_x, back)
         return (
             gradient_x,
             gradient_weight if need_weight else None,
@@ -108,18 +108,18 @@ def _of_parameters(
     strips: list[Tensor],
     weight: Tensor,
     exchange: Exchange | None,
-    options: Options,
+    options: ConvolutionOptions,
     has_bias: bool,
     gradient: Tensor,
     x: Tensor,
 ) -> tuple[Tensor, ...]:
     """The gradients of weight and bias alone."""
-    padded = x if exchange is None else exchange.assemble(x, strips)
+    padded = x if exchange is None else exchange.assemble(x, exchange.again(strips))
     return _gradients(gradient, padded, weight, options, (False, True, has_bias))[1:]
 
 
 def _gradients(
-    gradient: Tensor, padded: Tensor, weight: Tensor, options: Options, mask: tuple[bool, bool, bool]
+    gradient: Tensor, padded: Tensor, weight: Tensor, options: ConvolutionOptions, mask: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Those gradients of input, weight and bias that the mask asks for."""
     if gradient.numel() == 0 or padded.numel() == 0:
@@ -129,7 +129,7 @@ def _gradients(
     return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *options, mask)
 
 
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> None:
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
     """Raise on all ranks what PyTorch raises only where a tile has pixels."""
     dtypes = [t.dtype for t in (input, weight, bias) if t is not None]
     if len(set(dtypes)) > 1:
@@ -148,7 +148,7 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     exchange: Exchange | None,
-    options: Options,
+    options: ConvolutionOptions,
     shape: Sequence[int],
 ) -> Tensor:
     """Convolve this rank's part, after an exchange if there is one, to an output of `shape`.
@@ -204,7 +204,7 @@ def conv2d(
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
         # thread too, and not to an older kernel that takes twice the time.
         dilation = (2, 2)
-    options = Options(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
+    options = ConvolutionOptions(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
     shape = output_shape(reached, x.local, (windows[0], windows[1]), weight.shape[0])
     local = reached.crop(x.local) if reached.exchange is None else x.local
     return wrap(convolve(local, weight, bias, reached.exchange, options, shape), reached.output)
@@ -231,7 +231,7 @@ def conv_transpose2d(
     )
     reached, own = slide(x, (windows[0], windows[1]))
     keep = [(p, q) if itself else (0, 0) for itself, p, q in zip(own, padding, output_padding, strict=True)]
-    options = Options(stride, (keep[0][0], keep[1][0]), dilation, True, (keep[0][1], keep[1][1]), groups)
+    options = ConvolutionOptions(stride, (keep[0][0], keep[1][0]), dilation, True, (keep[0][1], keep[1][1]), groups)
     local = reached.crop(x.local) if reached.exchange is None else x.local
     # What the needed rows add to, in the coordinates of the output; then that is cropped, or padded, to what is asked.
     shape = output_shape(reached, local, (windows[0], windows[1]), weight.shape[1] * groups)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import Communicator, collectives
+from mpi4dl.comm import Communicator, collectives, ordering
 from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.rules.pointwise import pointwise
 from mpi4dl.parallel.spatial.rules.reductions import (
@@ -26,6 +26,7 @@ from mpi4dl.parallel.spatial.rules.reductions import (
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
 
 NOWHERE = torch.iinfo(torch.int64).max
+LOWER = 1 << 31  # places from -LOWER to LOWER - 1 go into half an integer
 
 
 def worst(x: Tensor, maximum: bool) -> Any:
@@ -37,25 +38,41 @@ def worst(x: Tensor, maximum: bool) -> Any:
     return torch.iinfo(x.dtype).min if maximum else torch.iinfo(x.dtype).max
 
 
-def agree_on_extremum(best: Tensor, comm: Communicator, maximum: bool) -> Tensor:
-    """The best of all ranks; one that is not a number wins, which MPI does not promise."""
-    total = comm.all_reduce(best.clone(memory_format=torch.contiguous_format), "max" if maximum else "min")
-    if not best.is_floating_point():
-        return total
-    strange = comm.all_reduce(best.isnan(), "max")
-    return torch.where(strange, float("nan"), total)
+def first_of(
+    values: Tensor, places: Tensor, num_places: int, comm: Communicator, maximum: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The best of all ranks' candidates, and the first place that has it. A rank without candidates is NOWHERE.
+
+    `num_places` is more than the magnitude of any place. One reduction finds both, of numbers of up to 32 bits: what
+    orders the values in the upper half of an integer, and in the lower half what orders the places.
+    """
+    op = "max" if maximum else "min"
+    if values.itemsize > 4 or num_places >= LOWER:
+        best = comm.all_reduce(values.clone(memory_format=torch.contiguous_format), op)
+        equal = (values == best) | (values.isnan() & best.isnan())
+        return best, comm.all_reduce(torch.where(equal, places, NOWHERE), "min")
+    # 0.0 added makes -0.0 the same number as 0.0, of which the first counts.
+    keys = ordering.keys_of(values.float() + 0.0, op) if values.is_floating_point() else values.int()
+    upper = (keys if maximum else ~keys).long()
+    packed = comm.all_reduce((upper << 32) | (LOWER - 1 - places.clamp(max=LOWER - 1)), "max")
+    found = (packed >> 32).int()
+    found = found if maximum else ~found
+    best = ordering.values_of(found, torch.float32) if values.is_floating_point() else found
+    return best.to(values.dtype), LOWER - 1 - (packed & 0xFFFFFFFF)
 
 
-def first_of(values: Tensor, places: Tensor, comm: Communicator, maximum: bool = True) -> tuple[Tensor, Tensor]:
-    """The best of all ranks' candidates, and the first place that has it. A rank without candidates is NOWHERE."""
-    best = agree_on_extremum(values, comm, maximum)
-    equal = (values == best) | (values.isnan() & best.isnan())
-    return best, comm.all_reduce(torch.where(equal, places, NOWHERE), "min")
+def take(part: Tensor, chosen: Tensor, hand_out: Callable[..., Tensor], comm: Communicator, *also: Tensor) -> Tensor:
+    """`chosen`, which was taken from all ranks' parts; `hand_out` gives its whole gradient to this rank's part.
 
+    It is called with the sum over all ranks of the gradient, and of what is there `also`, of the same shape.
+    """
 
-def take(part: Tensor, chosen: Tensor, hand_out: Callable[[Tensor], Tensor], comm: Communicator) -> Tensor:
-    """`chosen`, which was taken from all ranks' parts; `hand_out` gives its whole gradient to this rank's part."""
-    return collectives.linear(part, lambda _: chosen, lambda g: hand_out(comm.all_reduce(g.contiguous().clone())))
+    def adjoint(gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        sums = comm.all_reduce(torch.stack([gradient.to(wide), *(each.to(wide) for each in also)]))
+        return hand_out(sums[0].to(gradient.dtype), *sums[1:])
+
+    return collectives.linear(part, lambda _: chosen, adjoint)
 
 
 def _squeezed(y: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
@@ -73,20 +90,21 @@ def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bo
             best = part.new_full([1 if d in dims else n for d, n in enumerate(part.shape)], worst(part, maximum))
         else:
             best = (torch.amax if maximum else torch.amin)(part, dims, keepdim=True)
-        best = agree_on_extremum(best, comm, maximum)
+        best = comm.all_reduce(best.clone(memory_format=torch.contiguous_format), "max" if maximum else "min")
     if not part.requires_grad:
         return wrap(_squeezed(best, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
     with torch.no_grad():
         equal = part == best
         if overall:
             equal = torch.where(best.isnan(), part.isnan(), equal)
-        count = comm.all_reduce(equal.sum(dims, keepdim=True))
 
-    def hand_out(gradient: Tensor) -> Tensor:
+    def hand_out(gradient: Tensor, count: Tensor) -> Tensor:
         # In this order 0 / 0 makes the gradient of what is not a number one of what is not a number.
-        return torch.where(equal, gradient / count, 0) if overall else gradient * equal / count
+        wide = gradient.to(count.dtype)  # in 16 bits many equals would be too many to count
+        shares = torch.where(equal, wide / count, 0) if overall else wide * equal / count
+        return shares.to(gradient.dtype)
 
-    y = take(part, best, hand_out, comm)
+    y = take(part, best, hand_out, comm, equal.sum(dims, keepdim=True))
     return wrap(_squeezed(y, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
 
 
@@ -101,7 +119,7 @@ def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tup
         else:
             shape = [1 if d == dim else n for d, n in enumerate(part.shape)]
             values, places = part.new_full(shape, worst(part, maximum)), part.new_full(shape, 0, dtype=torch.int64)
-        best, first = first_of(values, places + start if length else places + NOWHERE, comm, maximum)
+        best, first = first_of(values, places + start if length else places + NOWHERE, x.shape[dim], comm, maximum)
 
     def hand_out(gradient: Tensor) -> Tensor:
         mine = (first >= start) & (first < start + length)
@@ -124,7 +142,7 @@ def _first_of_all(x: SpatialTensor, maximum: bool) -> Tensor:
             for dim, index in enumerate(torch.unravel_index(found, part.shape)):
                 axis = x.layout.axis(dim)
                 place = place * x.shape[dim] + index + (0 if axis is None else x.layout.owned[axis].start)
-        return first_of(value, place, comm, maximum)[1]
+        return first_of(value, place, x.numel(), comm, maximum)[1]
 
 
 def _over_dims(function: Any, maximum: bool) -> Callable[..., Any]:

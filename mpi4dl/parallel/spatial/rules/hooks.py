@@ -37,7 +37,7 @@ class _Gradient:
         """The whole gradient, spread as the tensor is, from this rank's share of it."""
         if self.layout.wide:
             halo = self.layout.narrow.exchange_to(self.layout.tiling)
-            share = halo.finish_adjoint(halo.start_adjoint(share))
+            share = halo.adjoint.bring(share)
         if self.holders is not None:
             share = self.holders.all_reduce(share.clone(memory_format=torch.contiguous_format))
         return wrap(share, self.layout.narrow)

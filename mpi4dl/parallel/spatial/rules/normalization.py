@@ -6,6 +6,8 @@ variance keeps its digits, and every rank gets the same bits. Backward needs two
 input and two vectors.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import AXES, BATCH
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 aten = torch.ops.aten
@@ -41,25 +44,26 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return shift.double() + remainder, squares.double() / count - remainder**2
 
 
-def _merge(own: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance (float64) of each channel (dim 1) of all ranks' tensors, and the count behind them."""
+def _merge(own: Tensor, counts: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (float64) of each channel (dim 1) of all ranks' tensors, of so many pixels each."""
     channels = own.shape[1]
-    count = own.numel() // max(channels, 1)
     if own.is_meta:
-        comm.all_gather(own.new_empty(2 * channels + 1, dtype=torch.float64))
-        return own.new_empty(channels), own.new_empty(channels), count
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=own.device)
-    if count:
-        mine[:channels], mine[channels:-1] = _moments(own, count)
-        mine[-1] = count
+        comm.all_gather(own.new_empty(2 * channels, dtype=torch.float64))
+        return own.new_empty(channels), own.new_empty(channels)
+    mine = own.new_zeros(2, channels, dtype=torch.float64)
+    if own.numel():
+        mine[0], mine[1] = _moments(own, own.numel() // channels)
     if comm.size == 1:
-        return mine[:channels], mine[channels:-1], count
-    parts = comm.all_gather(mine)  # (ranks, 2 channels + 1)
-    means, variances, counts = parts[:, :channels], parts[:, channels:-1], parts[:, -1:]
-    total = counts.sum()
-    mean = (counts * means).sum(0) / total
-    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-    return mean, variance, int(total)
+        return mine[0], mine[1]
+    means, variances = comm.all_gather(mine).unbind(1)  # (ranks, channels) each
+    total = max(sum(counts), 1)
+    mean = torch.zeros_like(means[0])
+    for count, each in zip(counts, means, strict=True):
+        mean.add_(each, alpha=count / total)
+    variance = torch.zeros_like(mean)
+    for count, each, of_rank in zip(counts, means, variances, strict=True):
+        variance.add_(of_rank + (each - mean) ** 2, alpha=count / total)
+    return mean, variance
 
 
 class _Normalize(torch.autograd.Function):
@@ -67,20 +71,27 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layout: Layout, comm: Communicator
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        layout: Layout,
+        comm: Communicator,
+        counts: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         own = narrow(x, layout.dims, layout.held, layout.owned) if layout.wide else x
-        mean, variance, count = _merge(own, comm)
+        mean, variance = _merge(own, counts, comm)
         kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
         ctx.mark_non_differentiable(mean, variance)
-        ctx.layout, ctx.comm, ctx.count, ctx.eps = layout, comm, count, eps
+        ctx.layout, ctx.comm, ctx.count, ctx.eps = layout, comm, sum(counts), eps
         short_mean, short_variance = mean.to(kind), variance.to(kind)
         ctx.save_for_backward(x, weight, short_mean, short_variance)
         ctx.has_bias = bias is not None
         if x.numel() == 0:
-            return torch.zeros_like(x), mean, variance, count
+            return torch.zeros_like(x), mean, variance
         y = aten.native_batch_norm(x, weight, bias, short_mean, short_variance, False, 0.0, eps)[0]
-        return y, mean, variance, count
+        return y, mean, variance
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -88,6 +99,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, variance = ctx.saved_tensors
         comm: Communicator = ctx.comm
         invstd = torch.rsqrt(variance + ctx.eps)
+        nothing = mean.new_empty(0)  # saved statistics: kernels of CUDA ask for tensors, and look at none of these
         if x.numel():
             _, sum_scaled, total = aten.native_batch_norm_backward(
                 gradient.contiguous(),
@@ -95,8 +107,8 @@ class _Normalize(torch.autograd.Function):
                 torch.ones_like(mean),
                 mean,
                 variance,
-                None,
-                None,
+                nothing,
+                nothing,
                 False,
                 ctx.eps,
                 [False, True, True],
@@ -121,11 +133,15 @@ class _Normalize(torch.autograd.Function):
             else:
                 gradient_x = aten.native_batch_norm(x, sum_scaled, total, mean, variance, False, 0.0, ctx.eps)[0]
                 gradient_x.addcmul_(gradient, slope.view(-1, *[1] * (x.dim() - 2)).to(gradient.dtype))
-        return gradient_x, gradient_weight, gradient_bias, None, None, None
+        return gradient_x, gradient_weight, gradient_bias, None, None, None, None
 
 
-def _communicator(layout: Layout, axes: tuple[int, ...]) -> Communicator:
-    return layout.grid.along(tuple(axis for axis in axes if layout.dims[axis] is not None))
+def _pixels(layout: Layout, axes: Sequence[int], each: int) -> tuple[Communicator, list[int]]:
+    """The ranks that share what is normalized along these axes, and how much each owns: `each` for every pixel."""
+    axes = tuple(axis for axis in axes if layout.dims[axis] is not None)
+    splits = [layout.tiling.splits[axis] for axis in axes]
+    lengths = [[split.owned(part).length for part in range(split.parts)] for split in splits]
+    return layout.grid.along(axes), [each * math.prod(of_rank) for of_rank in itertools.product(*lengths)]
 
 
 @register(F.batch_norm)
@@ -147,7 +163,9 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         return wrap(F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
-    y, mean, variance, count = _Normalize.apply(x, weight, bias, eps, layout, _communicator(layout, AXES))
+    comm, counts = _pixels(layout, AXES, math.prod(n for d, n in enumerate(x.shape) if d != 1 and d not in layout.dims))
+    count = sum(counts)
+    y, mean, variance = _Normalize.apply(x, weight, bias, eps, layout, comm, counts)
     if count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
     with torch.no_grad():
@@ -187,6 +205,7 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     """Statistics over the channels of a group and the whole image, for each sample."""
+    input = in_plain_dtype(input, lambda image: F.group_norm(image, 1))
     return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
 
 
@@ -237,9 +256,11 @@ def _by_sample(
     local = x.local
     n, c, h, *rest = local.shape
     rows = local.reshape(1, n * groups, c // groups * h, *rest)
-    y, *statistics = _Normalize.apply(rows, None, None, eps, x.layout, _communicator(x.layout, AXES[1:]))
+    others = [n for d, n in enumerate(local.shape) if d > 1 and d not in x.layout.dims]
+    comm, counts = _pixels(x.layout, AXES[1:], c // groups * math.prod(others))
+    y, mean, variance = _Normalize.apply(rows, None, None, eps, x.layout, comm, counts)
     y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-    return y, tuple(statistics)
+    return y, (mean, variance, sum(counts))
 
 
 @register(F.local_response_norm)
@@ -263,6 +284,7 @@ def layer_norm(
     last = _last_dims(input, normalized_shape)
     if not any(input.layout.cut(dim) for dim in last):
         return wrap(F.layer_norm(input.local, normalized_shape, weight, bias, eps), input.layout)
+    input = in_plain_dtype(input, lambda image: F.layer_norm(image, image.shape[-1:]))
     x = input.float() if input.itemsize < 4 else input
     return _affine(_by_root_mean_square(x - x.mean(tuple(last), True), last, eps), weight, bias, None).to(input.dtype)
 
@@ -274,6 +296,7 @@ def rms_norm(
     last = _last_dims(input, normalized_shape)
     if not any(input.layout.cut(dim) for dim in last):
         return wrap(F.rms_norm(input.local, normalized_shape, weight, eps), input.layout)
+    input = in_plain_dtype(input, lambda image: F.rms_norm(image, image.shape[-1:]))
     x = input.float() if input.itemsize < 4 else input
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return _affine(_by_root_mean_square(x, last, eps), weight, None, None).to(input.dtype)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, owned_along, reduced_axes, reduced_layout
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, place_of, refusal, register, wrap
 
 Dims = int | Sequence[int] | None
@@ -59,6 +60,7 @@ def norm_over(x: Tensor, order: float, dim: Dims, keepdim: bool = False, dtype: 
     if order in (torch.inf, -torch.inf):
         values = x.abs() if dtype is None else x.abs().to(dtype)
         return values.amax(dims, keepdim) if order > 0 else values.amin(dims, keepdim)
+    x = in_plain_dtype(x, torch.linalg.vector_norm)
     result = dtype or x.dtype
     wider = torch.float32 if result in (torch.float16, torch.bfloat16) else result
     own = torch.linalg.vector_norm(_own_part(x, dims), order, dims, True, dtype=wider)

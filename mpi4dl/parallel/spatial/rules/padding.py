@@ -1,6 +1,6 @@
 """Padding in every mode; negative padding crops."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
         x = in_plain_dtype(input, lambda image: F.pad(image, (1, 1, 1, 1), mode))
     if not any(pad):
         return x.clone()
+    edges = _at_edges(x, amounts, mode) if mode in ("reflect", "replicate") and isinstance(x, SpatialTensor) else None
+    if edges is not None:
+        return edges
     for dim, (before, after) in amounts.items():
         if before or after:
             assert isinstance(x, SpatialTensor)
@@ -53,6 +56,32 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         x = pad_image(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
         return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
     return _mirrored(x, dim, axis, window, mode)
+
+
+def _at_edges(x: SpatialTensor, amounts: Mapping[int, tuple[int, int]], mode: str) -> Tensor | None:
+    """What PyTorch's own operator makes of each part at the edges of the image, if no part shows rows of another."""
+    layout, around = x.layout, [0, 0, 0, 0]
+    if layout.wide or x.dim() < 3 or 0 in x.shape[-2:]:
+        return None
+    tiling, beside = layout.tiling, 1 if mode == "reflect" else 0
+    for dim, (before, after) in amounts.items():
+        axis = layout.axis(dim)
+        if axis in (None, BATCH) or min(before, after) < 0 or dim < x.dim() - 2:
+            return None
+        assert axis is not None
+        split, part = tiling.splits[axis], layout.grid.coordinates[axis]
+        last = split.parts - 1
+        if (before and split.owned(0).length < before + beside) or (
+            after and split.owned(last).length < after + beside
+        ):
+            return None
+        cuts = [0, *(cut + before for cut in split.cuts[1:-1]), split.size + before + after]
+        tiling = tiling.replace(axis, Split.at(cuts))
+        place = 2 * (x.dim() - 1 - dim)
+        around[place : place + 2] = before if part == 0 else 0, after if part == last else 0
+    # A part without pixels has none to mirror: it only changes its shape.
+    local = F.pad(x.local, around, mode if x.local.numel() else "constant") if any(around) else x.local.clone()
+    return wrap(local, Layout(layout.grid, tiling, layout.dims))
 
 
 def _source(row: int, size: int, mode: str) -> int:

@@ -33,7 +33,7 @@ class _Pool(torch.autograd.Function):
         shape: list[int],
         corner: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        padded = x if exchange is None else exchange.assemble(x, *exchange.start(x))
+        padded = x if exchange is None else exchange.bring(x)
         ctx.exchange, ctx.maximum, ctx.options = exchange, maximum, options
         ctx.like = padded.new_empty(0), padded.shape
         if 0 in shape:
@@ -60,7 +60,7 @@ class _Pool(torch.autograd.Function):
         else:
             gradient = aten.avg_pool2d_backward(gradient, padded, *ctx.options)
         if exchange is not None:
-            gradient = exchange.finish_adjoint(exchange.start_adjoint(gradient))
+            gradient = exchange.adjoint.bring(gradient)
         return gradient, None, None, None, None, None
 
 
@@ -71,8 +71,8 @@ def _lowest(x: Tensor) -> float:
 def _inside(y: Tensor, indices: Tensor, width: int, corner: tuple[int, int], dilation: Sequence[int]) -> Tensor:
     """Indices of pixels of the image: where all of a window is as low as padding is, PyTorch takes its first pixel."""
     top, left = max(0, -corner[0]), max(0, -corner[1])
-    if not (top or left) or y.is_meta or not bool((y == _lowest(y)).any()):
-        return indices
+    if not (top or left) or y.is_meta or (y.is_cpu and not bool((y == _lowest(y)).any())):
+        return indices  # to ask a GPU would stop it
     row, col = indices // width, indices % width
     row = row + (top - row).clamp(min=0).add(dilation[0] - 1).div(dilation[0], rounding_mode="floor") * dilation[0]
     col = col + (left - col).clamp(min=0).add(dilation[1] - 1).div(dilation[1], rounding_mode="floor") * dilation[1]

@@ -1,17 +1,18 @@
 """Interpolation to another size, and pixel shuffle: each output row is a weighted sum of a few input rows."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import Resampling, TransposedWindow, Window
+from mpi4dl.geometry import Interval, Resampling, TransposedWindow, Window
 from mpi4dl.parallel.spatial.halo import gather, reach
 from mpi4dl.parallel.spatial.rules.adaptive import adaptive_avg_pool2d
-from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
+from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, in_plain_dtype, pair
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 MODES: dict[str, Any] = {
@@ -48,49 +49,103 @@ def interpolate(
         factors = (None, None)
     if mode == "area":
         return adaptive_avg_pool2d(x, sizes)
-    y: Tensor = x
+    x = in_plain_dtype(x, lambda image: F.interpolate(image, scale_factor=2.0, mode=mode))
     if sizes == tuple(x.shape[-2:]):
-        y = x.clone()
-    for i in (0, 1):
-        y = _resample(y, i - 2, sizes[i], factors[i], mode, bool(align_corners), antialias)
+        return x.clone()
+    mappings = [_mapping(x.shape[i - 2], sizes[i], factors[i], mode, bool(align_corners), antialias) for i in (0, 1)]
+    wholes = [_whole_factor(mapping) for mapping in mappings]
+    if None not in wholes:
+        return _enlarge(x, mappings, wholes, mode)
+    y: Tensor = x
+    for i, mapping in enumerate(mappings):
+        y = _resample(y, i - 2, mapping)
     return y
 
 
-def _resample(
-    x: Tensor, dim: int, output: int, factor: float | None, mode: str, align_corners: bool, antialias: bool
-) -> Tensor:
-    """Interpolate along one dim."""
-    size = x.shape[dim]
+def _mapping(
+    size: int, output: int, factor: float | None, mode: str, align_corners: bool, antialias: bool
+) -> Resampling:
     if align_corners:
         scale = (size - 1) / (output - 1) if output > 1 else 0.0
     else:
         scale = 1 / factor if factor else size / output
-    mapping = Resampling(size, output, MODES[mode], align_corners, scale, antialias)
-    if output == size and (scale == 1 or (align_corners and size == 1)):
-        return x
-    if not isinstance(x, SpatialTensor) or x.layout.axis(x.dim() + dim) is None:
-        local, start, rows, layout = x.local if isinstance(x, SpatialTensor) else x, 0, range(output), None
-        if isinstance(x, SpatialTensor):
-            layout = x.layout
+    return Resampling(size, output, MODES[mode], align_corners, scale, antialias)
+
+
+def _whole_factor(mapping: Resampling) -> int | None:
+    """How many output rows each input row makes, where all make as many: any part is then enlarged as the whole is."""
+    if mapping.align_corners or mapping.antialias or not mapping.scale:
+        return None
+    factor = round(1 / mapping.scale)
+    if factor * mapping.size != mapping.output or factor * mapping.scale != 1:
+        return None
+    # What is the nearest, PyTorch finds by products rounded to float32, exact in the whole as in a part for these.
+    return factor if mapping.mode in ("linear", "cubic") or factor.bit_count() == 1 else None
+
+
+def _enlarge(x: SpatialTensor, mappings: Sequence[Resampling], factors: Sequence[Any], mode: str) -> Tensor:
+    """By PyTorch's own operator: beyond what a rank needs of its neighbours, nothing of a part depends on the rest."""
+    maps = {axis: mappings[i] for i, axis in enumerate(IMAGE_AXES) if x.layout.dims[axis] is not None}
+    reached = reach(x, maps)
+    local = reached.fetch(x.local)
+    if 0 in local.shape:
+        y = local.repeat_interleave(factors[0], -2).repeat_interleave(factors[1], -1)
     else:
-        axis = IMAGE_AXES[dim + 2]
-        reached = reach(x, {axis: mapping})
-        local, start = reached.fetch(x.local), reached.needed[axis].start
-        rows, layout = range(*reached.output.held[axis]), reached.output
-    taps = [mapping.taps(row) for row in rows]
-    y = local.narrow(dim, 0, 0)
+        y = F.interpolate(local, scale_factor=[float(factor) for factor in factors], mode=mode)
+    for i, axis in enumerate(IMAGE_AXES):
+        if axis in maps:
+            held, start = reached.output.held[axis], reached.needed[axis].start * factors[i]
+            y = y.narrow(i - 2, held.start - start if held.length else 0, held.length)
+    return wrap(y, reached.output)
+
+
+class Tap(NamedTuple):
+    """One of the input rows of every output row that has so many: of which output rows, which one, how weighted."""
+
+    having: Tensor
+    rows: Tensor
+    weight: Tensor
+
+
+@lru_cache(maxsize=256)
+def _taps(
+    mapping: Resampling, start: int, stop: int, first: int, dtype: torch.dtype, device: torch.device
+) -> list[Tap]:
+    """What output rows from `start` to `stop` are made of, in a part of the input that begins at row `first`."""
+    taps = [mapping.taps(row) for row in range(start, stop)]
+    found = []
     for number in range(max(map(len, taps), default=0)):
         having = [row for row, of_row in enumerate(taps) if number < len(of_row)]
         tap = [taps[row][number] for row in having]
-        index = torch.tensor([row - start for row, _ in tap], dtype=torch.int64, device=local.device)
-        part = local.index_select(dim, index)
-        if mode not in ("nearest", "nearest-exact"):
-            weight = torch.tensor([w for _, w in tap], dtype=local.dtype, device=local.device)
-            part = part * (weight.unsqueeze(-1) if dim == -2 else weight)
-        if len(having) < len(taps):
-            y = y.index_add(dim, torch.tensor(having, device=local.device), part)
+        index = torch.tensor([row - first for row, _ in tap], dtype=torch.int64, device=device)
+        weight = torch.tensor([w for _, w in tap], dtype=dtype, device=device)
+        found.append(Tap(torch.tensor(having, device=device), index, weight))
+    return found
+
+
+def _resample(x: Tensor, dim: int, mapping: Resampling) -> Tensor:
+    """Interpolate along one dim."""
+    if mapping.output == mapping.size and (mapping.scale == 1 or (mapping.align_corners and mapping.size == 1)):
+        return x
+    layout = x.layout if isinstance(x, SpatialTensor) else None
+    if not isinstance(x, SpatialTensor) or x.layout.axis(x.dim() + dim) is None:
+        local, first, rows = x.local if isinstance(x, SpatialTensor) else x, 0, Interval(0, mapping.output)
+    else:
+        axis = IMAGE_AXES[dim + 2]
+        reached = reach(x, {axis: mapping})
+        local, first = reached.fetch(x.local), reached.needed[axis].start
+        rows, layout = reached.output.held[axis], reached.output
+    y = local.narrow(dim, 0, 0)
+    for number, tap in enumerate(_taps(mapping, *rows, first, local.dtype, local.device)):
+        part = local.index_select(dim, tap.rows)
+        if mapping.mode not in ("nearest", "nearest-exact"):
+            part = part * (tap.weight.unsqueeze(-1) if dim == -2 else tap.weight)
+        if number == 0:
+            y = part
+        elif len(tap.having) == rows.length:
+            y = y + part
         else:
-            y = part if number == 0 else y + part
+            y = y.index_add(dim, tap.having, part)
     return y if layout is None else wrap(y, layout)
 
 

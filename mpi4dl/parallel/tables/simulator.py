@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpi4dl.parallel.pipeline.checker import check, peak_kept
-from mpi4dl.parallel.pipeline.table import Action, Placement, Table, needs
+from mpi4dl.parallel.tables.checker import check, peak_kept
+from mpi4dl.parallel.tables.table import Action, Placement, Table, needs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Costs:
                 raise ValueError(f"{num_stages} stages need {expected} {name}, but there are {len(values)}: {values}")
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """When an action runs."""
 
     action: Action
@@ -70,7 +70,7 @@ class Span(NamedTuple):
 class Simulation:
     """The timeline of a table: the spans of every rank, and the most bytes of activations that it keeps."""
 
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[TimeSpan, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property
@@ -98,7 +98,7 @@ def simulate(table: Table, placement: Placement, costs: Costs) -> Simulation:
     costs.require(placement.num_stages)
     free = [0.0] * placement.num_ranks
     ends: dict[Action, float] = {}
-    rows: list[list[Span]] = [[] for _ in table]
+    rows: list[list[TimeSpan]] = [[] for _ in table]
     for action in check(table, placement).order:
         ranks = placement.ranks_of(action)
         arrivals = (_arrival(need, action, ends, placement, costs) for need in needs(action, placement.num_stages))
@@ -106,7 +106,7 @@ def simulate(table: Table, placement: Placement, costs: Costs) -> Simulation:
         ends[action] = start + costs.seconds(action)
         for rank in ranks:
             free[rank] = ends[action]
-            rows[rank].append(Span(action, start, ends[action]))
+            rows[rank].append(TimeSpan(action, start, ends[action]))
     peaks = tuple(peak_kept(row, costs.activation_bytes) for row in table)
     return Simulation(tuple(tuple(row) for row in rows), peaks)
 

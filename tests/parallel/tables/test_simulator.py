@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from mpi4dl.parallel.pipeline.checker import TableError, check
-from mpi4dl.parallel.pipeline.schedules import table_for
-from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, Span, simulate
-from mpi4dl.parallel.pipeline.table import Action, Placement, Table
-from tests.parallel.pipeline.tables import tables
+from mpi4dl.parallel.tables.checker import TableError, check
+from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, TimeSpan, simulate
+from mpi4dl.parallel.tables.table import Action, Placement, Table
+from tests.parallel.tables.tables import tables
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 4, 8, 13)]
 
@@ -67,8 +67,8 @@ def test_a_timeline_worked_out_by_hand() -> None:
     placement = Placement.row([2, 1])
     costs = Costs((2.0, 1.0), (4.0, 3.0), (0.5,), (10, 7))
     simulation = simulated("layer", placement, 1, costs)
-    first = (Span(Action("forward", 0, 0, 0), 0.0, 2.0), Span(Action("backward", 0, 0, 0), 7.0, 11.0))
-    second = (Span(Action("forward", 0, 1, 0), 2.5, 3.5), Span(Action("backward", 0, 1, 0), 3.5, 6.5))
+    first = (TimeSpan(Action("forward", 0, 0, 0), 0.0, 2.0), TimeSpan(Action("backward", 0, 0, 0), 7.0, 11.0))
+    second = (TimeSpan(Action("forward", 0, 1, 0), 2.5, 3.5), TimeSpan(Action("backward", 0, 1, 0), 3.5, 6.5))
     assert simulation == Simulation((first, first, second), (10, 10, 7))
     assert simulation.makespan_seconds == 11.0
     assert simulation.bubbles == pytest.approx([5 / 11, 5 / 11, 7 / 11])

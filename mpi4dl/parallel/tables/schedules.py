@@ -12,7 +12,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import TypeAlias
 
-from mpi4dl.parallel.pipeline.table import Action, Kind, Placement, Table, precedence
+from mpi4dl.parallel.tables.table import Action, Kind, Placement, Table, precedence
 
 Schedule: TypeAlias = Callable[[Placement, int], Table]
 

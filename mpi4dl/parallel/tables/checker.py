@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from mpi4dl.parallel.pipeline.table import Action, Kind, Placement, Table, needs, precedence
+from mpi4dl.parallel.tables.table import Action, Kind, Placement, Table, needs, precedence
 
 
 class TableError(ValueError):

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.pipeline import schedules
-from mpi4dl.parallel.pipeline.checker import check
-from mpi4dl.parallel.pipeline.drawing import as_text
-from mpi4dl.parallel.pipeline.schedules import SCHEDULES, Schedule, forward_only, gems, interleaved, table_for
-from mpi4dl.parallel.pipeline.simulator import Costs, simulate
-from mpi4dl.parallel.pipeline.table import Action, Placement, Table
-from tests.parallel.pipeline.tables import can_be_played, read, tables
+from mpi4dl.parallel.tables import schedules
+from mpi4dl.parallel.tables.checker import check
+from mpi4dl.parallel.tables.drawing import as_text
+from mpi4dl.parallel.tables.schedules import SCHEDULES, Schedule, forward_only, gems, interleaved, table_for
+from mpi4dl.parallel.tables.simulator import Costs, simulate
+from mpi4dl.parallel.tables.table import Action, Placement, Table
+from tests.parallel.tables.tables import can_be_played, read, tables
 
 PIPELINES = [
     pytest.param(

@@ -4,8 +4,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.pipeline.schedules import SCHEDULES, gems
-from mpi4dl.parallel.pipeline.table import Action, Kind, Placement, Table, needs
+from mpi4dl.parallel.tables.schedules import SCHEDULES, gems
+from mpi4dl.parallel.tables.table import Action, Kind, Placement, Table, needs
 
 KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 

@@ -7,10 +7,10 @@ from textwrap import dedent
 
 import pytest
 
-from mpi4dl.parallel.pipeline.drawing import COLOURS, as_png, as_text
-from mpi4dl.parallel.pipeline.schedules import table_for
-from mpi4dl.parallel.pipeline.simulator import Costs, Simulation, simulate
-from mpi4dl.parallel.pipeline.table import Placement
+from mpi4dl.parallel.tables.drawing import COLOURS, as_png, as_text
+from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.tables.table import Placement
 from tests.pool.zygote import python
 
 
@@ -85,8 +85,8 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
     simulation = simulated("gpipe", placement, 3, Costs.equal(2))
     script = (
         "import matplotlib; matplotlib.rcParams['svg.fonttype'] = 'none'\n"
-        "from mpi4dl.parallel.pipeline import *\n"
-        "from mpi4dl.parallel.pipeline.drawing import as_png\n"
+        "from mpi4dl.parallel.tables import *\n"
+        "from mpi4dl.parallel.tables.drawing import as_png\n"
         "placement = Placement.row([1, 1], 2)\n"
         f"as_png(simulate(table_for('gpipe', placement, 3), placement, Costs.equal(2)), {str(tmp_path / 'a.svg')!r})\n"
     )
@@ -99,6 +99,6 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_matplotlib_is_imported_only_for_a_picture() -> None:
-    code = "import sys, mpi4dl.parallel.pipeline.drawing; print('matplotlib' in sys.modules)"
+    code = "import sys, mpi4dl.parallel.tables.drawing; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "False"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from statistics import median
 
-from mpi4dl.parallel.pipeline.simulator import Simulation
-from mpi4dl.parallel.pipeline.table import Action
+from mpi4dl.parallel.tables.simulator import Simulation
+from mpi4dl.parallel.tables.table import Action
 
 LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 NAMES = {"forward": "forward", "backward": "backward", "input": "input gradient", "weight": "weight gradient"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpi4dl.parallel.pipeline.table import Action, Placement, needs, precedence
+from mpi4dl.parallel.tables.table import Action, Placement, needs, precedence
 
 
 def test_a_row_lays_the_mirrored_copy_in_reverse() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.pipeline.checker import TableError, check
-from mpi4dl.parallel.pipeline.schedules import table_for
-from mpi4dl.parallel.pipeline.table import Action, Placement, Table
-from tests.parallel.pipeline.tables import can_be_played, read, tables
+from mpi4dl.parallel.tables.checker import TableError, check
+from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.table import Action, Placement, Table
+from tests.parallel.tables.tables import can_be_played, read, tables
 
 THREE = Placement.row([1, 1, 1])
 TILES = Placement.row([2, 1])

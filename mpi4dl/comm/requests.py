@@ -1,0 +1,96 @@
+"""What can be waited for: anything that says whether it is complete, and moves forward whenever it is asked.
+
+A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them in a row all are such requests.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from mpi4dl.comm.refusal import Mismatch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Request(Protocol):
+    """Something under way."""
+
+    def test(self) -> bool:
+        """Let it make progress, without waiting; whether it is complete."""
+
+
+class Driven(Protocol):
+    """Something that a rank has to move forward, whatever it waits for. What goes wrong is for who waits for it."""
+
+    def advance(self) -> None: ...
+
+
+class Calls:
+    """Requests of MPI, as one: sends and collectives."""
+
+    def __init__(self, requests: "Sequence[MPI.Request]") -> None:
+        self._requests = requests
+
+    def test(self) -> bool:
+        return not self._requests or self._requests[0].Testall(self._requests)
+
+
+class Posted(NamedTuple):
+    """A receive: how many bytes it is for, and from which rank; None: from any."""
+
+    request: "MPI.Request"
+    num_bytes: int
+    source: int | None
+
+
+class Receives:
+    """Messages to this rank, in turn, whose lengths are checked; `heard(rank)` is told where each one came from.
+
+    MPI says nothing of a message that is shorter than the buffer, the rest of which would be old values.
+    """
+
+    def __init__(
+        self, rank: int, posted: Sequence[Posted], status: "MPI.Status", heard: Callable[[int], None] | None = None
+    ) -> None:
+        self._rank = rank
+        self._open = list(posted)
+        self._status = status
+        self._heard = heard
+
+    def test(self) -> bool:
+        while self._open and self._arrived(self._open[0]):
+            pass
+        return not self._open
+
+    def _arrived(self, posted: Posted) -> bool:
+        try:
+            if not posted.request.Test(self._status):
+                return False
+        except RuntimeError as error:
+            from mpi4py import MPI
+
+            if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            del self._open[0]
+            raise Mismatch(self._complaint(posted.num_bytes, posted.source, "more")) from None
+        del self._open[0]
+        source, count = self._status.source, self._status.Get_count()
+        if self._heard is not None:
+            self._heard(source)
+        if count != posted.num_bytes:
+            raise Mismatch(self._complaint(posted.num_bytes, source, f"{count}"))
+        return True
+
+    def _complaint(self, expected: int, source: int | None, arrived: str) -> str:
+        name = "any rank" if source is None else f"rank {source}"
+        return (
+            f"rank {self._rank} receives {expected} bytes from {name}, which sent {arrived}: the tensors must have "
+            "the same size and dtype at both ends"
+        )
+
+
+class Condition:
+    """Complete once `holds()`."""
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self.test = holds

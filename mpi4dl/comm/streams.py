@@ -1,0 +1,154 @@
+"""Streams of a GPU and memory of the host: the one file that says who records which event, and who waits for it.
+
+`S` is the caller's stream, on which it made what is sent and will use what arrives. `C` is the wire's own stream, on
+which it copies, so that `S` computes on meanwhile. `host` is the thread that calls MPI.
+
+    S     ..makes x, packs it..|E0|............computes on..............(E2)..unpacks y..|E3|..
+                                  \\                                       /                 \\
+    C                            (E0)..copies x..|E1|      (E0)..copies y..|E2|              \\
+                                                    \\       /                                 \\
+    host                                           (E1)..MPI..                                 \\
+    W     ..another stream, where somebody waits for y........................................(E3)..uses y..
+
+    |E| records event E; (E) waits for it: streams in their queues, the host by asking whether E1 has been reached,
+    while it waits for anything else too. Nothing here stops the host.
+
+E0 also stands for everything that `S` did before with the memory that y goes to. A staging buffer that MPI has sent is
+free at once, as the host knows; one that was copied to the GPU is free once E2 is reached. Memory that belongs to `S`
+and that `C` uses is held until then. Whoever finds that messages have come, and on whatever stream, what follows is put
+on `S`. Where MPI reads GPU memory itself ("direct"), MPI is called once E0 is reached.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.requests import Condition, Request
+
+SMALLEST_BYTES = 1 << 12
+
+
+class Nowhere:
+    """Where there is no GPU."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        """What has been put here by now is what `join` is for."""
+
+    def join(self) -> None:
+        """Let what is put on the current stream come after it."""
+
+
+class Here(Nowhere):
+    """The stream that is current now: S."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._event: Any = None
+
+    def current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(self._stream)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream()
+        if self._event is not None and current != self._stream:
+            current.wait_event(self._event)
+
+
+NOWHERE = Nowhere()
+
+
+def here() -> Nowhere:
+    return Here() if torch.cuda.is_initialized() else NOWHERE
+
+
+class Dock:
+    """Where tensors of one GPU meet the host: the wire's stream, and the pinned buffers that it reuses.
+
+    What C does is numbered: once the host has seen one number, it knows that all before it is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._free: dict[int, list[Staging]] = {}
+        self._begun = 0
+        self._seen = 0
+
+    def begin(self) -> tuple[Any, Request]:
+        """E0: what has been put on the current stream by now; and the host's wait for it."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event, Condition(event.query)
+
+    def to_host(self, packed: Tensor, begun: Any) -> tuple[Tensor, Request]:
+        """Copy flat bytes to a staging buffer, after E0 `begun`; and the host's wait for E1."""
+        host = self.take(packed.numel(), for_copy=True)
+        copied = self._after(begun, lambda: host.copy_(packed, non_blocking=True))
+        return host, Condition(lambda: self._sees(copied))
+
+    def to_device(self, host: Tensor, packed: Tensor, begun: Any) -> None:
+        """Copy a staging buffer, which is free after it, to flat bytes, after E0; the current stream waits for E2."""
+        copied = self._after(begun, lambda: packed.copy_(host, non_blocking=True))
+        torch.cuda.current_stream(self.device).wait_event(copied.event)
+        self.give(host, copied)
+
+    def take(self, num_bytes: int, for_copy: bool = False) -> Tensor:
+        """A staging buffer: so many bytes of pinned memory, for C to copy to, in its turn, or for MPI to write to."""
+        size = max(SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        for place, (buffer, done) in enumerate(free):
+            if for_copy or done is None or self._sees(done):
+                del free[place]
+                return buffer[:num_bytes]
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)[:num_bytes]
+
+    def give(self, buffer: Tensor, done: "Done | None" = None) -> None:
+        """Take a staging buffer back: it is free once C has done that, or at once."""
+        whole = buffer._base
+        assert whole is not None
+        self._free[whole.numel()].append(Staging(whole, done))
+
+    def _after(self, begun: Any, work: Callable[[], Any]) -> "Done":
+        self.stream.wait_event(begun)
+        with torch.cuda.stream(self.stream):
+            work()
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        self._begun += 1
+        return Done(self._begun, event)
+
+    def _sees(self, done: "Done") -> bool:
+        if done.number > self._seen and done.event.query():
+            self._seen = done.number
+        return done.number <= self._seen
+
+
+class Done(NamedTuple):
+    """The end of what C did as its `number`th work."""
+
+    number: int
+    event: Any
+
+
+class Staging(NamedTuple):
+    """A buffer, and what has to be done before it is free."""
+
+    buffer: Tensor
+    done: Done | None
+
+
+@cache
+def dock_of(device: torch.device) -> Dock:
+    """The dock of a GPU."""
+    return Dock(device)
