@@ -11,7 +11,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train test lint clean
+.PHONY: install train test test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -27,6 +27,11 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-gpu: $(STAMP)
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'PyTorch sees no GPU here'"
+	$(BIN)/mpirun -n 2 $(BIN)/python -m mpi4dl.doctor
+	$(BIN)/python -m pytest -rs tests/test_gpu_training.py tests/comm/test_gpu.py tests/runtime/test_memory.py tests/fakegpu
 
 clean:
 	rm -rf .venv data runs results

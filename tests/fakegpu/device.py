@@ -1,0 +1,346 @@
+"""The device: its tensors, its streams and events, its pinned memory, and what the wire hands to MPI.
+
+CPU tensors stand for those of the GPU. What is made on "cuda", or computed from what was, is the device's; what is
+made with `pin_memory`, poisoned at first, is pinned; all others are the host's. Kernels run at once, but count as done
+on the current stream, so that a missing wait shows by `clocks`, not by luck. Events are first found not to be reached.
+
+    an operator on device tensors      reads and writes them on the current stream, after all that the host has done
+    a copy to or from pinned memory    the same, if it is non-blocking; else the host waits, which is counted
+    item(), synchronize()              the host waits, which is counted
+    MPI                                touches what it is handed from the call until it is found to be complete
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpi4dl.comm import Communicator, streams
+from mpi4dl.comm.messenger import Messenger
+from mpi4dl.comm.packing import Message
+from mpi4dl.comm.pending import Pending
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from tests.fakegpu.clocks import Memory, Race, Timeline
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+POISON = 0xA5
+FACTORIES = tuple("empty zeros ones full tensor rand randn arange randint empty_strided as_tensor".split())
+MIXING = ("aten.index", "aten._index_put_impl_", "aten.index_put")
+
+
+class WrongPlace(AssertionError):
+    """Memory of the host is used as the device's, or the other way round."""
+
+
+@dataclass
+class Counters:
+    """What a GPU would have been asked for. `waits` counts what the host waited for: events, and what is blocking."""
+
+    waits: int = 0
+    blocking: int = 0
+    to_host: int = 0
+    to_device: int = 0
+    pinned: int = 0
+    messages: int = 0
+
+
+class Stream(Timeline):
+    """torch.cuda.Stream."""
+
+    made = 0
+
+    def __init__(self, device: Any = None) -> None:
+        Stream.made += 1
+        super().__init__(f"stream {Stream.made}")
+        self.device = CUDA
+
+    def wait_event(self, event: "Event") -> None:
+        self.learn(event.recorded)
+
+    def synchronize(self) -> None:
+        gpu().wait(self.snapshot(), blocking=True)
+
+
+class Event:
+    """torch.cuda.Event."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[Timeline, int] = {}
+        self.asked = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = (stream or gpu().current).snapshot()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or gpu().current).wait_event(self)
+
+    def query(self) -> bool:
+        """Reached when it is asked a second time: so nobody can take it for granted."""
+        self.asked += 1
+        if self.asked == 2:
+            gpu().wait(self.recorded)
+        return self.asked > 1
+
+    def synchronize(self) -> None:
+        gpu().wait(self.recorded, blocking=True)
+
+
+class FakeGpu(TorchDispatchMode):
+    """Within its context there is a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Timeline("the host")
+        self.default = Stream()
+        self.current = self.default
+        self.counters = Counters()
+        self._memory: dict[int, Memory] = {}
+
+    # What memory is where.
+
+    def memory_of(self, x: Tensor) -> Memory | None:
+        return self._memory.get(x.untyped_storage()._cdata)
+
+    def place(self, x: Tensor, place: str) -> Tensor:
+        """This tensor is new there."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = memory = Memory(place)
+            weakref.finalize(storage, self._release, storage._cdata, memory, self.current)
+        return x
+
+    def _release(self, key: int, memory: Memory, stream: Stream) -> None:
+        self._memory.pop(key, None)
+        if memory.place == "device" and active and active[-1] is self:
+            late = memory.released(stream, self.host)
+            if late:
+                who, what = late[0].timeline.name, late[0].what
+                self.problems.append(f"memory of {stream.name} is given back while {who} may still use it: {what}")
+
+    def on_device(self, x: Tensor) -> bool:
+        memory = self.memory_of(x)
+        return memory is not None and memory.place == "device"
+
+    # Who touches it.
+
+    def touch(self, timeline: Timeline, x: Tensor, writes: bool, what: str) -> None:
+        memory = self.memory_of(x)
+        if memory is not None and x.numel():
+            start = x.storage_offset() * x.itemsize
+            reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            memory.touch(timeline, start, start + (reach + 1) * x.itemsize, writes, what)
+
+    def wait(self, known: dict[Timeline, int], blocking: bool = False) -> None:
+        """The host waits for this."""
+        self.counters.waits += 1
+        self.counters.blocking += blocking
+        self.host.learn(known)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(function)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [
+            x
+            for argument, value in zip(function._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for x in tree_leaves(value)
+            if isinstance(x, Tensor)
+        ]
+        written += [x for x in tree_leaves(kwargs.get("out")) if isinstance(x, Tensor)]
+        here = [x for x in inputs if self.on_device(x)]
+        if name.startswith("aten.copy_"):
+            return self._copy(function, args, kwargs)
+        if "_local_scalar_dense" in name and here:
+            self.touch(self.current, inputs[0], False, name)
+            self.wait(self.current.snapshot(), blocking=True)
+            self.counters.to_host += 1
+        timeline: Timeline = self.host
+        if here and name.startswith("aten.native_batch_norm_backward") and None in args[5:7]:
+            raise AssertionError(
+                "save_mean and save_invstd should be defined, says an assertion in the kernel for GPUs"
+            )
+        if here:
+            timeline = self.current
+            self.current.learn(self.host.snapshot())
+            elsewhere = [x for x in inputs if x.dim() and not self.on_device(x) and not x.is_meta and x.numel()]
+            if elsewhere and not name.startswith(MIXING):
+                raise WrongPlace(f"{name} of device tensors and one of the host, of shape {tuple(elsewhere[0].shape)}")
+        result = function(*args, **kwargs)
+        views = not written and _is_view(function)
+        for x in [] if views else inputs:
+            self.touch(timeline, x, any(x is w for w in written), name)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and here and self.memory_of(x) is None and not x.is_meta:
+                self.touch(timeline, self.place(x, "device"), True, name)
+        return result
+
+    def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
+        into, source, *rest = args
+        non_blocking = bool(rest[0]) if rest else kwargs.get("non_blocking", False)
+        places = [self.on_device(x) for x in (into, source)]
+        timeline: Timeline = self.current if any(places) else self.host
+        if any(places):
+            self.current.learn(self.host.snapshot())
+        result = function(*args, **kwargs)
+        self.touch(timeline, source, False, "copy")
+        self.touch(timeline, into, True, "copy")
+        if places[0] != places[1] and into.numel():
+            self.counters.to_device += places[0]
+            self.counters.to_host += places[1]
+            other = self.memory_of(source if places[0] else into)
+            if not non_blocking or other is None:  # memory that is not pinned makes any copy blocking
+                self.wait(self.current.snapshot(), blocking=True)
+        return result
+
+    # MPI.
+
+    def hand_over(
+        self, tensors: list[tuple[Tensor, bool]], call: Callable[[], Pending], direct: bool, what: str = "MPI"
+    ) -> Pending:
+        """`call()` lets MPI touch these, as (tensor, writes), until what it returns is complete."""
+        timeline = Timeline(what)
+        for x, writes in tensors:
+            if self.on_device(x) and not direct:
+                raise WrongPlace(f"device memory is handed to an MPI that is not CUDA-aware: {tuple(x.shape)}")
+            self.touch(self.host, x, writes, what)  # which finds races before MPI is called
+        self.counters.messages += len(tensors)
+        pending = call()
+        timeline.learn(self.host.snapshot())
+        for x, writes in tensors:
+            self.touch(timeline, x, writes, what)
+        pending._deliveries.insert(0, lambda: self.host.learn(timeline.snapshot()))
+        return pending
+
+    problems: list[str]
+
+
+active: list[FakeGpu] = []
+
+
+def gpu() -> FakeGpu:
+    return active[-1]
+
+
+def _is_view(function: Any) -> bool:
+    returns = function._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@contextlib.contextmanager
+def stream_context(stream: Stream) -> Iterator[None]:
+    before, gpu().current = gpu().current, stream
+    try:
+        yield
+    finally:
+        gpu().current = before
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.local if isinstance(x, SpatialTensor) else x
+
+
+def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
+    def factory(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        kind = None if device is None else torch.device(device)
+        result = make(*args, device=CPU if kind is None or kind.type == "cuda" else kind, **kwargs)
+        if pin_memory:
+            gpu().counters.pinned += 1
+            return gpu().place(result.fill_(POISON), "pinned")
+        if kind is not None and kind.type == "cuda":
+            gpu().touch(gpu().current, gpu().place(result, "device"), True, make.__name__)
+        return result
+
+    return factory
+
+
+def _to(move: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> Any:
+        target = options.pop("device", None)
+        for x in args:
+            if isinstance(x, Tensor):
+                target, options["dtype"] = x.device, x.dtype
+            elif isinstance(x, str | torch.device):
+                target = torch.device(x)
+            elif isinstance(x, torch.dtype):
+                options["dtype"] = x
+            elif isinstance(x, bool):
+                non_blocking = x
+        target = None if target is None else torch.device(target)
+        if target is not None and target.type == "meta":
+            return move(self, target, **options)
+        result = move(self, **options) if options else self
+        on_device = target is not None and target.type == "cuda"
+        if target is None or isinstance(self, SpatialTensor) or on_device == gpu().on_device(result):
+            return result
+        moved = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=target)
+        return moved.copy_(result, non_blocking=non_blocking)
+
+    return to
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[FakeGpu]:
+    """There is one GPU in this process, for the tensors that are made in this context."""
+    fake = FakeGpu()
+    fake.problems = []
+    patch = pytest.MonkeyPatch()
+    for name in FACTORIES:
+        patch.setattr(torch, name, _factory(getattr(torch, name)))
+    patch.setattr(Tensor, "to", _to(Tensor.to))
+    patch.setattr(Tensor, "cpu", lambda x: x.to("cpu"))
+    patch.setattr(Tensor, "is_cuda", property(lambda x: fake.on_device(_plain(x))), raising=False)
+    patch.setattr(Tensor, "is_cpu", property(lambda x: not x.is_meta and not fake.on_device(_plain(x))), raising=False)
+    device_of = Tensor.device.__get__  # type: ignore[attr-defined]
+    patch.setattr(
+        Tensor, "device", property(lambda x: CUDA if fake.on_device(_plain(x)) else device_of(x)), raising=False
+    )
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream_context,
+        "current_stream": lambda device=None: gpu().current,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: gpu().wait(gpu().current.snapshot(), blocking=True),
+        "default_generators": (torch.Generator(),),
+        "get_rng_state": lambda device=None: torch.cuda.default_generators[0].get_state(),
+        "set_rng_state": lambda state, device=None: torch.cuda.default_generators[0].set_state(state),
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    post = Messenger._post
+
+    def checked_post(self: Messenger, leaving: list[Message], arriving: list[Message], *rest: Any) -> Pending:
+        pieces = [(x, False) for m in leaving for x in m.pieces] + [(x, True) for m in arriving for x in m.pieces]
+        return fake.hand_over(pieces, lambda: post(self, leaving, arriving, *rest), self.gpu_wire == "direct")
+
+    def checked(collective: Callable[..., Pending]) -> Callable[..., Pending]:
+        def call(self: Communicator, *args: Any) -> Pending:
+            tensors = [(x, True) for x in args if isinstance(x, Tensor)]
+            return fake.hand_over(tensors, lambda: collective(self, *args), False)
+
+        return call
+
+    patch.setattr(Messenger, "_post", checked_post)
+    for name in ("_reduce", "_broadcast", "_gather"):
+        patch.setattr(Communicator, name, checked(getattr(Communicator, name)))
+    streams.dock_of.cache_clear()
+    active.append(fake)
+    try:
+        with fake:
+            yield fake
+        if fake.problems:
+            raise Race(fake.problems[0])
+    finally:
+        active.pop()
+        streams.dock_of.cache_clear()
+        patch.undo()
