@@ -1,0 +1,123 @@
+"""Two nodes made of network namespaces, joined by a cable; a job starts on the first and reaches the other.
+
+Processes of both see the same files and cores, but no shared memory lies between them: to MPI they are two machines,
+that speak TCP. It takes root and iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+JOB_SECONDS = 600.0
+HOSTS = ("nodea", "nodeb")
+
+# What Hydra starts in place of ssh: options, a host, a command.
+LAUNCHER = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+host=$1
+shift
+exec ip netns exec {prefix}$host unshare -u bash -c "hostname $host; exec $*"
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Both nodes. `prefix` and a host's name make the name of its namespace."""
+
+    prefix: str
+    launcher: Path
+
+    def run(self, ranks_per_node: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A job of Python on both nodes, with so many ranks on each."""
+        with self.start(ranks_per_node, *arguments) as job:
+            out, error = job.communicate(timeout=JOB_SECONDS)
+        return subprocess.CompletedProcess(arguments, job.returncode, out, error)
+
+    @contextlib.contextmanager
+    def start(self, ranks_per_node: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        assert mpirun is not None
+        job = [mpirun, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-hosts", ",".join(HOSTS)]
+        job += ["-ppn", str(ranks_per_node), "-n", str(2 * ranks_per_node), sys.executable, *arguments]
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.prefix + HOSTS[0],
+            "unshare",
+            "-u",
+            "bash",
+            "-c",
+            'hostname nodea; exec "$@"',
+        ]
+        process = subprocess.Popen(
+            [*inside, "job", *job], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def why_not() -> str:
+    """Why there can be no such nodes here; empty if there can."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
+        return "two nodes on one machine take root and iproute2"
+    try:
+        ip("netns", "add", f"try{os.getpid()}")
+        ip("netns", "del", f"try{os.getpid()}")
+    except subprocess.SubprocessError:
+        return "this machine lets nobody make network namespaces"
+    return ""
+
+
+@contextlib.contextmanager
+def two_nodes(folder: Path) -> Iterator[Cluster]:
+    """Two nodes, as long as the context lasts. `folder` is for what it takes."""
+    number = os.getpid() % 60000
+    prefix, network = f"mpi4dl{number}", f"10.{100 + number // 250 % 100}.{number % 250}"
+    cables = [f"m{number}{end}" for end in "ab"]
+    names = [prefix + host for host in HOSTS]
+    hosts = "127.0.0.1 localhost\n" + "".join(f"{network}.{i + 1} {host}\n" for i, host in enumerate(HOSTS))
+    launcher = folder / "launch.sh"
+    launcher.write_text(LAUNCHER.format(prefix=prefix))
+    launcher.chmod(0o755)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            folder_of_node = Path("/etc/netns") / name
+            folder_of_node.mkdir(parents=True)
+            (folder_of_node / "hosts").write_text(hosts)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for i, (name, cable) in enumerate(zip(names, cables, strict=True)):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield Cluster(prefix, launcher)
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.SubprocessError):
+                ip("netns", "del", name)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes

@@ -1,0 +1,79 @@
+"""The training command over two nodes equals the same on one, to the bit; a node that dies ends the job at once."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cluster.nodes import Cluster, cluster
+from tests.commands import TINY, TRAIN, train_command
+from tests.interrupted import WEIGHTS, assert_the_same_run
+
+__all__ = ["cluster"]
+
+RUN = (*TINY, "--num-samples", "16", "--epochs", "1", "--no-tensorboard")
+PLANS = {
+    "tiles": ("--tiles", "1x4"),
+    "stages": ("--stages", "2", "--tiles", "1x2,1x2", "--microbatches", "2"),
+    "replicas": ("--data", "4", "--allreduce", "two-level", "--batch-size", "8"),
+    "zero": ("--tiles", "1x2", "--data", "2", "--zero", "3"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in ("replicas", "zero") else ()) for name in PLANS]
+)
+def test_two_nodes_train_as_one(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    flags = (*RUN, *PLANS[name])
+    over_two = cluster.run(2, *TRAIN, *flags, "--run-folder", str(tmp_path / "two"))
+    assert over_two.returncode == 0, over_two.stderr
+    assert train_command(4, *flags, "--run-folder", str(tmp_path / "one")).code == 0
+    if name == "replicas":  # on one node the two levels are one, which adds up in another order
+        two, one = (load_file(tmp_path / run / WEIGHTS) for run in ("two", "one"))
+        for value in two:
+            torch.testing.assert_close(two[value], one[value], rtol=1e-5, atol=1e-6)
+    else:
+        assert_the_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_of_two_nodes_is_resumed_by_one(cluster: Cluster, tmp_path: Path) -> None:
+    flags = (*RUN, "--tiles", "1x2", "--data", "2", "--run-folder", str(tmp_path / "run"))
+    begun = cluster.run(2, *TRAIN, *flags, "--max-steps", "2")
+    assert begun.returncode == 0, begun.stderr
+    assert train_command(4, *flags, "--resume", "auto").code == 0
+    assert train_command(4, *RUN, "--tiles", "1x2", "--data", "2", "--run-folder", str(tmp_path / "whole")).code == 0
+    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_path: Path) -> None:
+    flags = (
+        *RUN[:-1],
+        "--no-tensorboard",
+        "--epochs",
+        "100000",
+        "--tiles",
+        "1x4",
+        "--run-folder",
+        str(tmp_path / "run"),
+    )
+    with cluster.start(2, *TRAIN, *flags) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if "step 2" in line or "step  2" in line:
+                break
+        found = subprocess.run(
+            ["ip", "netns", "pids", f"{cluster.prefix}nodeb"], capture_output=True, text=True, check=True, timeout=60
+        )
+        began = time.monotonic()
+        for process in map(int, found.stdout.split()):
+            os.kill(process, signal.SIGKILL)
+        _, error = job.communicate(timeout=300)
+    assert job.returncode != 0
+    assert time.monotonic() - began < 300
+    assert error.count("Traceback") <= 1, error
