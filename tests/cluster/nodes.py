@@ -72,18 +72,6 @@ class Cluster:
             process.wait()
 
 
-def why_not() -> str:
-    """Why there can be no such nodes here; empty if there can."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
-        return "two nodes on one machine take root and iproute2"
-    try:
-        ip("netns", "add", f"try{os.getpid()}")
-        ip("netns", "del", f"try{os.getpid()}")
-    except subprocess.SubprocessError:
-        return "this machine lets nobody make network namespaces"
-    return ""
-
-
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[Cluster]:
     """Two nodes, as long as the context lasts. `folder` is for what it takes."""
@@ -107,6 +95,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
             ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", cable)
             ip("-n", name, "link", "set", cable, "up")
             ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "exec", name, "unshare", "-u", "hostname", name)
         yield Cluster(prefix, launcher)
     finally:
         for name in names:
@@ -117,7 +106,11 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
+        pytest.skip("two nodes on one machine take root and iproute2")
+    with contextlib.ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(two_nodes(tmp_path_factory.mktemp("nodes")))
+        except subprocess.CalledProcessError as refused:
+            pytest.skip(f"this machine has no network namespaces: {refused.stderr.decode().strip()}")
         yield nodes
