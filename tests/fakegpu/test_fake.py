@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import Communicator, guard, streams, world
+from mpi4dl.comm import Communicator, Pending, guard, streams, world
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.packing import Message, Piece
@@ -172,12 +172,17 @@ def test_device_memory_is_not_handed_to_an_mpi_that_cannot_read_it(ranks: Ranks)
     ranks(2).run(hand_device_memory_to_any_mpi)
 
 
+def swap(comm: Communicator) -> tuple[Tensor, Pending]:
+    """Eight numbers of the other of two ranks, on their way."""
+    other, into = 1 - comm.rank, torch.zeros(8, device=CUDA)
+    return into, comm.iexchange([Piece(other, numbers(8, comm.rank))], [Piece(other, into)])
+
+
 def wait_on_another_stream(comm: Communicator) -> None:
     """The stream on which somebody waits comes after what arrives, also if it has been delivered on another one."""
     other, side = 1 - comm.rank, Stream()
     with installed():
-        into = torch.zeros(8, device=CUDA)
-        pending = comm.iexchange([Piece(other, numbers(8, comm.rank))], [Piece(other, into)])
+        into, pending = swap(comm)
         comm.barrier()
         while not pending.test():
             pass
@@ -195,8 +200,7 @@ def work_that_a_later_call_completes(comm: Communicator) -> None:
     """As in FSDP2: an operation is found complete by another call, on another stream, than it is waited for on."""
     other, first, second = 1 - comm.rank, Stream(), Stream()
     with installed():
-        into = torch.zeros(8, device=CUDA)
-        pending = comm.iexchange([Piece(other, numbers(8, comm.rank))], [Piece(other, into)])
+        into, pending = swap(comm)
         work = MpiWork("exchange", comm, pending, comm.node, [into], timedelta(seconds=60), lambda: None)
         with stream_context(first):
             while not work.poke():

@@ -1,1 +1,1 @@
-"""Tests of pipelines: tables drawn by hand, formulas, faults, and random tables played at random speeds."""
+"""Tests of pipelines: models that are read and cut, what stages hand on, and the loop that runs a table."""
