@@ -16,7 +16,7 @@ REPEAT_SECONDS = 0.2
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mpi4dl.doctor", description=(__doc__ or "").split(":")[0])
     parser.add_argument(
-        "--gpu-wire", default="auto", choices=("auto", "direct", "staged"), help="how GPU tensors travel"
+        "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
     )
     options = parser.parse_args(argv)
 
@@ -68,6 +68,8 @@ def measure(comm: "Communicator", size: int, device: Any) -> float:
 
     import torch
 
+    from mpi4dl.comm.packing import Piece
+
     times: list[float] = []
     if comm.rank < 2 <= comm.size:
         message, other = torch.zeros(size, dtype=torch.uint8, device=device), 1 - comm.rank
@@ -76,10 +78,9 @@ def measure(comm: "Communicator", size: int, device: Any) -> float:
         while bool(more):
             start = time.perf_counter()
             for turn in (0, 1):
-                if comm.rank == turn:
-                    comm.send(message, other)
-                else:
-                    comm.recv(message, other)
+                piece = [Piece(other, message)]
+                leaving, arriving = (piece, []) if comm.rank == turn else ([], piece)
+                comm.iexchange(leaving, arriving, collective=True).wait()
             times.append((time.perf_counter() - start) / 2)
             if comm.rank == 0:
                 more.fill_(time.perf_counter() - began < REPEAT_SECONDS)

@@ -67,7 +67,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     patience = Patience(config.parallel.hang_timeout)
     with comm.together():
         device = comm.node.device(config.parallel.device)
-    if device.type == "cuda":
+    if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
     meter = MemoryMeter(device)
     images = open_images(comm, config)

@@ -141,24 +141,30 @@ class AllReduce:
     """Sums tensors over the ranks of a communicator, each by the algorithm that `choice` has for its size.
 
     Any number of sums may be under way at once. All ranks start them in the same order, and wait in any order.
-    Collective; what it sends meets nothing else that is sent in `comm`.
+    Collective; what it sends meets nothing else that is sent in `comm`. Floats on GPUs are summed `by_nccl`, whatever
+    the choice, where the ranks of `comm` are joined by it.
     """
 
-    def __init__(self, comm: Communicator, choice: Choice, node: int | None = None) -> None:
+    def __init__(self, comm: Communicator, choice: Choice, node: int | None = None, by_nccl: bool = False) -> None:
         self.comm = comm.split(0, comm.rank)
+        joined = self.comm.nccl if by_nccl and comm.size > 1 else None
+        self._on_gpus = None if joined is None else joined.sums(self.comm)
         self.levels = Levels.of(self.comm, node)
         self.choice = choice
         self._started = 0
 
     def describe(self) -> str:
-        return f"all-reduce over {self.comm.size} ranks: {self.choice}"
+        choice = self.choice if self._on_gpus is None else f"NCCL, and what is not on GPUs by {self.choice}"
+        return f"all-reduce over {self.comm.size} ranks: {choice}"
 
     def __call__(self, tensor: Tensor) -> Pending:
         """Start to sum `tensor` over all ranks, in place."""
         target = tensor.detach()
         if target.is_meta or target.numel() == 0 or self.comm.size == 1:
             return Pending(self.comm.node)
-        if target.is_cuda and self.comm.gpu_wire == "staged":
+        if self._on_gpus is not None and target.is_cuda and target.is_floating_point():
+            return self._on_gpus(target)
+        if target.is_cuda and self.comm.gpu_wire != "direct":
             return self.comm.by_host(target, self)
         flat = target.contiguous().view(-1)
         pending = self.start(self.choice.algorithm(flat.nbytes, flat.dtype), flat)
@@ -185,7 +191,8 @@ def pick(
     """The algorithm that was asked for, or, if that is "measured", those that are fastest on `device`. Collective.
 
     Measurements differ, and with them the order in which more than two ranks add up, and the last bits of a sum: "auto"
-    is the same in every run. The nodes are the machines, unless each rank says by `node` on which one it is.
+    is the same in every run. With it, what is on GPUs that NCCL joins goes by NCCL's own all-reduce. The nodes are the
+    machines, unless each rank says by `node` on which one it is.
 
     Raises:
         ValueError: there is no such algorithm.
@@ -194,7 +201,8 @@ def pick(
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
     if asked == "auto":
         names = ["direct" if comm.size <= most else "library" for most in DIRECT_UP_TO]
-        return AllReduce(comm, Choice(((0, names[0]),), ((0, names[1]),), "the same in every run"), node)
+        choice = Choice(((0, names[0]),), ((0, names[1]),), "the same in every run")
+        return AllReduce(comm, choice, node, by_nccl=torch.device(device).type == "cuda")
     if asked != "measured":
         return AllReduce(comm, Choice.of(asked, "as asked"), node)
     all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)

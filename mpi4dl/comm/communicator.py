@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import gpu, guard, ordering, scattering
+from mpi4dl.comm import gpu, guard, nccl, ordering, scattering
 from mpi4dl.comm.family import Family
 from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.node import Node
@@ -50,13 +50,20 @@ def world() -> "Communicator":
 
 
 class Communicator(Messenger):
-    """A group of ranks that exchange tensors: what `Messenger` does, and collectives, which go by the host.
+    """A group of ranks that exchange tensors: what `Messenger` does, and collectives, by the host or by `nccl`.
 
     Meta tensors are accepted everywhere and move nothing.
     """
 
-    def __init__(self, mpi: "MPI.Comm", node: Node, gpu_wire: str = "staged", family: Family | None = None) -> None:
-        super().__init__(mpi, node, gpu_wire)
+    def __init__(
+        self,
+        mpi: "MPI.Comm",
+        node: Node,
+        gpu_wire: str = "staged",
+        family: Family | None = None,
+        nccl: nccl.Nccl | None = None,
+    ) -> None:
+        super().__init__(mpi, node, gpu_wire, nccl)
         self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         self.farewells: list[Callable[[], None]] = []  # what the guard calls when this rank ends without an error
@@ -99,8 +106,16 @@ class Communicator(Messenger):
         return {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "product": MPI.PROD}[op]
 
     def choose_gpu_wire(self, asked: str = "auto") -> tuple[str, str]:
-        """Decide how GPU tensors travel, and say why. Collective; communicators split off later inherit it."""
+        """Decide how GPU tensors travel, and say why. Collective; communicators split off later inherit it.
+
+        Raises:
+            Refusal: NCCL was asked for, which some rank has not.
+        """
         self.gpu_wire, why = gpu.decide(self.mpi, self.node.local_rank, asked)
+        self.nccl = None
+        if self.gpu_wire == "nccl":
+            nccl.check(self)
+            self.nccl = nccl.join(self)
         return self.gpu_wire, why
 
     def split(self, color: int, key: int = 0) -> "Communicator":
@@ -113,8 +128,11 @@ class Communicator(Messenger):
 
         return self._child(lambda: self.mpi.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
-    def subset(self, ranks: Sequence[int]) -> "Communicator":
-        """A communicator of these ranks, in this order. Collective over them alone."""
+    def subset(self, ranks: Sequence[int], ordered: bool = True) -> "Communicator":
+        """A communicator of these ranks, in this order. Collective over them alone.
+
+        `ordered`: they come to its collectives in one order with those of all other communicators, as `nccl` says.
+        """
 
         def create() -> "MPI.Comm":
             group = self.mpi.Get_group().Incl(list(ranks))
@@ -123,13 +141,16 @@ class Communicator(Messenger):
             finally:
                 group.Free()
 
-        return self._child(create)
+        return self._child(create, ordered)
 
-    def _child(self, create: "Callable[[], MPI.Comm]") -> "Communicator":
+    def _child(self, create: "Callable[[], MPI.Comm]", ordered: bool = True) -> "Communicator":
         with self.node.waits:
             self.family.make_room()
             mpi = create()
-        child = Communicator(mpi, self.node, self.gpu_wire, self.family)
+        joined = None
+        if self.nccl is not None and ordered:
+            joined = self.nccl.among(_places(mpi, self.mpi))
+        child = Communicator(mpi, self.node, self.gpu_wire, self.family, joined)
         self.family.adopt(child, mpi)
         return child
 
@@ -156,7 +177,16 @@ class Communicator(Messenger):
         """Start to reduce `tensor` over all ranks, in place, on all or on `root`, and then undefined on the others."""
         if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
             return Pending(self.node)
+        small_sum = op == "sum" and root is None and tensor.is_floating_point() and tensor.nbytes <= ALIKE_BYTES
+        if small_sum and tensor.is_cuda and self.nccl is not None:
+            return self._sum_everywhere(tensor.detach())
         return self._in_place(tensor.detach(), lambda x: self._reduce(x, op, root))
+
+    def _sum_everywhere(self, tensor: Tensor) -> Pending:
+        """Start to send the whole tensor to all, each of whom adds up what came, in the order of the ranks."""
+        everywhere = [tensor.contiguous()] * self.size
+        pending, add_up = scattering.swap_parts(self, everywhere, scattering.SCATTER_TAG, collective=True)
+        return pending.then(lambda: tensor.copy_(add_up()))
 
     def _reduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
         """The same for a dense tensor on the host, now."""
@@ -240,6 +270,10 @@ class Communicator(Messenger):
         """The tensors of all ranks, which are alike in shape and dtype, stacked: (size, *shape)."""
         result = tensor.new_empty((self.size, *tensor.shape))
         if tensor.is_meta or tensor.numel() == 0:
+            return result
+        if tensor.is_cuda and self.nccl is not None:
+            result[self.rank].copy_(tensor.detach())
+            scattering.share_parts(self, list(result), scattering.GATHER_TAG, collective=True).wait()
             return result
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         mine, theirs = as_bytes(dense).view(1, -1), as_bytes(result).view(self.size, -1)
@@ -327,3 +361,13 @@ class Communicator(Messenger):
             raise refusal from error
         except RankFailed as failed:
             raise error or failed from None
+
+
+def _places(child: "MPI.Comm", parent: "MPI.Comm") -> Sequence[int]:
+    """The ranks in `parent` of those of `child`."""
+    groups = child.Get_group(), parent.Get_group()
+    try:
+        return groups[0].Translate_ranks(None, groups[1])
+    finally:
+        for group in groups:
+            group.Free()

@@ -10,6 +10,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
-from mpi4dl.geometry import AXES, Box
+from mpi4dl.geometry import Box
 
 FORWARD_TAG, BACKWARD_TAG = 1, 2
 
@@ -33,7 +34,11 @@ class Slab(NamedTuple):
     box: Box
 
 
-class ExchangePlan(NamedTuple):
+Cut = tuple[tuple[int, int, int], ...]  # what `narrow` of a tensor is called with, in turn
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
     """What one rank sends, receives and keeps. Boxes are in the coordinates of the whole."""
 
     held: Box
@@ -41,6 +46,65 @@ class ExchangePlan(NamedTuple):
     sends: tuple[Slab, ...]
     receives: tuple[Slab, ...]
     kept: Box
+    _moves: "dict[tuple[Dims, tuple[int, ...]], Moves]" = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def adjoint(self) -> "ExchangePlan":
+        return ExchangePlan(self.needed, self.held, self.receives, self.sends, self.kept)
+
+    @cached_property
+    def inert(self) -> bool:
+        """Whether this rank needs just what it holds, and nobody needs anything of it."""
+        return not self.sends and not self.receives and self.held == self.needed == self.kept
+
+    def moves(self, dims: "Dims", shape: Sequence[int]) -> "Moves":
+        """The same for tensors that are `shape` but for these dims of batch, rows and columns."""
+        key = dims, tuple(shape)
+        if key not in self._moves:
+            self._moves[key] = Moves.of(self, dims, shape)
+        return self._moves[key]
+
+
+class Moves(NamedTuple):
+    """A plan, as what is done to tensors of one shape.
+
+    `edges` are cut out of the result where neither what is kept nor a strip is: together those are a box.
+    """
+
+    shape: list[int]
+    strips: tuple[list[int], ...]
+    leaving: tuple[tuple[int, Cut], ...]
+    into: tuple[Cut, ...]
+    kept: Cut
+    kept_into: Cut
+    edges: tuple[Cut, ...] | None
+
+    @classmethod
+    def of(cls, plan: ExchangePlan, dims: "Dims", shape: Sequence[int]) -> "Moves":
+        return cls(
+            shape_of(plan.needed, dims, shape),
+            tuple(shape_of(slab.box, dims, shape) for slab in plan.receives),
+            tuple((slab.peer, _cut(dims, plan.held, slab.box)) for slab in plan.sends),
+            tuple(_cut(dims, plan.needed, slab.box) for slab in plan.receives),
+            _cut(dims, plan.held, plan.kept),
+            _cut(dims, plan.needed, plan.kept),
+            _edges(plan, dims),
+        )
+
+
+def _edges(plan: ExchangePlan, dims: "Dims") -> tuple[Cut, ...] | None:
+    """Where nothing comes from; None: nothing comes from anywhere."""
+    parts = [box for box in (plan.kept, *(slab.box for slab in plan.receives)) if not box.empty]
+    if not parts:
+        return None
+    edges = []
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            needed = plan.needed[axis]
+            first = min(box[axis].start for box in parts) - needed.start
+            last = max(box[axis].stop for box in parts) - needed.start
+            edges += [((dim, start, length),) for start, length in ((0, first), (last, needed.length - last)) if length]
+    return tuple(edges)
 
 
 @lru_cache(maxsize=8192)
@@ -67,14 +131,24 @@ def plan_exchange(
     )
 
 
+def _cut(dims: Sequence[int | None], origin: Box, box: Box) -> Cut:
+    """How `box` is cut out of a tensor that holds `origin`."""
+    return tuple(
+        (dim, 0 if box[axis].empty else box[axis].start - origin[axis].start, box[axis].length)
+        for axis, dim in enumerate(dims)
+        if dim is not None and origin[axis] != box[axis]
+    )
+
+
+def _at(x: Tensor, cut: Cut) -> Tensor:
+    for dim, start, length in cut:
+        x = x.narrow(dim, start, length)
+    return x
+
+
 def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tensor:
     """The view of `box` in a tensor that holds `origin`. `dims` are the tensor's dims of batch, rows and columns."""
-    for axis in AXES:
-        dim = dims[axis]
-        if dim is not None and origin[axis] != box[axis]:
-            start = 0 if box[axis].empty else box[axis].start - origin[axis].start
-            x = x.narrow(dim, start, box[axis].length)
-    return x
+    return _at(x, _cut(dims, origin, box))
 
 
 def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list[int]:
@@ -124,43 +198,40 @@ class Exchange:
 
     @cached_property
     def adjoint(self) -> "Exchange":
-        held, needed, sends, receives, kept = self.plan
-        return _Adjoint(ExchangePlan(needed, held, receives, sends, kept), self.comm, self.dims)
-
-    @property
-    def inert(self) -> bool:
-        """Whether this rank needs just what it holds, and nobody needs anything of it."""
-        plan = self.plan
-        return not plan.sends and not plan.receives and plan.held == plan.needed == plan.kept
+        return _Adjoint(self.plan.adjoint, self.comm, self.dims)
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
-        strips = self._strips(Like.of(x))
-        return Incoming(strips, self.comm.iexchange(self._leaving(x), self._arriving(strips), self.tag))
+        strips = self.strips(Like.of(x))
+        leaving, arriving = self.leaving(x), self.arriving(strips)
+        return Incoming(strips, self.comm.iexchange(leaving, arriving, self.tag, collective=True))
 
     def bring(self, x: Tensor) -> Tensor:
         """The needed box of the whole that x is this rank's part of."""
         return self.assemble(x, self.start(x))
 
     def send(self, x: Tensor, tag: int) -> Pending:
-        return self.comm.iexchange(self._leaving(x), [], tag)
+        return self.comm.iexchange(self.leaving(x), [], tag)
 
     def expect(self, like: Like, tag: int) -> Incoming:
-        strips = self._strips(like)
-        return Incoming(strips, self.comm.iexchange([], self._arriving(strips), tag))
+        strips = self.strips(like)
+        return Incoming(strips, self.comm.iexchange([], self.arriving(strips), tag))
 
     def again(self, strips: list[Tensor]) -> Incoming:
         """Strips that came before."""
         return Incoming(strips, Pending(self.comm.node))
 
-    def _leaving(self, x: Tensor) -> list[Piece]:
-        return [Piece(slab.peer, narrow(x, self.dims, self.plan.held, slab.box)) for slab in self.plan.sends]
+    def leaving(self, x: Tensor) -> list[Piece]:
+        """What this rank sends of x."""
+        return [Piece(peer, _at(x, cut)) for peer, cut in self.plan.moves(self.dims, x.shape).leaving]
 
-    def _arriving(self, strips: list[Tensor]) -> list[Piece]:
+    def arriving(self, strips: list[Tensor]) -> list[Piece]:
+        """The strips as what this rank receives."""
         return [Piece(slab.peer, strip) for slab, strip in zip(self.plan.receives, strips, strict=True)]
 
-    def _strips(self, like: Like) -> list[Tensor]:
-        shapes = [shape_of(slab.box, self.dims, like.shape) for slab in self.plan.receives]
+    def strips(self, like: Like) -> list[Tensor]:
+        """Memory for what this rank receives: one strip for each slab."""
+        shapes = self.plan.moves(self.dims, like.shape).strips
         return [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes]
 
     def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
@@ -168,40 +239,29 @@ class Exchange:
 
         A rank that holds nothing, and so has no x, says what the box is `like`.
         """
-        if x is not None and self.inert:
-            return x
         plan = self.plan
+        if x is not None and plan.inert:
+            return x
         if like is None:
             assert x is not None
             like = Like.of(x)
         if plan.kept.empty and len(plan.receives) == 1 and plan.receives[0].box == plan.needed:
             incoming.pending.wait()
             return incoming.strips[0]
-        shape = shape_of(plan.needed, self.dims, like.shape)
-        result = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
-        self._begin(result)
+        moves = plan.moves(self.dims, like.shape)
+        result = torch.empty(moves.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+        self._begin(result, moves)
         if x is not None and not plan.kept.empty:
-            narrow(result, self.dims, plan.needed, plan.kept).copy_(narrow(x, self.dims, plan.held, plan.kept))
+            _at(result, moves.kept_into).copy_(_at(x, moves.kept))
         incoming.pending.wait()
-        for slab, strip in zip(plan.receives, incoming.strips, strict=True):
-            self._put(strip, narrow(result, self.dims, plan.needed, slab.box))
+        for strip, cut in zip(incoming.strips, moves.into, strict=True):
+            self._put(strip, _at(result, cut))
         return result
 
-    def _begin(self, result: Tensor) -> None:
-        """Fill what neither what is kept nor a strip covers: together those are a box."""
-        plan = self.plan
-        parts = [box for box in (plan.kept, *(slab.box for slab in plan.receives)) if not box.empty]
-        if not parts:
-            result.fill_(self.fill)
-            return
-        for axis, dim in enumerate(self.dims):
-            if dim is not None:
-                needed = plan.needed[axis]
-                first = min(box[axis].start for box in parts) - needed.start
-                last = max(box[axis].stop for box in parts) - needed.start
-                for start, length in ((0, first), (last, needed.length - last)):
-                    if length:
-                        result.narrow(dim, start, length).fill_(self.fill)
+    def _begin(self, result: Tensor, moves: Moves) -> None:
+        """Fill what comes from nowhere."""
+        for cut in ((),) if moves.edges is None else moves.edges:
+            _at(result, cut).fill_(self.fill)
 
     def _put(self, strip: Tensor, into: Tensor) -> None:
         into.copy_(strip)
@@ -214,7 +274,13 @@ class Exchange:
 class _Adjoint(Exchange):
     tag = BACKWARD_TAG
 
-    def _begin(self, result: Tensor) -> None:
+    def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
+        plan = self.plan
+        if x is not None and not plan.receives and plan.kept == plan.needed:
+            return _at(x, plan.moves(self.dims, x.shape).kept)  # what lay outside the whole goes nowhere
+        return super().assemble(x, incoming, like)
+
+    def _begin(self, result: Tensor, moves: Moves) -> None:
         if self.plan.kept != self.plan.needed:
             result.zero_()
 

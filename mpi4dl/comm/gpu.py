@@ -2,8 +2,9 @@
 
 A tensor on a GPU goes straight to a CUDA-aware MPI ("direct") and through pinned host memory otherwise ("staged").
 An MPI that is not CUDA-aware crashes when it is handed device memory, so the proof runs in other processes. It makes
-the calls that "direct" makes, between two ranks: non-blocking messages, and nothing else. Collectives always see the
-memory of the host, since Open MPI has no non-blocking ones for that of a GPU.
+the calls that "direct" makes, between two ranks: non-blocking messages, and nothing else. Collectives of MPI
+always see the memory of the host, since Open MPI has no non-blocking ones for that of a GPU. Another way, past MPI, is
+that of `nccl`, which is taken only where it is asked for.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-WIRES = ("auto", "direct", "staged")
+WIRES = ("auto", "direct", "staged", "nccl")
 PROOF_SECONDS = 60.0
 LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "MPIR_", "HYDRA", "MPI_LOCAL", "SLURM_")
 LAUNCHER_SETTINGS = ("OMPI_ALLOW_", "OMPI_MCA_", "PRTE_MCA_")  # of the user, not of this job
@@ -93,7 +94,7 @@ def proves() -> bool:
 
 
 def decide(comm: "MPI.Comm", local_rank: int, asked: str = "auto") -> tuple[str, str]:
-    """Agree on "direct" or "staged" for GPU tensors, and say why. Collective over `comm`."""
+    """Agree on "direct" or "staged" for GPU tensors, or whatever is asked for, and say why. Collective over `comm`."""
     if asked not in WIRES:
         raise ValueError(f"gpu wire is {asked!r}, but must be one of {', '.join(WIRES)}")
     if asked != "auto":

@@ -115,6 +115,8 @@ def _on_end(process: int, patience: float = 0.0, finalize: bool = False) -> None
     for farewell in opened.farewells:
         farewell()
     opened.gathers()
+    for closing in opened.closings:
+        closing()
     watchman.rest()
     if finalize:
         opened.close()

@@ -25,6 +25,7 @@ class Meeting:
         self.rank, self.size = comm.rank, comm.size
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE  # whether a thread beside the main one may use MPI
         self.farewells: list[Callable[[], None]] = []  # what is called when this rank ends without an error
+        self.closings: list[Callable[[], None]] = []  # what is called once all ranks have ended so
         self._arrival: MPI.Request | None = None
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
     tensors on the CPU           MPI reads and writes them as they are; what is small or not dense goes by a buffer
     on a GPU, "staged"           packed there, copied once to pinned memory, from where MPI takes it; and back
     on a GPU, "direct"           packed there; a CUDA-aware MPI reads and writes the GPU's memory
+              "nccl"             what is collective is packed there, and goes by NCCL; all else is staged
     meta tensors                 move nothing
 
 Messages of the same ranks and tag match in the order in which they are posted. Those of a GPU are posted when it has
@@ -36,6 +37,8 @@ from mpi4dl.comm.streams import dock_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpi4dl.comm.nccl import Nccl
+
 Heard = Callable[[int], None] | None
 MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 
@@ -43,7 +46,7 @@ MAX_MESSAGE_BYTES = 1 << 30  # some MPI libraries fail beyond 2^31 - 1
 class Messenger:
     """One rank of a group whose ranks send each other tensors. `gpu_wire` is how those on a GPU travel."""
 
-    def __init__(self, mpi: "MPI.Comm", node: Node, gpu_wire: str = "staged") -> None:
+    def __init__(self, mpi: "MPI.Comm", node: Node, gpu_wire: str = "staged", nccl: "Nccl | None" = None) -> None:
         from mpi4py import MPI
 
         self.mpi = mpi
@@ -51,6 +54,7 @@ class Messenger:
         self.rank = mpi.rank
         self.size = mpi.size
         self.gpu_wire = gpu_wire
+        self.nccl = nccl
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self._line: deque[object] = deque()  # what is not posted yet
         self._address, self._byte, self._any = MPI.memory.fromaddress, MPI.BYTE, MPI.ANY_SOURCE
@@ -87,14 +91,18 @@ class Messenger:
         receives: Sequence[Piece],
         tag: int = 0,
         heard: Heard = None,
+        collective: bool = False,
     ) -> Pending:
         """Start to send these pieces to their ranks, and to receive those from theirs.
 
         Both ends name the same pieces, by their sizes in bytes, in the same order. Tensors may be views of any strides.
         What a rank sends to itself is copied at once. `heard(rank)` is told where what arrives came from.
 
+        `collective`: both ends make one call for what they send and receive, and all ranks make these calls in one
+        order, as `nccl` says.
+
         Raises:
-            Mismatch: when waited for; a rank sent another number of bytes.
+            Mismatch: when waited for; a rank sent another number of bytes. NCCL would not notice.
         """
         if any(peer == self.rank for peer, _ in sends) and any(peer == self.rank for peer, _ in receives):
             sends, receives = self._copy_own(sends, receives)
@@ -104,6 +112,8 @@ class Messenger:
         like = (leaving or arriving)[0].pieces[0]
         if like.is_meta:
             return Pending(self.node)
+        if like.is_cuda and collective and self.nccl is not None:
+            return self._start_nccl(self.nccl, leaving, arriving)
         if like.is_cuda:
             start = self._start_direct if self.gpu_wire == "direct" else self._start_staged
             return start(leaving, arriving, tag, heard)
@@ -234,3 +244,14 @@ class Messenger:
                     unpack(message, dense.pieces[0])
 
         return Pending.of_phases(self.node, phases())
+
+    def _start_nccl(self, nccl: "Nccl", leaving: Sequence[Message], arriving: Sequence[Message]) -> Pending:
+        """Nothing stands in line here: NCCL waits for the caller's stream by itself, and knows no order but its own."""
+        out = [(peer, packed(message)) for message in leaving if (peer := message.peer) is not None]
+        into = [(peer, buffer_for(message)) for message in arriving if (peer := message.peer) is not None]
+        works = nccl.exchange(out, into)
+        pending = Pending(self.node, [works], [out, into], [works.join])
+        for message, (_, dense) in zip(arriving, into, strict=True):
+            if dense is not message.pieces[0]:
+                pending.then(partial(unpack, message, dense))
+        return pending

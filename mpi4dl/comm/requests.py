@@ -4,7 +4,7 @@ A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them i
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4dl.comm.refusal import Mismatch
 
@@ -87,6 +87,21 @@ class Receives:
             f"rank {self._rank} receives {expected} bytes from {name}, which sent {arrived}: the tensors must have "
             "the same size and dtype at both ends"
         )
+
+
+class Works:
+    """Works of a process group of torch.distributed, as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def test(self) -> bool:
+        return all([work.is_completed() for work in self._works])
+
+    def join(self) -> None:
+        """Let what is put on the current stream come after them; raises what became of them, if they failed."""
+        for work in self._works:
+            work.wait()
 
 
 class Condition:

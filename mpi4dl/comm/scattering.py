@@ -44,16 +44,22 @@ def parts_of(flat: Tensor, size: int, cuts: Sequence[int] | None = None) -> list
     return [flat[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
-def swap_parts(comm: Messenger, parts: list[Tensor], tag: int) -> tuple[Pending, Callable[[], Tensor]]:
+def swap_parts(
+    comm: Messenger, parts: list[Tensor], tag: int, collective: bool = False
+) -> tuple[Pending, Callable[[], Tensor]]:
     """Send every rank its part; when that is complete, the second result adds up what came for this rank.
 
-    The sum is in float32 for values of low precision, and otherwise in this rank's own part.
+    The sum is in float32 for values of low precision, and otherwise in this rank's own part. `collective` is that of
+    `Messenger.iexchange`.
     """
     own = parts[comm.rank]
     arrived = [own if source == comm.rank else torch.empty_like(own) for source in range(comm.size)]
     others = _others(comm)
     pending = comm.iexchange(
-        [Piece(to, parts[to]) for to in reversed(others)], [Piece(source, arrived[source]) for source in others], tag
+        [Piece(to, parts[to]) for to in reversed(others)],
+        [Piece(source, arrived[source]) for source in others],
+        tag,
+        collective=collective,
     )
 
     def add_up() -> Tensor:
@@ -72,11 +78,12 @@ def swap_parts(comm: Messenger, parts: list[Tensor], tag: int) -> tuple[Pending,
     return pending, add_up
 
 
-def share_parts(comm: Messenger, parts: list[Tensor], tag: int) -> Pending:
+def share_parts(comm: Messenger, parts: list[Tensor], tag: int, collective: bool = False) -> Pending:
     """Send this rank's own part to all others, and receive theirs in place."""
     others = _others(comm)
     own = parts[comm.rank]
-    return comm.iexchange([Piece(to, own) for to in reversed(others)], [Piece(r, parts[r]) for r in others], tag)
+    leaving, arriving = [Piece(to, own) for to in reversed(others)], [Piece(r, parts[r]) for r in others]
+    return comm.iexchange(leaving, arriving, tag, collective=collective)
 
 
 def ireduce_scatter(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
@@ -84,7 +91,7 @@ def ireduce_scatter(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -
     parts = parts_of(flat, comm.size, cuts)
     if flat.is_meta or comm.size == 1:
         return Pending(comm.node)
-    pending, add_up = swap_parts(comm, parts, SCATTER_TAG)
+    pending, add_up = swap_parts(comm, parts, SCATTER_TAG, collective=True)
     own = parts[comm.rank]
 
     def finish() -> None:
@@ -97,7 +104,7 @@ def ireduce_scatter(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -
 
 def iall_gather_into(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
     parts = parts_of(flat.detach(), comm.size, cuts)
-    return Pending(comm.node) if flat.is_meta else share_parts(comm, parts, GATHER_TAG)
+    return Pending(comm.node) if flat.is_meta else share_parts(comm, parts, GATHER_TAG, collective=True)
 
 
 def _others(comm: Messenger) -> list[int]:

@@ -17,6 +17,15 @@ E0 also stands for everything that `S` did before with the memory that y goes to
 free at once, as the host knows; one that was copied to the GPU is free once E2 is reached. Memory that belongs to `S`
 and that `C` uses is held until then. Whoever finds that messages have come, and on whatever stream, what follows is put
 on `S`. Where MPI reads GPU memory itself ("direct"), MPI is called once E0 is reached.
+
+NCCL is called at once, with `S` current. torch records and waits for E0 and E2 by itself, around a stream N of its own:
+
+    S     ..makes x, packs it..|E0|............computes on..............(E2)..unpacks y..|E3|..
+    N                            (E0)..sends x, receives y..|E2|
+    host                              ..drives MPI meanwhile.. E2 is reached
+
+The host looks for E2 before it puts anything on `S` that needs y; `Works.join` is (E2). Memory that N uses is held
+until then, by us and by torch.
 """
 
 from collections.abc import Callable
@@ -27,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpi4dl.comm.packing import as_bytes, is_dense
 from mpi4dl.comm.requests import Condition, Request
 
 SMALLEST_BYTES = 1 << 12
@@ -152,3 +162,15 @@ class Staging(NamedTuple):
 def dock_of(device: torch.device) -> Dock:
     """The dock of a GPU."""
     return Dock(device)
+
+
+def carried(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device. It goes to a GPU by pinned memory, so that the host need not stop until it is there."""
+    if device.type != "cuda" or not x.is_cpu or not is_dense(x) or not x.numel():
+        return x.to(device, non_blocking=True)
+    dock = dock_of(device)
+    host, result = dock.take(x.nbytes), torch.empty(x.shape, dtype=x.dtype, device=device)
+    begun, _ = dock.begin()
+    host.copy_(as_bytes(x.detach()))
+    dock.to_device(host, as_bytes(result), begun)
+    return result

@@ -116,7 +116,9 @@ class Parallel:
     )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
     gpu_wire: str = option(
-        "auto", "how GPU tensors reach MPI: directly, or staged on the host", choice("auto", "direct", "staged")
+        "auto",
+        "how GPU tensors travel: by MPI directly, by MPI staged on the host, or by NCCL where the order is fixed",
+        choice("auto", "direct", "staged", "nccl"),
     )
     keep_freed_memory: bool = option(
         True,

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mpi4dl.comm import Communicator, gpu
+from mpi4dl.comm.allreduce import pick
+from mpi4dl.comm.packing import Piece
 from tests.pool.ranks import Ranks
 
 
@@ -89,7 +92,7 @@ def test_what_was_asked_for_is_done_without_a_test(machine: SimpleNamespace, ask
 
 
 def test_another_word_is_refused(machine: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match="gpu wire is 'fast', but must be one of auto, direct, staged"):
+    with pytest.raises(ValueError, match="gpu wire is 'fast', but must be one of auto, direct, staged, nccl"):
         decide(OtherRanks(), asked="fast")
 
 
@@ -214,6 +217,25 @@ def send_from_the_gpu(comm: Communicator, wire: str) -> list[float]:
     comm.send(x, 1 - comm.rank)
     pending.wait()
     return [float(into.mean()), float(comm.all_reduce(x.clone()).mean()), float(comm.all_gather(x).mean())]
+
+
+def exchange_by_nccl(comm: Communicator) -> list[float]:
+    comm.choose_gpu_wire("nccl")
+    x = torch.full((300, 200), float(comm.rank), device="cuda").mT
+    into, other = torch.zeros(200, 300, device="cuda"), 1 - comm.rank
+    pending = comm.iexchange([Piece(other, x)], [Piece(other, into)], collective=True)
+    summed = x.clone()
+    pick(comm, device="cuda")(summed).wait()
+    pending.wait()
+    small = comm.all_reduce(torch.ones(8, device="cuda"))
+    return [float(values.mean()) for values in (into, summed, small, comm.all_gather(x))]
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="no NCCL, or no two GPUs here"
+)
+def test_gpu_tensors_arrive_by_nccl(ranks: Ranks) -> None:
+    assert ranks(2).run(exchange_by_nccl) == [[1.0, 1.0, 2.0, 0.5], [0.0, 1.0, 2.0, 0.5]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

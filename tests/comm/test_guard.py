@@ -64,6 +64,34 @@ def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(failure: 
     assert job.stderr.count("the failing line") == 1
 
 
+LETTING_GO = """
+import sys
+from mpi4dl.comm import guard, world
+
+def let_go():
+    print(f"{comm.rank} lets go", flush=True)
+
+def end():
+    if comm.rank == 0:
+        comm.isend_object("on my way", 1).wait()
+
+comm = world()
+guard.meeting().closings.append(let_go)
+comm.farewells.append(end)
+if comm.rank == 1:
+    comm.recv_object(0)
+    print("1 is there", flush=True)
+"""
+
+
+def test_what_others_may_need_is_let_go_when_all_have_ended() -> None:
+    """Rank 0 is at its end before rank 1 is."""
+    job = mpirun(2, "-c", LETTING_GO)
+    first, *others = job.stdout.splitlines()
+    assert first == "1 is there"
+    assert sorted(others) == ["0 lets go", "1 lets go"]
+
+
 @pytest.mark.parametrize(
     ("how", "leave", "code", "said"),
     [

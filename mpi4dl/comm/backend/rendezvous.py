@@ -1,10 +1,9 @@
 """How the ranks of torch.distributed find each other: MPI knows them all, so nobody has to name an address."""
 
 import os
-import socket
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -21,11 +20,10 @@ from mpi4dl.comm.communicator import Communicator, world
 from mpi4dl.comm.meeting import meeting
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls
+from mpi4dl.comm.store import open_store
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 FIRST_TAG, NUM_TAGS = 16, 32752  # every MPI has as many; those below are the guard's
-LOCAL = "127.0.0.1"
-STORE_PATIENCE = timedelta(seconds=20)
 Meeting = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 
 
@@ -116,43 +114,13 @@ def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Depart
 
 
 def shared_store(comm: Communicator) -> dist.Store:
-    """Keys and values that all ranks share, kept by rank 0, which tells the others through MPI where.
+    """Keys and values that all ranks share.
 
     Our groups do not need it, but groups of other backends and `new_group(use_local_synchronization=True)` do. So
-    where the ranks cannot reach rank 0 by TCP, nothing else is lost: every rank then has a store of its own. It asks
-    nobody who he is: so rank 0 listens where the other ranks are, on this machine alone or on the way to theirs.
+    where the ranks cannot reach rank 0 by TCP, nothing else is lost: every rank then has a store of its own.
     """
-    hosts = comm.all_gather_object(socket.gethostname())
-    store: dist.Store | None = None
-    address, port, error = "", 0, ""
-    if comm.rank == 0:
-        try:
-            others = set(hosts) - {hosts[0]}
-            address = _address_towards(others) if others else LOCAL
-            with socket.create_server((address, 0), backlog=comm.size) as listener:
-                port = listener.getsockname()[1]
-                options: Any = {"master_listen_fd": os.dup(listener.fileno())}
-                store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, **options)
-        except (OSError, RuntimeError) as problem:
-            error = str(problem)
-    address, port = comm.broadcast_object((address, port))
-    if comm.rank and port:
-        try:
-            store = dist.TCPStore(address, port, timeout=STORE_PATIENCE)
-        except RuntimeError as problem:
-            error = str(problem)
-    errors = [error for error in comm.all_gather_object(error) if error]
-    if store is None or errors:
-        warnings.warn(
-            f"only groups of the backend mpi4dl will work: ranks cannot reach {address}:{port} ({errors[0]})",
-            stacklevel=2,
-        )
+    store, complaint = open_store(comm)
+    if store is None:
+        warnings.warn(f"only groups of the backend mpi4dl will work: {complaint}", stacklevel=2)
         return dist.HashStore()
     return store
-
-
-def _address_towards(hosts: Iterable[str]) -> str:
-    """The address under which other machines reach this one. No message is sent to find out."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((min(hosts), 9))
-        return probe.getsockname()[0]

@@ -94,7 +94,7 @@ def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: 
     def by_rank(slabs: tuple[Slab, ...]) -> tuple[Slab, ...]:
         return tuple(Slab(ends[slab.peer], slab.box) for slab in slabs)
 
-    return plan._replace(sends=by_rank(plan.sends), receives=by_rank(plan.receives))
+    return ExchangePlan(plan.held, plan.needed, by_rank(plan.sends), by_rank(plan.receives), plan.kept)
 
 
 class Announcement(NamedTuple):
