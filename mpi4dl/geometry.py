@@ -2,17 +2,14 @@
 
 Everything is in global pixel coordinates and half-open. A `Box` is an interval over batch, rows and columns; a
 `Tiling` cuts a tensor of some size into one box per rank; an `AxisMap` (a convolution's `Window`, a
-`TransposedWindow`, a `Resampling`) says how the rows of an operator's output depend on the rows of its input.
+`TransposedWindow`) says how the rows of an operator's output depend on the rows of its input.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import floor
-from typing import Literal, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 BATCH, ROWS, COLS = 0, 1, 2
 AXES = (BATCH, ROWS, COLS)
@@ -191,6 +188,27 @@ def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
     return tuple(tiling.owned(rank) for rank in ranks), tuple(tiling.held(rank) for rank in ranks)
 
 
+def cut_alike(a: Tiling, b: Tiling) -> bool:
+    """Whether ranks own the same by both."""
+    return all(one.cuts == other.cuts for one, other in zip(a.splits, b.splits, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def widest(a: Tiling, b: Tiling) -> Tiling:
+    """What each rank holds by either of two tilings of the same cuts, and whatever is between, within the whole."""
+    splits = [_widest(one, other) for one, other in zip(a.splits, b.splits, strict=True)]
+    return Tiling((splits[0], splits[1], splits[2]))
+
+
+def _widest(a: Split, b: Split) -> Split:
+    held = []
+    for one, other in zip(a.held, b.held, strict=True):
+        both = [interval for interval in (one, other) if not interval.empty] or [one]
+        hull = Interval(min(start for start, _ in both), max(stop for _, stop in both))
+        held.append(hull.intersect(Interval(0, a.size)))
+    return Split(a.cuts, tuple(held))
+
+
 class AxisMap(Hashable, Protocol):
     """How an operator's output rows (or columns) depend on its input rows."""
 
@@ -275,69 +293,6 @@ class TransposedWindow:
         first = ceil_div(output.start + self.padding - self.extent + 1, self.stride)
         last = (output.stop - 1 + self.padding) // self.stride
         return Interval(first, last + 1).intersect(Interval(0, size))
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """Interpolation to another size: an output row is a weighted sum of a few neighbouring input rows.
-
-    `scale` is input rows per output row, as PyTorch computes it: size / output, or (size - 1) / (output - 1) where
-    the corners are aligned, or the reciprocal of a scale factor that the caller gave.
-    """
-
-    size: int
-    output: int
-    mode: Literal["nearest", "nearest-exact", "linear", "cubic"]
-    align_corners: bool = False
-    scale: float = 0.0
-    antialias: bool = False
-
-    def output_size(self, size: int) -> int:
-        return self.output
-
-    def output_cut(self, cut: int) -> int:
-        return ceil_div(cut * self.output, self.size)
-
-    def taps(self, row: int) -> list[tuple[int, float]]:
-        """The input rows that an output row reads, each with its weight; at the image's edge a row may repeat."""
-        last = self.size - 1
-        if self.antialias:
-            return self._filtered(row)
-        if self.output == self.size and self.mode in ("nearest", "linear"):
-            return [(row, 1.0)]  # PyTorch copies, whatever scale factor led to this size
-        if self.mode in ("nearest", "nearest-exact"):
-            centre = np.float32(row if self.mode == "nearest" else row + 0.5)
-            # PyTorch's own kernels round this product to float32, mostly for float64 images too.
-            return [(min(floor(centre * np.float32(self.scale)), last), 1.0)]
-        position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
-        if self.mode == "linear":
-            position = max(position, 0.0)
-            first = min(floor(position), last)
-            weight = position - first
-            return [(first, 1.0 - weight), (min(first + 1, last), weight)]
-        first = floor(position)
-        return [(min(max(first + k, 0), last), _cubic(abs(position - first - k), -0.75)) for k in range(-1, 3)]
-
-    def _filtered(self, row: int) -> list[tuple[int, float]]:
-        """All rows under a filter that is as much wider as the image gets smaller, as Pillow has it."""
-        width, centre = max(self.scale, 1.0), self.scale * (row + 0.5)
-        reach = (1 if self.mode == "linear" else 2) * width
-        rows = range(max(int(centre - reach + 0.5), 0), min(int(centre + reach + 0.5), self.size))
-        distances = [abs(source - centre + 0.5) / width for source in rows]
-        weights = [max(1 - x, 0.0) if self.mode == "linear" else _cubic(x, -0.5) for x in distances]
-        total = sum(weights)
-        return [(source, weight / total) for source, weight in zip(rows, weights, strict=True)]
-
-    def needs(self, output: Interval, size: int) -> Interval:
-        rows = [row for end in (output.start, output.stop - 1) for row, _ in self.taps(end)]
-        return Interval(min(rows), max(rows) + 1)
-
-
-def _cubic(x: float, a: float) -> float:
-    """Keys' cubic convolution kernel (IEEE TASSP 1981) at a distance x."""
-    if x <= 1:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a if x < 2 else 0.0
 
 
 def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -> Interval:

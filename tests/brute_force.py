@@ -1,9 +1,12 @@
 """Geometry by enumeration: what the formulas of mpi4dl.geometry must agree with, and random cases to try them on."""
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mpi4dl.geometry import AxisMap, Interval, Resampling, Split, TransposedWindow, Window, even_cuts
+from mpi4dl.geometry import AxisMap, Interval, Split, TransposedWindow, Window, even_cuts
+from mpi4dl.parallel.spatial.interpolation import Resampling
 
 # A busy machine is slow, and that is no failure.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,7 +59,8 @@ def resamplings(draw: st.DrawFn, size: int) -> Resampling:
     mode = draw(st.sampled_from(["nearest", "nearest-exact", "linear", "cubic"]))
     output = draw(st.integers(1, 300))
     aligned = mode in ("linear", "cubic") and draw(st.booleans())
-    return Resampling(size, output, mode, aligned, resampling_scale(size, output, aligned))
+    scale = resampling_scale(size, output, aligned) * draw(st.sampled_from([1.0, 1.0, 0.999]))
+    return Resampling(size, output, mode, aligned, scale)
 
 
 def resampling_scale(size: int, output: int, aligned: bool) -> float:
@@ -102,7 +106,8 @@ def rows_read(mapping: AxisMap, output: Interval, size: int) -> set[int]:
         elif isinstance(mapping, TransposedWindow):
             read.update(transposed_sources(mapping, row, size))
         elif isinstance(mapping, Resampling):
-            read.update(tap for tap, _ in mapping.taps(row))
+            kernels = ("quick", "float32", "float64")  # any may be that which PyTorch takes
+            read.update(tap for kernel in kernels for tap, _ in replace(mapping, kernel=kernel).taps(row))
     return {row for row in read if 0 <= row < size}
 
 
@@ -110,7 +115,8 @@ def slab(mapping: AxisMap, output: Interval, size: int) -> set[int]:
     """The contiguous block of image rows that an operator must be given to compute these output rows.
 
     It reaches from the first tap to the last, so it holds the rows that a dilated or a strided window skips too. In
-    the same way, a dilated transposed window counts as touching the output rows between its taps.
+    the same way, a dilated transposed window counts as touching the output rows between its taps. A resampling whose
+    weights repeat is given whole periods from their first row on.
     """
     if output.empty:
         return set()
@@ -121,6 +127,8 @@ def slab(mapping: AxisMap, output: Interval, size: int) -> set[int]:
     if isinstance(mapping, TransposedWindow):
         spans = {i: i * mapping.stride - mapping.padding for i in range(size)}
         read = {i for i, first in spans.items() if first < output.stop and output.start < first + mapping.extent}
+    if isinstance(mapping, Resampling) and mapping.period and read:
+        read.add(min(read) // mapping.period[0] * mapping.period[0])
     return set(range(min(read), max(read) + 1)) if read else set()
 
 

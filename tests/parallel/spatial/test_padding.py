@@ -1,11 +1,15 @@
 """Padding in every mode, and cropping by negative padding, on tiles are those of the whole image."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import Piece
 from mpi4dl.parallel import spatial
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
 from tests.pool.ranks import Ranks
@@ -27,6 +31,9 @@ CASES = {
             "replicate what is cropped away": lambda x: F.pad(x, (-x.shape[3], 5, 3, -x.shape[2]), mode="replicate"),
             "replicate and crop": lambda x: F.pad(x, (2, -3, -1, 4), mode="replicate"),
             "reflect and crop": lambda x: F.pad(x, (-2, 4, 3, -2), mode="reflect"),
+            "circular, as wide as the image": lambda x: F.pad(x, (x.shape[3], 1, 0, x.shape[2]), mode="circular"),
+            "circular on one side": lambda x: F.pad(x, (0, 4, 0, 0), mode="circular"),
+            "constant, along a batch too": lambda x: F.pad(x, (1, 0, 0, 1, 0, 0, 0, 0), value=1.5),
             "circular and crop": lambda x: F.pad(x, (-2, 3, 2, -1), mode="circular"),
             "pad, then pool": lambda x: F.max_pool2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), 3, 2),
             "roll channels": lambda x: x.roll(1, 1),
@@ -47,6 +54,44 @@ CASES = {
 @pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
 def test_padding_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
+
+
+@pytest.mark.parametrize(
+    "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(3, 1, style="uneven"), Arrangement(1, 4)], ids=str
+)
+def test_padding_of_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)
+
+
+class Travelling:
+    """Counts the pixels that a communicator sends to other ranks from now on."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.pixels = 0
+        self._exchange, self._rank = comm.iexchange, comm.rank
+        comm.iexchange = self.iexchange  # type: ignore[method-assign]
+
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *rest: Any, **options: Any) -> Pending:
+        self.pixels += sum(piece.tensor.numel() for piece in sends if piece.peer != self._rank)
+        return self._exchange(sends, receives, *rest, **options)
+
+
+def count_what_travels(comm: Communicator) -> dict[str, int]:
+    x = spatial.shard(torch.randn(1, 1, 8, 20), spatial.Grid(comm, cols=comm.size))
+    travelling, found = Travelling(comm), {}
+    for mode in ("constant", "reflect", "replicate", "circular"):
+        travelling.pixels = 0
+        F.pad(x, (2, 3, 1, 0), mode=mode)
+        found[mode] = travelling.pixels
+    return found
+
+
+def test_nothing_travels_but_the_strips_that_others_show(ranks: Ranks) -> None:
+    """Only circular padding shows what another rank has: 2 and 3 columns, of 8 rows and the one that is added."""
+    first, inner, last = ranks(3).run(count_what_travels)
+    assert first == {"constant": 0, "reflect": 0, "replicate": 0, "circular": 9 * 3}
+    assert last == {"constant": 0, "reflect": 0, "replicate": 0, "circular": 9 * 2}
+    assert not any(inner.values())
 
 
 def pad_too_much(comm: Communicator) -> None:

@@ -1,18 +1,36 @@
 """Interpolation in every mode, and pixel shuffle, on tiles are those of the whole image."""
 
 import pytest
+import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, check_table, chosen, functions, modules
+from mpi4dl.comm import Communicator
+from mpi4dl.geometry import COLS, Split
+from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.rules.weighing import channels_last
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    Arrangement,
+    Case,
+    arrange,
+    check_table,
+    chosen,
+    functions,
+    modules,
+)
 from tests.pool.ranks import Ranks
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 
-def resize(mode: str, **options: object) -> dict[str, Case]:
-    name = f"{mode} " + " ".join(f"{key}={value}" for key, value in options.items())
-    return functions({name: lambda x: F.interpolate(x, mode=mode, **options)})  # type: ignore[arg-type]
+LARGE = (75, 90)  # above 128 output pixels in all, PyTorch finds the nearest ones in another way
+
+
+def resize(mode: str, *sizes: tuple[int, int], **options: object) -> dict[str, Case]:
+    name = " ".join([mode, *(f"{key}={value}" for key, value in options.items()), *("large" for _ in sizes)])
+    function = {name: lambda x: F.interpolate(x, mode=mode, **options)}  # type: ignore[arg-type]
+    return functions(function, sizes=sizes) if sizes else functions(function)
 
 
 CASES: dict[str, Case] = {}
@@ -24,6 +42,14 @@ for mode in MODES:
     CASES |= resize(mode, scale_factor=2)
     CASES |= resize(mode, scale_factor=(1.7, 0.6))
     CASES |= resize(mode, scale_factor=2.3, recompute_scale_factor=True)
+    CASES |= resize(mode, scale_factor=1.5)
+    CASES |= resize(mode, scale_factor=(0.5, 3))
+    CASES |= resize(mode, scale_factor=(0.75, 1.1))
+    if mode != "bicubic":  # PyTorch's gradient of that is not that of what it computed
+        CASES |= resize(mode, scale_factor=1.05)
+    CASES |= resize(mode, LARGE, size=(55, 88))
+    CASES |= resize(mode, LARGE, scale_factor=(1.01, 2.01))
+    CASES |= resize(mode, LARGE, scale_factor=(2.25, 0.625))
 for mode in ("bilinear", "bicubic"):
     CASES |= resize(mode, size=(26, 34), align_corners=True)
     CASES |= resize(mode, size=(7, 1), align_corners=True)
@@ -42,9 +68,80 @@ CASES |= modules(
 )
 CASES |= modules(lambda: nn.PixelUnshuffle(2), sizes=[(14, 18), (6, 8)])
 CASES |= modules(lambda: nn.PixelUnshuffle(3), sizes=[(15, 9)])
-CASES |= functions({"area": lambda x: F.interpolate(x, (3, 5), mode="area")}, spread=False)
+for size in ((3, 5), (26, 18), (1, 1)):
+    CASES |= resize("area", size=size)
 
 
 @pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
 def test_resampling_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
+
+
+@pytest.mark.parametrize(
+    "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(1, 4, style="uneven"), Arrangement(4, 1)], ids=str
+)
+def test_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
+    check_table(ranks, __name__, arrangement)
+
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+def compare_formats(comm: Communicator, arrangement: Arrangement) -> list[str]:
+    """What differs in any dtype and memory format: the format too, and any bit where the mode only picks pixels."""
+    wrong = []
+    for name, case in CASES.items():
+        mode = name.split(" ")[0]
+        if mode not in (*MODES, "area"):
+            continue
+        for dtype, memory_format in ((dtype, memory_format) for dtype in DTYPES for memory_format in FORMATS):
+            if dtype == torch.bfloat16 and "antialias" in name:
+                continue  # which PyTorch does not have
+            image = torch.randn(2, 5, *case.shapes[0][-2:], dtype=dtype).contiguous(memory_format=memory_format)
+            tiles, leaf = arrange(image, comm, arrangement), image.clone().requires_grad_()
+            tile = tiles.local.contiguous(memory_format=memory_format).requires_grad_()
+            expected, ours = case.make()(leaf), case.make()(tiles.like(tile))
+            gradient = torch.randn_like(expected)
+            expected.backward(gradient)
+            owned = spatial.retile(ours, ours.layout.narrow.tiling)
+            rows, cols = owned.layout.owned[1:]
+            owned.local.backward(gradient[:, :, rows.start : rows.stop, cols.start : cols.stop])
+            rows, cols = tiles.layout.held[1:]
+            assert leaf.grad is not None
+            assert tile.grad is not None
+            pairs = [(spatial.gather(ours), expected)]
+            if not tiles.layout.wide:
+                pairs.append((tile.grad, leaf.grad[:, :, rows.start : rows.stop, cols.start : cols.stop]))
+            tolerances = (0.0 if mode.startswith("nearest") else DTYPES[dtype], DTYPES[dtype])
+            for (found, wanted), tolerance in zip(pairs, tolerances, strict=False):
+                error = (found - wanted).abs().max() / wanted.abs().max() if wanted.numel() else 0
+                if found.dtype != dtype or error > tolerance:
+                    wrong.append(f"{name} {dtype} {memory_format}: off by {float(error):.1e}")
+            in_format = channels_last(ours.local) == (memory_format == torch.channels_last)
+            if ours.shape[-1] > 1 and not in_format:
+                wrong.append(f"{name} {dtype}: no longer in {memory_format}")
+    return wrong
+
+
+@pytest.mark.parametrize("style", ["even", "wide"])
+def test_dtypes_and_memory_formats(ranks: Ranks, style: str) -> None:
+    found = ranks(2).run(compare_formats, Arrangement(1, 2, style=style))
+    assert not any(found), "\n".join(sorted({text for texts in found for text in texts}))
+
+
+def one_pixel_on_a_rank(comm: Communicator) -> None:
+    """Whose strides fit either memory format: PyTorch finds nearest pixels by another kernel in each."""
+    for size, factor in ((100, 1.004), (100, 2.004), (96, 88 / 96)):
+        image = torch.randn(1, 4, 1, size, dtype=torch.float64)
+        split = Split.at([0, size - 1, size])
+        tiles = spatial.shard(image, spatial.Grid(comm, cols=2))
+        tiles = spatial.retile(tiles, tiles.layout.tiling.replace(COLS, split))
+        for mode in ("nearest", "nearest-exact"):
+            expected = F.interpolate(image, scale_factor=(40.0, factor), mode=mode)
+            ours = spatial.gather(F.interpolate(tiles, scale_factor=(40.0, factor), mode=mode))
+            assert torch.equal(ours, expected)
+
+
+def test_ranks_agree_whatever_their_strides(ranks: Ranks) -> None:
+    ranks(2).run(one_pixel_on_a_rank)

@@ -79,7 +79,9 @@ def adaptive_max_pool2d(input: SpatialTensor, output_size: Any, return_indices: 
                 box = _bin(i, image[0], size[0]).intersect(rows), _bin(j, image[1], size[1]).intersect(cols)
                 found.append(_first_in(part, box, (rows.start, cols.start), image[1]))
         shape = (*part.shape[:-2], *size)
-        values, places = (torch.stack(list(each), -1).reshape(shape) for each in zip(*found, strict=True))
+        values, places = (torch.cat(list(each), -1).reshape(shape) for each in zip(*found, strict=True))
+        # The last of what is no number is to come first.
+        places = torch.where(values.isnan(), -1 - places, places)
         best, first = first_of(values, places, image[0] * image[1] + 1, comm)
         first = torch.where(first < 0, -1 - first, first)
 
@@ -106,19 +108,15 @@ def _first_in(
     part: Tensor, box: tuple[Interval, Interval], corner: tuple[int, int], width: int
 ) -> tuple[Tensor, Tensor]:
     """The maximum over a box of rows and columns of a part that begins at `corner`, and its index in an image that is
-    so wide. Of what is no number PyTorch takes the last here: -1 minus its index, so that the last comes first.
+    so wide: of equal ones the first, but of those that are no numbers the last, as PyTorch has it.
     """
-    (rows, cols), shape = box, part.shape[:-2]
+    (rows, cols), shape = box, (*part.shape[:-2], 1, 1)
     if rows.empty or cols.empty:
         places = part.new_full(shape, NOWHERE, dtype=torch.int64)
         return part.new_full(shape, worst(part, maximum=True)), places
     block = part.narrow(-2, rows.start - corner[0], rows.length).narrow(-1, cols.start - corner[1], cols.length)
-    values, places = block.flatten(-2).max(-1)
-    strange = values.isnan()
-    last = rows.length * cols.length - 1 - block.flatten(-2).isnan().flip(-1).int().argmax(-1)
-    places = torch.where(strange, last, places)
-    places = (rows.start + places // cols.length) * width + cols.start + places % cols.length
-    return values, torch.where(strange, -1 - places, places)
+    values, places = F.adaptive_max_pool2d(block, 1, True)
+    return values, (rows.start + places // cols.length) * width + cols.start + places % cols.length
 
 
 @register(F.adaptive_max_pool2d_with_indices)

@@ -1,12 +1,15 @@
 """Padding in every mode; negative padding crops."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import BATCH, Interval, Split, Window
+from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab
+from mpi4dl.geometry import BATCH, Box, Interval, Split, Tiling, Window
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
@@ -20,13 +23,17 @@ def constant_pad_nd(input: SpatialTensor, pad: Sequence[int], value: float = 0) 
 
 @register(*named("pad"))
 def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    amounts = {input.dim() - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    last = input.local.dim() - 1
+    amounts = {last - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     x: Tensor = input
     if mode != "constant":
         x = in_plain_dtype(input, lambda image: F.pad(image, (1, 1, 1, 1), mode))
     if not any(pad):
         return x.clone()
-    edges = _at_edges(x, amounts, mode) if mode in ("reflect", "replicate") and isinstance(x, SpatialTensor) else None
+    assert isinstance(x, SpatialTensor)
+    if mode == "circular":
+        return _repeated(x, amounts)
+    edges = _at_edges(x, amounts, mode, value)
     if edges is not None:
         return edges
     for dim, (before, after) in amounts.items():
@@ -37,14 +44,10 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
 
 
 def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, value: float | None) -> Tensor:
-    axis = x.layout.axis(dim)
+    axis = _axis(x, dim, mode)
     if axis is None:
         amounts = [0, 0] * (x.dim() - 1 - dim) + [before, after]
-        if mode != "constant":
-            raise refusal("torch.nn.functional.pad", f"mode {mode!r} along dim {dim}, which is not height or width")
         return wrap(F.pad(x.local, amounts, mode, value), x.layout)
-    if axis == BATCH:
-        raise refusal("torch.nn.functional.pad", "a batch that is cut cannot be padded")
     window = Window(1, 1, before, after)
     if x.shape[dim] + before + after < 1:
         raise RuntimeError(f"padding of ({before}, {after}) leaves nothing of {x.shape[dim]} pixels along dim {dim}")
@@ -52,42 +55,115 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         reached = reach(x, {axis: window}, float(value or 0.0))
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
-    if mode == "circular" and (before < 0 or after < 0):  # the other modes show the image that was there before
-        x = pad_image(x, [0, 0] * (x.dim() - 1 - dim) + [min(before, 0), min(after, 0)])  # type: ignore[assignment]
-        return _pad_dim(x, dim, max(before, 0), max(after, 0), mode, value)
     return _mirrored(x, dim, axis, window, mode)
 
 
-def _at_edges(x: SpatialTensor, amounts: Mapping[int, tuple[int, int]], mode: str) -> Tensor | None:
+def _axis(x: SpatialTensor, dim: int, mode: str) -> int | None:
+    """The axis of a dim that is padded, None if that is an ordinary one."""
+    axis = x.layout.axis(dim)
+    if axis == BATCH:
+        raise refusal("torch.nn.functional.pad", "a batch that is cut cannot be padded")
+    if axis is None and mode != "constant":
+        raise refusal("torch.nn.functional.pad", f"mode {mode!r} along dim {dim}, which is not height or width")
+    return axis
+
+
+def _check_limit(amount: int, limit: int, size: int, mode: str) -> None:
+    if amount > limit:
+        raise ValueError(f"padding of {amount} in mode {mode!r} must be at most {limit} for {size} pixels")
+
+
+def _at_edges(
+    x: SpatialTensor, amounts: Mapping[int, tuple[int, int]], mode: str, value: float | None
+) -> Tensor | None:
     """What PyTorch's own operator makes of each part at the edges of the image, if no part shows rows of another."""
-    layout, around = x.layout, [0, 0, 0, 0]
-    if layout.wide or x.dim() < 3 or 0 in x.shape[-2:]:
+    constant, layout, local = mode == "constant", x.layout, x.local
+    ndim, around = local.dim(), [0] * (2 * len(amounts) if constant else 4)
+    if layout.wide or (not constant and (ndim < 3 or 0 in layout.tiling.size)):
         return None
-    tiling, beside = layout.tiling, 1 if mode == "reflect" else 0
     for dim, (before, after) in amounts.items():
         axis = layout.axis(dim)
-        if axis in (None, BATCH) or min(before, after) < 0 or dim < x.dim() - 2:
+        place = 2 * (ndim - 1 - dim)
+        if not (before or after):
+            continue
+        if axis is None and constant:
+            around[place : place + 2] = before, after
+            continue
+        if axis in (None, BATCH) or min(before, after) < 0 or (not constant and dim < ndim - 2):
             return None
         assert axis is not None
-        split, part = tiling.splits[axis], layout.grid.coordinates[axis]
-        last = split.parts - 1
-        if (before and split.owned(0).length < before + beside) or (
-            after and split.owned(last).length < after + beside
-        ):
+        split, part = layout.tiling.splits[axis], layout.grid.coordinates[axis]
+        last, beside = split.parts - 1, 1 if mode == "reflect" else 0
+        shown = ((before, split.owned(0).length), (after, split.owned(last).length))
+        if not constant and any(amount and length < amount + beside for amount, length in shown):
             return None
-        cuts = [0, *(cut + before for cut in split.cuts[1:-1]), split.size + before + after]
-        tiling = tiling.replace(axis, Split.at(cuts))
-        place = 2 * (x.dim() - 1 - dim)
         around[place : place + 2] = before if part == 0 else 0, after if part == last else 0
     # A part without pixels has none to mirror: it only changes its shape.
-    local = F.pad(x.local, around, mode if x.local.numel() else "constant") if any(around) else x.local.clone()
-    return wrap(local, Layout(layout.grid, tiling, layout.dims))
+    y = F.pad(local, around, mode if local.numel() else "constant", value) if any(around) else local.clone()
+    return wrap(y, _grown(layout, amounts))
+
+
+def _grown(layout: Layout, amounts: Mapping[int, tuple[int, int]]) -> Layout:
+    """The layout of an image with so many more rows before and after it: its cuts follow the data."""
+    tiling = layout.tiling
+    for dim, (before, after) in amounts.items():
+        axis = layout.axis(dim)
+        if axis is not None:
+            split = tiling.splits[axis]
+            cuts = [0, *(cut + before for cut in split.cuts[1:-1]), split.size + before + after]
+            tiling = tiling.replace(axis, Split.at(cuts))
+    return Layout(layout.grid, tiling, layout.dims)
+
+
+def _repeated(x: SpatialTensor, amounts: Mapping[int, tuple[int, int]]) -> Tensor:
+    """The image, cropped if it is, with copies of that around it: an exchange of strips among the parts at its edges.
+
+    A rank that shows rows of its own again sends them to itself.
+    """
+    y: Tensor = x
+    befores = [0, 0, 0]
+    for dim, (before, after) in amounts.items():
+        if min(before, after) < 0:
+            assert isinstance(y, SpatialTensor)
+            y = _pad_dim(y, dim, min(before, 0), min(after, 0), "constant", None)
+    assert isinstance(y, SpatialTensor)
+    added = {dim: (max(before, 0), max(after, 0)) for dim, (before, after) in amounts.items() if max(before, after) > 0}
+    for dim, (before, after) in added.items():
+        axis = _axis(y, dim, "circular")
+        assert axis is not None
+        _check_limit(max(before, after), y.shape[dim], y.shape[dim], "circular")
+        befores[axis] = before
+    if not added:
+        return y
+    layout = _grown(y.layout.narrow, added)
+    plan = _repetition(layout.grid.rank, y.layout.tiling, layout.tiling, (befores[0], befores[1], befores[2]))
+    return wrap(Exchange(plan, layout.grid.comm, layout.dims)(y.local), layout)
+
+
+@lru_cache(maxsize=1024)
+def _repetition(rank: int, inner: Tiling, outer: Tiling, befores: tuple[int, int, int]) -> ExchangePlan:
+    """The exchange after which a rank holds its part of `outer`, in which `inner` is repeated around itself.
+
+    In the coordinates of `inner`, which lies `befores` behind the beginning of `outer`.
+    """
+
+    def shifted(box: Box, by: Sequence[int]) -> Box:
+        return Box(*(interval.shift(step) for interval, step in zip(box, by, strict=True)))
+
+    needed = [shifted(box, [-before for before in befores]) for box in outer.all_owned]
+    owned, sends, receives = inner.all_owned, [], []
+    grown = [size != around for size, around in zip(inner.size, outer.size, strict=True)]
+    shifts = [(0, -size, size) if grows else (0,) for size, grows in zip(inner.size, grown, strict=True)]
+    for peer, by in product(range(len(owned)), product(*shifts)):
+        if peer != rank or any(by):
+            sends.append(Slab(peer, shifted(shifted(owned[rank], by).intersect(needed[peer]), [-step for step in by])))
+            receives.append(Slab(peer, shifted(owned[peer], by).intersect(needed[rank])))
+    leaving, coming = (tuple(slab for slab in slabs if not slab.box.empty) for slabs in (sends, receives))
+    return ExchangePlan(inner.held(rank), needed[rank], leaving, coming, owned[rank])
 
 
 def _source(row: int, size: int, mode: str) -> int:
     """The row of the image that stands at `row`, which may lie outside it."""
-    if mode == "circular":
-        return row % size
     if mode == "replicate":
         return min(max(row, 0), size - 1)
     return -row if row < 0 else 2 * (size - 1) - row if row >= size else row
@@ -95,25 +171,26 @@ def _source(row: int, size: int, mode: str) -> int:
 
 def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) -> Tensor:
     """Every part fetches a run of rows that holds all that its output shows, and picks from it."""
-    size, limits = x.shape[dim], {"reflect": x.shape[dim] - 1, "circular": x.shape[dim], "replicate": None}
-    if mode not in limits:
+    if mode not in ("reflect", "replicate"):
         raise refusal("torch.nn.functional.pad", f"mode {mode!r}")
-    limit = limits[mode]
-    if limit is not None and max(window.before, window.after) > limit:
-        raise ValueError(
-            f"padding of {max(window.before, window.after)} in mode {mode!r} must be at most {limit} for {size} pixels"
-        )
-    split = x.layout.tiling.splits[axis]
-    rows = size + window.before + window.after
+    if mode == "reflect":
+        _check_limit(max(window.before, window.after), x.shape[dim] - 1, x.shape[dim], mode)
+    mine, tiling = x.layout.grid.coordinates[axis], x.layout.narrow.tiling
+    output, needed, index = _picked(tiling.splits[axis], window, mode, mine, x.device)
+    local = x.layout.exchange_to(tiling.replace(axis, needed))(x.local)
+    layout = Layout(x.layout.grid, tiling.replace(axis, output), x.layout.dims)
+    return wrap(local.index_select(dim, index), layout)
+
+
+@lru_cache(maxsize=1024)
+def _picked(split: Split, window: Window, mode: str, mine: int, device: torch.device) -> tuple[Split, Split, Tensor]:
+    """How the padded rows are cut, which rows each part needs for that, and which of these make up part `mine`."""
+    rows = split.size + window.before + window.after
     cuts = [0, *(min(max(cut + window.before, 0), rows) for cut in split.cuts[1:-1]), rows]
     output = Split.at(cuts)
     sources = [
-        [_source(row - window.before, size, mode) for row in range(*output.owned(i))] for i in range(split.parts)
+        [_source(row - window.before, split.size, mode) for row in range(*output.owned(i))] for i in range(split.parts)
     ]
     needed = tuple(Interval(min(rows), max(rows) + 1) if rows else Interval(0, 0) for rows in sources)
-    tiling = x.layout.narrow.tiling
-    local = x.layout.exchange_to(tiling.replace(axis, Split(split.cuts, needed)))(x.local)
-    mine = x.layout.grid.coordinates[axis]
-    index = torch.tensor([row - needed[mine].start for row in sources[mine]], dtype=torch.int64, device=local.device)
-    layout = Layout(x.layout.grid, tiling.replace(axis, output), x.layout.dims)
-    return wrap(local.index_select(dim, index), layout)
+    index = torch.tensor([row - needed[mine].start for row in sources[mine]], dtype=torch.int64, device=device)
+    return output, Split(split.cuts, needed), index

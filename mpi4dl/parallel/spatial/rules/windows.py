@@ -67,7 +67,7 @@ def cast(*tensors: Tensor | None) -> list[Any]:
 
 def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor]) -> SpatialTensor:
     """x in the dtype in which autocast would let PyTorch's operator work; `probe` calls it with an image of 2x2 px."""
-    kind = x.device.type
+    kind = x.local.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x
     dtype = probe(torch.ones(1, 1, 2, 2, dtype=x.dtype, device=x.device)).dtype
