@@ -3,23 +3,27 @@
     python -m benchmarks.allreduce --ranks 2,4 --sizes 4,64,1024,16384 --dtypes float32,bfloat16
 
     library, direct, ring      one algorithm of mpi4dl.comm.allreduce for all sizes
-    two-level                  the same, as if half of the ranks were on another node (4 ranks or more)
+    two-level                  the same, half of the ranks on another node, or as if they were (4 ranks or more)
     picked                     what mpi4dl takes for that size after measuring at its start
     gloo                       torch.distributed.all_reduce
     raw mpi4py                 a blocking Allreduce in place (not for bfloat16, which MPI does not have)
 
-Every number of ranks is a job of its own under mpirun, and the jobs take turns. All contestants run on the same ranks
-of it, burst by burst; a burst takes as long as on its slowest rank.
+With `--nodes 2` the ranks are on two nodes that root can make of one machine: network namespaces, joined by a
+cable, that share no memory. Every number of ranks is a job of its own under mpirun, and the jobs take turns. All
+contestants run on the same ranks of it, burst by burst; a burst takes as long as on its slowest rank.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import burst_seconds, gloo
+from benchmarks.nodes import NoNodes, two_nodes
 from benchmarks.report import publish, pyplot, table
 from benchmarks.turns import Contestant, answer_turns, median, numbers, on_ranks, take_turns
 
@@ -40,6 +44,7 @@ STYLES = {PICKED: ("black", "o-", 2.4), GLOO: ("C3", "s--", 1.4), RAW: ("C7", "^
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2), help="emulated nodes that share the ranks")
     parser.add_argument("--sizes", default="4,16,64,256,1024,4096,16384,65536", help="of the buffers, in KB of 1024")
     parser.add_argument("--dtypes", default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--iterations", type=int, default=50, help="sums in a burst, fewer of them above 16 MB in all")
@@ -56,6 +61,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--sizes {options.sizes} --ranks {options.ranks}: write them as 4,64,1024 and 2,4")
     if smallest < 1 or fewest < 2:
         parser.error(f"--sizes {options.sizes} --ranks {options.ranks}: a sum takes 1 KB and 2 ranks at least")
+    if options.nodes == 2 and any(ranks < 4 or ranks % 2 for ranks in numbers(options.ranks)):
+        parser.error(f"--ranks {options.ranks} --nodes 2: two nodes take an even number of ranks, and 4 at least")
     for dtype in options.dtypes.split(","):
         if dtype not in DTYPES:
             parser.error(f"--dtypes has {dtype!r}, but may only name {', '.join(DTYPES)}")
@@ -72,8 +79,8 @@ def raw(comm: "Communicator") -> Sum:
     return run
 
 
-def contests(comm: "Communicator") -> tuple[dict[str, Sum], Callable[["torch.Tensor"], str]]:
-    """Who sums, by name, and which algorithm is picked for a tensor. Collective.
+def contests(comm: "Communicator", nodes: int = 1) -> tuple[dict[str, Sum], Callable[["torch.Tensor"], str]]:
+    """Who sums, by name, and which algorithm is picked for a tensor; on one node half plays another one. Collective.
 
     Raises `Refusal` on all ranks if one of them sums wrongly.
     """
@@ -84,7 +91,7 @@ def contests(comm: "Communicator") -> tuple[dict[str, Sum], Callable[["torch.Ten
     def finished(all_reduce: allreduce.AllReduce) -> Sum:
         return lambda flat: all_reduce(flat).wait()
 
-    half = comm.rank // (comm.size // 2)
+    half = comm.rank // (comm.size // 2) if nodes == 1 else None
     several = comm.size >= 4
     names = [name for name in allreduce.ALGORITHMS if several or name != "two-level"]
     sums = {name: finished(allreduce.pick(comm, name, half if name == "two-level" else None)) for name in names}
@@ -125,7 +132,7 @@ def worker(options: argparse.Namespace) -> None:
         return answer
 
     with gloo(comm):
-        sums, algorithm = contests(comm)
+        sums, algorithm = contests(comm, options.nodes)
         answer_turns(turn, comm)
 
 
@@ -135,10 +142,20 @@ def main() -> None:
         worker(options)
         return
     contestants = on_ranks(options.ranks, ["-m", "benchmarks.allreduce", *sys.argv[1:], "--worker"])
-    take_turns(contestants, options.rounds)
+    with ExitStack() as stack:
+        if options.nodes == 2:
+            try:
+                cluster = stack.enter_context(two_nodes(Path(stack.enter_context(TemporaryDirectory()))))
+            except NoNodes as none:
+                raise SystemExit(f"--nodes 2: {none}") from None
+            for contestant in contestants:
+                contestant.launch = cluster.launch(contestant.ranks // options.nodes)
+        take_turns(contestants, options.rounds)
     results = summarise(contestants)
+    if options.nodes == 2:
+        print("half of the ranks on either of two nodes")
     print(as_tables(results))
-    publish(options, {"measurements": results}, plot(results))
+    publish(options, {"measurements": results}, plot(results, options.nodes))
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
@@ -189,7 +206,7 @@ def as_tables(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def plot(results: list[dict[str, Any]]) -> Any:
+def plot(results: list[dict[str, Any]], nodes: int = 1) -> Any:
     """Microseconds over the size of the buffer: a panel per number of ranks and dtype."""
     plots = pyplot()
     by_group = groups(results)
@@ -215,7 +232,10 @@ def plot(results: list[dict[str, Any]]) -> Any:
     for axis in axes[-1]:
         axis.set_xlabel("size of the buffer")
     shown = [lines[name] for name in NAMES if name in lines]
-    figure.suptitle("all-reduce: medians of interleaved bursts\n", x=0.02, horizontalalignment="left", fontsize=11)
+    where = ", on two nodes" if nodes == 2 else ""
+    figure.suptitle(
+        f"all-reduce{where}: medians of interleaved bursts\n", x=0.02, horizontalalignment="left", fontsize=11
+    )
     figure.legend(handles=shown, ncols=len(shown), loc="upper center", bbox_to_anchor=(0.5, 0.965), frameon=False)
     return figure
 

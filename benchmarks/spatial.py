@@ -63,14 +63,20 @@ def worker(options: argparse.Namespace) -> None:
         step()
 
     def turn() -> dict[str, Any]:
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(options.steps):
             step()
-        seconds = time.perf_counter() - began
+        seconds, images = time.perf_counter() - began, options.batch_size * options.steps
+        cpu = torch.tensor(time.process_time() - began_cpu, dtype=torch.float64)
         peak = torch.tensor([meter.peak_bytes()])
         if comm is not None:
             comm.all_reduce(peak, "max")
-        return {"images_per_second": options.batch_size * options.steps / seconds, "peak_bytes": int(peak)}
+            comm.all_reduce(cpu)
+        return {
+            "images_per_second": images / seconds,
+            "cpu_seconds_per_image": float(cpu) / images,
+            "peak_bytes": int(peak),
+        }
 
     answer_turns(turn, comm)
 
@@ -143,6 +149,7 @@ def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
                 "name": contestant.name,
                 "ranks": contestant.ranks,
                 "images_per_second": median([answer["images_per_second"] for answer in contestant.answers]),
+                "cpu_seconds_per_image": median([answer["cpu_seconds_per_image"] for answer in contestant.answers]),
                 "peak_bytes": median([answer["peak_bytes"] for answer in contestant.answers]),
                 **spread("speed_ratio", speed),
                 "memory_ratio": median(memory),
@@ -152,11 +159,12 @@ def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
 
 
 def as_table(results: list[dict[str, Any]]) -> str:
-    rows = [("", "ranks", "images/s", "ratio", "(min-max)", "peak MiB per rank", "ratio")]
+    rows = [("", "ranks", "images/s", "ratio", "(min-max)", "CPU s/image", "peak MiB per rank", "ratio")]
     for r in results:
         speed, memory = f"{r['images_per_second']:.3f}", f"{r['peak_bytes'] / 2**20:.0f}"
         over = (f"{r['speed_ratio']:.3f}", between(r, "speed_ratio"))
-        rows.append((r["name"], str(r["ranks"]), speed, *over, memory, f"{r['memory_ratio']:.3f}"))
+        cpu = f"{r['cpu_seconds_per_image']:.2f}"
+        rows.append((r["name"], str(r["ranks"]), speed, *over, cpu, memory, f"{r['memory_ratio']:.3f}"))
     return table(rows)
 
 

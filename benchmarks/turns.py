@@ -25,17 +25,21 @@ STOP_SECONDS = 60.0
 
 @dataclass
 class Contestant:
-    """A job of `ranks` processes that answers each line on its standard input with a line of JSON."""
+    """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
+
+    `launch` are the words that start it, where it is not mpirun.
+    """
 
     name: str
     ranks: int
     arguments: list[str]
     answers: list[dict[str, Any]] = field(default_factory=list)
+    launch: list[str] = field(default_factory=list)
     _process: "subprocess.Popen[str] | None" = None
 
     def start(self) -> None:
-        command = [sys.executable, *self.arguments]
-        if self.ranks > 1:
+        command = [*self.launch, sys.executable, *self.arguments]
+        if self.ranks > 1 and not self.launch:
             mpirun = Path(sys.executable).with_name("mpirun")
             launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
             if launcher is None:

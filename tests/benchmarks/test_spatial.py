@@ -17,7 +17,7 @@ MEBIBYTE = 2**20
 
 def contestant(name: str, ranks: int, speeds: list[float], mebibytes: list[int]) -> Contestant:
     answers: list[dict[str, Any]] = [
-        {"images_per_second": speed, "peak_bytes": size * MEBIBYTE}
+        {"images_per_second": speed, "cpu_seconds_per_image": 2 / speed, "peak_bytes": size * MEBIBYTE}
         for speed, size in zip(speeds, mebibytes, strict=True)
     ]
     return Contestant(name, ranks, [], answers)
@@ -28,20 +28,22 @@ CONTESTANTS = [
     contestant("1x2", 2, [1.0, 1.0, 6.0], [60, 100, 50]),
 ]
 TABLE = """\
-       ranks  images/s  ratio    (min-max)  peak MiB per rank  ratio
------  -----  --------  -----  -----------  -----------------  -----
-plain      1     2.000  1.000  (1.00-1.00)                100  1.000
-1x2        2     1.000  1.000  (0.50-1.50)                 60  0.500"""
+       ranks  images/s  ratio    (min-max)  CPU s/image  peak MiB per rank  ratio
+-----  -----  --------  -----  -----------  -----------  -----------------  -----
+plain      1     2.000  1.000  (1.00-1.00)         1.00                100  1.000
+1x2        2     1.000  1.000  (0.50-1.50)         2.00                 60  0.500"""
 
 
 def test_ratios_are_medians_of_rounds_not_ratios_of_medians() -> None:
     plain, halves = summarise(CONTESTANTS)
     assert plain == {
-        "name": "plain", "ranks": 1, "images_per_second": 2.0, "peak_bytes": 100 * MEBIBYTE, "speed_ratio": 1.0,
+        "name": "plain", "ranks": 1, "images_per_second": 2.0, "cpu_seconds_per_image": 1.0,
+        "peak_bytes": 100 * MEBIBYTE, "speed_ratio": 1.0,
         "speed_ratio_min": 1.0, "speed_ratio_max": 1.0, "memory_ratio": 1.0,
     }  # fmt: skip
     assert halves == {
-        "name": "1x2", "ranks": 2, "images_per_second": 1.0, "peak_bytes": 60 * MEBIBYTE, "speed_ratio": 1.0,
+        "name": "1x2", "ranks": 2, "images_per_second": 1.0, "cpu_seconds_per_image": 2.0,
+        "peak_bytes": 60 * MEBIBYTE, "speed_ratio": 1.0,
         "speed_ratio_min": 0.5, "speed_ratio_max": 1.5, "memory_ratio": 0.5,
     }  # fmt: skip
 
@@ -66,6 +68,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     plain, halves = results["contestants"]
     assert (plain["name"], plain["ranks"], halves["name"], halves["ranks"]) == ("plain", 1, "1x2", 2)
     assert plain["images_per_second"] > 0
+    assert halves["cpu_seconds_per_image"] > 0
     assert halves["speed_ratio"] == pytest.approx(halves["images_per_second"] / plain["images_per_second"])
     assert halves["memory_ratio"] == pytest.approx(halves["peak_bytes"] / plain["peak_bytes"])
     assert_picture(f"{out}.png")

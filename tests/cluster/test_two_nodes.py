@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,11 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cluster.nodes import Cluster, cluster
+from benchmarks.nodes import ROOT, Cluster
 from tests.commands import TINY, TRAIN, train_command
 from tests.interrupted import WEIGHTS, assert_the_same_run
-
-__all__ = ["cluster"]
 
 RUN = (*TINY, "--num-samples", "16", "--epochs", "1", "--no-tensorboard")
 PLANS = {
@@ -77,3 +76,26 @@ def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_pa
     assert job.returncode != 0
     assert time.monotonic() - began < 300
     assert error.count("Traceback") <= 1, error
+
+
+def test_the_benchmark_of_sums_finds_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """The node that ranks see is their own, so that two levels are two."""
+    flags = (
+        "--nodes",
+        "2",
+        "--ranks",
+        "4",
+        "--sizes",
+        "4",
+        "--dtypes",
+        "float32",
+        "--rounds",
+        "1",
+        "--iterations",
+        "2",
+    )
+    command = [sys.executable, "-m", "benchmarks.allreduce", *flags, "--out", str(tmp_path / "sums")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("half of the ranks on either of two nodes\n4 ranks, float32: microseconds\n")
+    assert "two-level" in done.stdout

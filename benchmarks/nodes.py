@@ -9,13 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 JOB_SECONDS = 600.0
 HOSTS = ("nodea", "nodeb")
 
@@ -47,34 +45,33 @@ class Cluster:
 
     @contextlib.contextmanager
     def start(self, ranks_per_node: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        assert mpirun is not None
-        job = [mpirun, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-hosts", ",".join(HOSTS)]
-        job += ["-ppn", str(ranks_per_node), "-n", str(2 * ranks_per_node), sys.executable, *arguments]
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self.prefix + HOSTS[0],
-            "unshare",
-            "-u",
-            "bash",
-            "-c",
-            'hostname nodea; exec "$@"',
-        ]
-        process = subprocess.Popen(
-            [*inside, "job", *job], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        command = [*self.launch(ranks_per_node), sys.executable, *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             yield process
         finally:
             process.kill()
             process.wait()
 
+    def launch(self, ranks_per_node: int) -> list[str]:
+        """The words that start a program on both nodes, with so many ranks on each."""
+        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        assert mpirun is not None
+        inside = ["ip", "netns", "exec", self.prefix + HOSTS[0], "unshare", "-u"]
+        inside += ["bash", "-c", f'hostname {HOSTS[0]}; exec "$@"', "job"]
+        job = [mpirun, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-hosts", ",".join(HOSTS)]
+        return [*inside, *job, "-ppn", str(ranks_per_node), "-n", str(len(HOSTS) * ranks_per_node)]
+
+
+class NoNodes(RuntimeError):
+    """This machine lets nobody make nodes."""
+
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[Cluster]:
-    """Two nodes, as long as the context lasts. `folder` is for what it takes."""
+    """Two nodes, as long as the context lasts. `folder` is for what it takes. Raises NoNodes where it cannot be."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
+        raise NoNodes("two nodes on one machine take root and iproute2")
     number = os.getpid() % 60000
     prefix, network = f"mpi4dl{number}", f"10.{100 + number // 250 % 100}.{number % 250}"
     cables = [f"m{number}{end}" for end in "ab"]
@@ -84,18 +81,10 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
     launcher.write_text(LAUNCHER.format(prefix=prefix))
     launcher.chmod(0o755)
     try:
-        for name in names:
-            ip("netns", "add", name)
-            folder_of_node = Path("/etc/netns") / name
-            folder_of_node.mkdir(parents=True)
-            (folder_of_node / "hosts").write_text(hosts)
-        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for i, (name, cable) in enumerate(zip(names, cables, strict=True)):
-            ip("link", "set", cable, "netns", name)
-            ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", cable)
-            ip("-n", name, "link", "set", cable, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("netns", "exec", name, "unshare", "-u", "hostname", name)
+        try:
+            _connect(names, cables, network, hosts)
+        except subprocess.CalledProcessError as refused:
+            raise NoNodes(f"this machine has no network namespaces: {refused.stderr.decode().strip()}") from None
         yield Cluster(prefix, launcher)
     finally:
         for name in names:
@@ -104,13 +93,16 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "bash", "hostname"))):
-        pytest.skip("two nodes on one machine take root and iproute2")
-    with contextlib.ExitStack() as stack:
-        try:
-            nodes = stack.enter_context(two_nodes(tmp_path_factory.mktemp("nodes")))
-        except subprocess.CalledProcessError as refused:
-            pytest.skip(f"this machine has no network namespaces: {refused.stderr.decode().strip()}")
-        yield nodes
+def _connect(names: Sequence[str], cables: Sequence[str], network: str, hosts: str) -> None:
+    for name in names:
+        ip("netns", "add", name)
+        folder_of_node = Path("/etc/netns") / name
+        folder_of_node.mkdir(parents=True)
+        (folder_of_node / "hosts").write_text(hosts)
+    ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+    for i, (name, cable) in enumerate(zip(names, cables, strict=True)):
+        ip("link", "set", cable, "netns", name)
+        ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", cable)
+        ip("-n", name, "link", "set", cable, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("netns", "exec", name, "unshare", "-u", "hostname", name)
