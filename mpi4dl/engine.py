@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
+from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
@@ -28,9 +29,13 @@ from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
+from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.spatial.foresight import Source
+from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.tensor import provided_by
 from mpi4dl.runtime.batch import BatchFeed, Size, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
@@ -194,12 +199,14 @@ class Engine:
 
     def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor:
         """A tile (n, C, h, w) of images of `size` (H, W) on the engine's device, as part of the whole microbatch."""
-        tile = tile.to(self.device, non_blocking=True)
         if part.plain:
-            return tile
+            return carried(tile, self.device)
         samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         rows, cols = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size, part.grid.shape[1:], strict=True))
-        return spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols)))
+        x, foresight = spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols))), part.grid.foresight
+        source = Source(foresight, part.grid, x.layout.tiling)
+        x = retile(x, foresight.held(part.grid, x.layout.tiling))  # where the tile is: mostly on the host
+        return provided_by(x.like(carried(x.local, self.device)), (source,))
 
     def step(
         self,
@@ -226,12 +233,16 @@ class Engine:
 
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
         self._refuse_hooks()
+        for part in self.held.parts.values():
+            part.grid.foresight.begin()
         for group in self.groups.values():
             group.prepare()
         before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
         for group in self.groups.values():
             group.finish()
+        for part in self.held.parts.values():
+            part.grid.foresight.settle()
         drawn = self._drawn_since(before)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
         if self.gradient_hook is not None and math.isfinite(norm):
@@ -280,9 +291,10 @@ class Engine:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
         stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
         squares = (n**2 for n in alike)
-        found = torch.tensor([*[0.0] * stages, float(batch.total), *alike, *squares, *told], dtype=torch.float64)
-        for stage, group in self.groups.items():
-            found[stage] = group.square()
+        total, *own = sums_on_host([[batch.total], *(group.squares() for group in self.groups.values())])
+        found = torch.tensor([*[0.0] * stages, total, *alike, *squares, *told], dtype=torch.float64)
+        for stage, square in zip(self.groups, own, strict=True):
+            found[stage] = square
         self.comm.all_reduce(found)
         norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
         loss, *rest = found[stages:].tolist()

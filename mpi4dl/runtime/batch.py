@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import COLS, ROWS, Interval
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
@@ -84,7 +85,7 @@ class BatchFeed:
         def of(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return (leaf if len(self.microbatches) == 1 else leaf[slice(*samples)]).to(self.engine.device)
+            return carried(leaf if len(self.microbatches) == 1 else leaf[slice(*samples)], self.engine.device)
 
         return pytree.tree_map(of, self.targets)
 

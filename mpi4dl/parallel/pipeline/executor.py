@@ -228,6 +228,7 @@ class _Run:
         with self.timed(action), hooks:
             with executor.collecting(action), executor.context(), deferred:
                 outputs = part.module(*arrival.values)
+                part.grid.foresight.pay()
             del arrival
             loss = self.feed.loss(part, microbatch, outputs) if behind is None else None
         if behind is None:

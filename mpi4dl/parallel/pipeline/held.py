@@ -80,10 +80,13 @@ class Held(nn.Module):
                 ranks, shape = plan.ranks(direction, stage), plan.shape(stage)
                 if comm.rank in ranks:
                     grid = Grid(comm.subset(ranks), shape.rows, shape.cols, shape.batch, plan.tracks_batch(stage))
+                    grid.foresight.steps = True
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
         # Those who hold a stage, in either direction, hold the same parameters.
-        self.groups = {stage: comm.subset(plan.holders(stage)) for stage in sorted(self.modules_of)}
+        # Ranks of both directions come to the ends of their stages in opposite orders.
+        ordered = not plan.bidirectional
+        self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
 
     @classmethod
     def whole(cls, model: nn.Module, plan: Plan, comm: Communicator) -> "Held":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mpi4dl.geometry import even_cuts
 
 BUCKET_BYTES = 4 << 20
-GPU_BUCKET_BYTES = 25 << 20  # as PyTorch's DistributedDataParallel has them: fewer copies, and GPUs fill them soon
+GPU_BUCKET_BYTES = 32 << 20  # each is a copy to the host and back; a GPU fills them soon (PyTorch's DDP has 25 MB)
 
 
 def bucket_bytes_on(device: str) -> int:

@@ -187,9 +187,9 @@ class ReplicaGroup:
         yield
         self.reducer.end_pass()
 
-    def square(self) -> float:
-        """This rank's share of the square of the gradient's norm; the shares of all ranks add up."""
-        return self.reducer.square() if self.zero or self.comm.rank == 0 else 0.0
+    def squares(self) -> list[Tensor]:
+        """What adds up, over all ranks, to the square of the gradient's norm."""
+        return self.reducer.squares() if self.zero or self.comm.rank == 0 else []
 
     def hand_out(self, factor: float) -> None:
         """Give the optimizer this rank's gradients, times `factor`."""

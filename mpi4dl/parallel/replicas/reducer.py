@@ -12,7 +12,7 @@ ZeRO 2    the same, and keeps only that part     reduce-scatter in every pass; a
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -210,12 +210,10 @@ class Reducer:
         """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""
         return self._owned[number]
 
-    def square(self) -> float:
-        """The sum of the squares of what `owned` gives for all buckets."""
-        norms = [torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values()]
-        squares = [norm.double().square() for norm in norms]
-        by_device = {square.device: [each for each in squares if each.device == square.device] for square in squares}
-        return sum(float(torch.stack(each).sum()) for each in by_device.values())
+    def squares(self) -> list[Tensor]:
+        """The sum of the squares of what `owned` gives, for each bucket."""
+        norms = (torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values())
+        return [norm.double().square() for norm in norms]
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
@@ -260,3 +258,15 @@ def _tell(reducer: "weakref.ref[Reducer]", i: int, parameter: Tensor) -> None:
 
 def _summed_in(values: Tensor) -> torch.dtype | None:
     return torch.float32 if values.dtype in LOW_PRECISION else None
+
+
+def sums_on_host(lists: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The sum of each list of numbers; the host waits once for all that are on one device."""
+    numbers = [(place, number) for place, each in enumerate(lists) for number in each]
+    sums = [0.0] * len(lists)
+    for device in dict.fromkeys(number.device for _, number in numbers):
+        there = [(place, number) for place, number in numbers if number.device == device]
+        read = torch.stack([number.double() for _, number in there]).cpu().tolist()
+        for (place, _), value in zip(there, read, strict=True):
+            sums[place] += value
+    return sums

@@ -6,6 +6,7 @@ from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
 from mpi4dl.geometry import AXES, Box, Tiling
+from mpi4dl.parallel.spatial.foresight import Foresight
 
 
 class Grid:
@@ -31,6 +32,7 @@ class Grid:
         self.comm = comm
         self.tracks_batch = tracks_batch or batch > 1
         self.coordinates = self.shape.coordinates(comm.rank)
+        self.foresight = Foresight()
         self._along: dict[tuple[int, ...], Communicator] = {AXES: comm}
 
     def __repr__(self) -> str:
@@ -62,6 +64,12 @@ class Grid:
                     color = color * self.shape[axis] + self.coordinates[axis]
             self._along[axes] = self.comm.split(color)
         return self._along[axes]
+
+    def ranks_along(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of `along(axes)`, by their numbers in the grid."""
+        fixed = [axis for axis in AXES if axis not in axes]
+        places = map(self.shape.coordinates, range(self.size))
+        return tuple(rank for rank, place in enumerate(places) if all(place[a] == self.coordinates[a] for a in fixed))
 
     def box(self, batch: int, size: tuple[int, int]) -> Box:
         """The box of a batch of images of `size` (H, W) that this rank holds when they are cut evenly."""

@@ -14,9 +14,10 @@ from functools import lru_cache
 from torch import Tensor
 
 from mpi4dl.comm.exchange import Exchange, narrow
-from mpi4dl.geometry import AXES, AxisMap, Box, Interval, Split, Tiling, plan_axis
+from mpi4dl.geometry import AXES, AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
+from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, provided_by, wrap
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
@@ -33,6 +34,7 @@ class Reach:
     output: Layout
     needed: Box
     exchange: Exchange | None
+    maps: Maps
 
     def fetch(self, x: Tensor) -> Tensor:
         """The needed box of x, this rank's part; differentiable."""
@@ -42,6 +44,11 @@ class Reach:
         """The needed box, where this rank holds all of it."""
         return narrow(x, self.source.dims, self.source.held, self.needed)
 
+    def result(self, x: SpatialTensor, local: Tensor) -> Tensor:
+        """This rank's part `local` of what was made of x, whose norms can be asked so that more of it is held."""
+        tilings = self.source.tiling, self.output.tiling
+        return provided_by(wrap(local, self.output), tuple(OfWindows(o, *tilings, self.maps) for o in x.providers))
+
 
 def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()) -> Reach:
     """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
@@ -49,18 +56,24 @@ def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itse
     Along the axes in `itself`, which are not cut, the operator does its own padding. Elsewhere `fill` is what it finds
     beyond the edge of the image.
     """
-    layout = x.layout
-    needed, output, exchange = _plan(layout.tiling, tuple(maps.items()), itself)
+    layout, of_axes = x.layout, tuple(maps.items())
+    needed, output, exchange, lacking = _plan(layout.tiling, of_axes, itself)
     reached = Layout(layout.grid, output, layout.dims)
+    if lacking is not None and (layout.grid.foresight.everywhere or x.local.is_cuda):
+        for provider in x.providers:
+            provider.ask(lacking)
     if not exchange:
-        return Reach(layout, reached, needed.held(layout.grid.rank), None)
+        return Reach(layout, reached, needed.held(layout.grid.rank), None, of_axes)
     plan = layout.exchange_to(needed, fill)
-    return Reach(layout, reached, plan.plan.needed, plan)
+    return Reach(layout, reached, plan.plan.needed, plan, of_axes)
 
 
 @lru_cache(maxsize=4096)
-def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, Tiling, bool]:
-    """What each rank comes to hold of the input, the tiling of the output, and whether anything is exchanged."""
+def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, Tiling, bool, Tiling | None]:
+    """What each rank comes to hold of the input, the tiling of the output, and whether anything is exchanged.
+
+    And what ranks would have to hold of the input so that nothing had to be sent, if they do not.
+    """
     plans = {axis: plan_axis(axis_map, tiling.splits[axis]) for axis, axis_map in maps}
     exchange = False
     for axis, plan in plans.items():
@@ -76,7 +89,8 @@ def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, 
         elif exchange:
             needed = needed.replace(axis, split.narrow())
             output = output.replace(axis, split.narrow())
-    return needed, output, exchange
+    enough = widest(tiling, needed) if exchange else tiling
+    return needed, output, exchange, enough if enough != tiling else None
 
 
 def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
@@ -124,6 +138,7 @@ def gather(x: Tensor) -> Tensor:
 def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     """x with all of these axes on every rank."""
     layout, tiling = x.layout, x.layout.tiling
+    layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
     for axis in axes:
         if layout.dims[axis] is not None:
             split = tiling.splits[axis]

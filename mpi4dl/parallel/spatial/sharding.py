@@ -35,6 +35,7 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
     size = (image.shape[0], image.shape[-2], image.shape[-1])
     tiling = _tiling(dims, Tiling.even(grid.shape, size).splits)
     layout = Layout(grid, tiling, dims)
+    grid.foresight.enter()
     whole = Box(Interval(0, tiling.size[BATCH]), Interval(0, size[ROWS]), Interval(0, size[COLS]))
     return SpatialTensor(narrow(image, dims, whole, layout.owned), layout)
 
@@ -121,6 +122,7 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
 
 def _spread(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
     dims = image_dims(grid, tile.dim())
+    grid.foresight.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling.splits), dims))
 
 

@@ -16,12 +16,15 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import Tiling
+from mpi4dl.parallel.spatial.foresight import Provider
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.memory import Memory, countable, same_memory, writes
 
@@ -94,42 +97,73 @@ class SpatialTensor(Tensor):
 
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
     with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
-    gradient of the whole, spread in the same way, once backward has found it after `retain_grad`.
+    gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `providers` are the
+    norms that it was made of and that may be asked to hold more.
     """
 
-    _local: Tensor
+    _local: Tensor | None
     _layout: Layout
+    _first_look: Callable[[], None] | None
     memory: Memory
     retained: "Tensor | None"
+    providers: tuple[Provider, ...]
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout) -> "SpatialTensor":
+        self = cls._make(local, layout, local.requires_grad)
+        self._local = local
+        return self
+
+    @classmethod
+    def promise(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
+        """A tensor whose local part, of the kind of `like`, is to come by `fulfil`, at the latest at the first look."""
+        return cls._make(like, layout, requires_grad)
+
+    @classmethod
+    def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         if "torch._dynamo" in sys.modules:
             _run_eagerly()
-        shape = layout.global_shape(tuple(local.shape))
+        shape = layout.global_shape(tuple(like.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
-        self._local = local
+        self._local = None
+        self._first_look = None
         self._layout = layout
         self.memory = Memory()
         self.memory.tensors.append(weakref.ref(self))
         self.retained = None
-        if local.requires_grad:
+        self.providers = ()
+        if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)
         return self
 
+    def fulfil(self, local: Tensor) -> None:
+        """Give a tensor that was promised its local part."""
+        self._local, self._first_look = local, None
+
+    def before_first_look(self, act: Callable[[], None]) -> None:
+        """Call `act()` when somebody asks for the local part for the first time."""
+        self._first_look = act
+
     @property
     def local(self) -> Tensor:
-        """This rank's part, a plain tensor: what it owns, and the halo that it holds."""
+        """This rank's part, a plain tensor: what it owns, and the halo that it holds.
+
+        All ranks ask for it at the same point, or none: it may take a message to compute it.
+        """
+        if self._first_look is not None:
+            act, self._first_look = self._first_look, None
+            act()
         with torch._C.DisableTorchFunctionSubclass():
             escaped = self.grad_fn is not None
         if escaped:
             raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
         if self.memory.copies and (problem := self.memory.problem_of_reading()):
             raise refusal("a tensor", problem)
+        assert self._local is not None
         return self._local
 
     @property
@@ -139,6 +173,20 @@ class SpatialTensor(Tensor):
     def like(self, local: Tensor) -> "SpatialTensor":
         """A tensor of the same layout whose part on this rank is `local`."""
         return SpatialTensor(local, self._layout)
+
+    def hold_less(self, tiling: Tiling) -> None:
+        """Forget what is held beyond `tiling`, of the same cuts, in all views of this memory: it is to be written to
+        where that is held alone.
+        """
+        for known in self.memory.tensors:
+            x = known()
+            if x is not None:
+                splits = [
+                    wanted if split.cuts == wanted.cuts else split.narrow()
+                    for split, wanted in zip(x._layout.tiling.splits, tiling.splits, strict=True)
+                ]
+                less = replace(x._layout, tiling=Tiling((splits[0], splits[1], splits[2])))
+                x._local, x._layout = narrow(x.local, less.dims, x._layout.held, less.held), less
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -185,6 +233,8 @@ def _run_eagerly() -> None:
 
 def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:
     """Let a result and what it was made of know each other, if one is a view of the other."""
+    if view._local is None or x._local is None:
+        return  # promised: new memory
     if view.memory is not x.memory and same_memory(view._local, x._local):
         view.memory = x.memory
         view.memory.tensors.append(weakref.ref(view))
@@ -197,12 +247,13 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         return rule(*args, **options)
     if problem := target.memory.problem_of_writing():
         raise refusal(function_name(function), problem)
+    target.layout.grid.foresight.pay()  # norms that wait may be of what is written
     result = rule(*args, **options)
     # What was written may bring a gradient: all views of it notice from now on if a custom function takes them.
     with torch._C.DisableTorchFunctionSubclass():
         for known in target.memory.tensors:
             x = known()
-            if x is not None and x._local.requires_grad and not x.requires_grad:
+            if x is not None and x.local.requires_grad and not x.requires_grad:
                 x.requires_grad_().register_hook(_refuse_gradient)
     return result
 
@@ -210,7 +261,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
 def copied(copy: Tensor, source: SpatialTensor) -> Tensor:
     """`copy`, of which PyTorch would have made a view of `source`: writes to either of them are not lost in silence."""
     if isinstance(copy, SpatialTensor):
-        source.memory.add_copy(copy._local, copy.memory)
+        source.memory.add_copy(copy.local, copy.memory)
     else:
         copy = countable(copy)
         source.memory.add_copy(copy)
@@ -228,6 +279,21 @@ def _refuse_gradient(gradient: Tensor) -> None:
 def wrap(local: Tensor, layout: Layout) -> Tensor:
     """`local` as this rank's part of a tensor; a plain tensor where each rank holds all of it."""
     return local if layout.whole else SpatialTensor(local, layout)
+
+
+def providers_of(operands: Iterable[Any]) -> tuple[Provider, ...]:
+    """Whom to ask so that what is made of these pixels can hold more: somebody for each of them, or nobody."""
+    found = [x.providers for x in operands if isinstance(x, SpatialTensor)]
+    if len(found) == 1:
+        return found[0]
+    return tuple(dict.fromkeys(provider for each in found for provider in each)) if all(found) else ()
+
+
+def provided_by(result: Any, providers: tuple[Provider, ...]) -> Any:
+    """`result`, which these were asked to let hold more."""
+    if isinstance(result, SpatialTensor):
+        result.providers = providers
+    return result
 
 
 def owned(x: SpatialTensor) -> Tensor:

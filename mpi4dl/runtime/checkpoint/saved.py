@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl.runtime.checkpoint.foreseen import Foreseen
 from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER, STATE, read_manifest, step_of
 from mpi4dl.runtime.checkpoint.node import LARGEST, MOST, Damaged, Machine, Unreadable, parse
 from mpi4dl.runtime.checkpoint.plain import decode
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 class Saved:
     """A checkpoint, opened for reading; its values are read when they are wanted, all else is here.
 
-    `ranks` are the random states of the ranks that wrote it, `extra` is what the training loop wanted to be kept, and
-    `groups` are the options of the optimizer's groups. Raises OSError, and Damaged if it is not of one piece.
+    `ranks` are the random states of the ranks that wrote it, `foreseen` is what their norms had learned, `extra` what
+    the training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError, and
+    Damaged if it is not of one piece.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +39,7 @@ class Saved:
         self.groups = [_options(group) for group in optimizer.at("groups").items()]
         self.extra = _options(state.at("extra"))
         self.ranks = [Randomness(rank) for rank in state.at("ranks").items()]
+        self.foreseen = [Foreseen(rank.at("norms")) for rank in state.at("ranks").items()]
         if not self.ranks:
             raise state.at("ranks").wrong("the random states of at least one rank")
         self.model = Reader(path / MODEL)

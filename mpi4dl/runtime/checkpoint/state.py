@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.replicas.update import options_of
+from mpi4dl.runtime.checkpoint.foreseen import learned
 from mpi4dl.runtime.checkpoint.likeness import unlike
 from mpi4dl.runtime.checkpoint.manifest import MODEL, OPTIMIZER
 from mpi4dl.runtime.checkpoint.plain import encode
@@ -50,7 +51,9 @@ def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
         },
         "extra": encode(extra),
     }
-    return Job(engine.num_steps, {MODEL: model, OPTIMIZER: optimizer}, state, random_state())
+    return Job(
+        engine.num_steps, {MODEL: model, OPTIMIZER: optimizer}, state, random_state() | {"norms": learned(engine)}
+    )
 
 
 def model_values(engine: Any) -> Values:
@@ -114,7 +117,8 @@ def _on_host(value: Tensor) -> Tensor:
 def restore(engine: Any, saved: Saved) -> dict[str, Any]:
     """Go on from a checkpoint; returns what was passed to `capture` as `extra`. Collective.
 
-    Under the plan that wrote it, every rank takes its own random state; under another one, all take that of rank 0.
+    Under the plan that wrote it, every rank takes its own random state, and what its norms had learned; under another
+    one, all take the random state of rank 0.
     Raises Refusal on all ranks, before anything is changed, if the checkpoint is of another model or optimizer.
     """
     _fits(engine, saved)
@@ -147,6 +151,8 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
         engine.scaler.scale, engine.scaler.finite_steps = saved.scaler
     same_plan = saved.plan == engine.plan.describe() and len(saved.ranks) == engine.comm.size
     saved.ranks[engine.comm.rank if same_plan else 0].set()
+    if same_plan:
+        saved.foreseen[engine.comm.rank].set(engine)
     return saved.extra
 
 

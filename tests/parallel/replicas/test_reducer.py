@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, collectives
 from mpi4dl.parallel.replicas.buckets import plan_buckets
-from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout
+from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout, sums_on_host
 from tests.pool.ranks import Ranks
 
 F64, F32 = torch.float64, torch.float32
@@ -229,13 +229,13 @@ def norm_and_scale(comm: Communicator) -> tuple[float, bool]:
     reducer.finish()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     plain = torch.stack([g.double().norm() for g in before.values()]).norm()
-    norm = reducer.square() ** 0.5
+    norm = sums_on_host([reducer.squares()])[0] ** 0.5
     torch.testing.assert_close(norm, float(plain), rtol=1e-6, atol=0.0)
     reducer.scale(0.25)
     for name, p in model.named_parameters():
         assert (p.grad is None) == (name not in before)
         assert p.grad is None or torch.equal(p.grad, before[name] * 0.25)
-    torch.testing.assert_close(reducer.square() ** 0.5, float(plain) / 4, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(sums_on_host([reducer.squares()])[0] ** 0.5, float(plain) / 4, rtol=1e-6, atol=0.0)
     return norm, len({p.dtype for p in reducer.parameters}) == 2
 
 
@@ -288,7 +288,7 @@ def reduce_nothing(comm: Communicator) -> float:
     reducer.finish()
     reducer.scale(2.0)
     reducer.reduce()
-    return reducer.square() ** 0.5
+    return sums_on_host([reducer.squares()])[0] ** 0.5
 
 
 def test_a_model_without_trained_parameters_has_a_gradient_of_norm_zero(ranks: Ranks) -> None:

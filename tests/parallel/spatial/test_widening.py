@@ -24,9 +24,9 @@ class Messages:
         self._exchange = comm.iexchange
         comm.iexchange = self.iexchange  # type: ignore[method-assign]
 
-    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int = 0) -> Pending:
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *rest: Any, **options: Any) -> Pending:
         self.count += len(sends)
-        return self._exchange(sends, receives, tag)
+        return self._exchange(sends, receives, *rest, **options)
 
 
 def block() -> nn.Sequential:

@@ -37,7 +37,7 @@ def job(step: int, rank: int, num_ranks: int = NUM_RANKS, extra: Mapping[str, An
         "optimizer": {"class": "SGD", "groups": [{"lr": 0.1, "betas": encode((0.9, 1))}], "slots": slots_of(optimizer)},
         "extra": encode({} if extra is None else extra),
     }
-    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, state, random_state())
+    return Job(step, {MODEL: (model, pieces), OPTIMIZER: (optimizer, momentum)}, state, random_state() | {"norms": []})
 
 
 def start(folder: Path, step: int, keep: int = 2, **options: Any) -> list[Writing]:

@@ -11,7 +11,17 @@ from mpi4dl.geometry import Interval, Split
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import part
 from mpi4dl.parallel.spatial.rules.pointwise import align, shift
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    function_name,
+    named,
+    place_of,
+    provided_by,
+    providers_of,
+    refusal,
+    register,
+    wrap,
+)
 
 
 def _along_image(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -47,7 +57,8 @@ def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tens
         return _along_image(tensors, dim)
     parts, layout = align(tensors, name)
     y = function(parts, dim)
-    return wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
+    y = wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
+    return provided_by(y, providers_of(tensors))
 
 
 @register(torch.cat, torch.concat, torch.concatenate)

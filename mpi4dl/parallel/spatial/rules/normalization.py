@@ -1,147 +1,24 @@
-"""Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image.
+"""Batch, group, instance, layer and root-mean-square norm with the statistics of the whole image."""
 
-For the first three every rank computes the mean and the sum of squared deviations of the pixels that it owns; those are
-gathered and merged in float64 by the formula of Chan, Golub and LeVeque (1979), so that a mean of 1000 with unit
-variance keeps its digits, and every rank gets the same bits. Backward needs two sums per channel. What is saved is the
-input and two vectors.
-"""
-
-import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import AXES, BATCH
+from mpi4dl.geometry import AXES, BATCH, widest
+from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.rules.statistics import Norm, Task, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
-aten = torch.ops.aten
 Statistics = tuple[Tensor, Tensor, int]
-
-
-def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mean and the biased variance of each channel (dim 1)."""
-    if not x.is_cpu:
-        return torch.batch_norm_update_stats(x, None, None, 0.0)
-    x = x.float() if x.itemsize < 4 else x
-    # On CPUs several times faster, and no less exact: shift by the rounded mean, then take both sums in one pass of the
-    # kernel that batch norm's backward takes its sums with.
-    shift = x.mean([d for d in range(x.dim()) if d != 1])
-    centred = x - shift.view(-1, *[1] * (x.dim() - 2))
-    zeros, ones = torch.zeros_like(shift), torch.ones_like(shift)
-    _, squares, rest = aten.native_batch_norm_backward(
-        centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-    )
-    remainder = rest.double() / count
-    return shift.double() + remainder, squares.double() / count - remainder**2
-
-
-def _merge(own: Tensor, counts: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (float64) of each channel (dim 1) of all ranks' tensors, of so many pixels each."""
-    channels = own.shape[1]
-    if own.is_meta:
-        comm.all_gather(own.new_empty(2 * channels, dtype=torch.float64))
-        return own.new_empty(channels), own.new_empty(channels)
-    mine = own.new_zeros(2, channels, dtype=torch.float64)
-    if own.numel():
-        mine[0], mine[1] = _moments(own, own.numel() // channels)
-    if comm.size == 1:
-        return mine[0], mine[1]
-    means, variances = comm.all_gather(mine).unbind(1)  # (ranks, channels) each
-    total = max(sum(counts), 1)
-    mean = torch.zeros_like(means[0])
-    for count, each in zip(counts, means, strict=True):
-        mean.add_(each, alpha=count / total)
-    variance = torch.zeros_like(mean)
-    for count, each, of_rank in zip(counts, means, variances, strict=True):
-        variance.add_(of_rank + (each - mean) ** 2, alpha=count / total)
-    return mean, variance
-
-
-class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics over all dims but 1, and over all ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        layout: Layout,
-        comm: Communicator,
-        counts: Sequence[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        own = narrow(x, layout.dims, layout.held, layout.owned) if layout.wide else x
-        mean, variance = _merge(own, counts, comm)
-        kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
-        ctx.mark_non_differentiable(mean, variance)
-        ctx.layout, ctx.comm, ctx.count, ctx.eps = layout, comm, sum(counts), eps
-        short_mean, short_variance = mean.to(kind), variance.to(kind)
-        ctx.save_for_backward(x, weight, short_mean, short_variance)
-        ctx.has_bias = bias is not None
-        if x.numel() == 0:
-            return torch.zeros_like(x), mean, variance
-        y = aten.native_batch_norm(x, weight, bias, short_mean, short_variance, False, 0.0, eps)[0]
-        return y, mean, variance
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
-        comm: Communicator = ctx.comm
-        invstd = torch.rsqrt(variance + ctx.eps)
-        nothing = mean.new_empty(0)  # saved statistics: kernels of CUDA ask for tensors, and look at none of these
-        if x.numel():
-            _, sum_scaled, total = aten.native_batch_norm_backward(
-                gradient.contiguous(),
-                x,
-                torch.ones_like(mean),
-                mean,
-                variance,
-                nothing,
-                nothing,
-                False,
-                ctx.eps,
-                [False, True, True],
-            )
-        else:
-            sum_scaled, total = torch.zeros_like(mean), torch.zeros_like(mean)
-        slope = invstd if weight is None else weight * invstd
-        gradient_weight = sum_scaled.clone() if weight is not None else None
-        gradient_bias = total.clone() if ctx.has_bias else None
-        gradient_x = None
-        if ctx.needs_input_grad[0]:
-            both = comm.all_reduce(torch.stack([sum_scaled, total]).double())
-            sum_scaled, total = (-slope * both / ctx.count).to(mean.dtype)
-            layout: Layout = ctx.layout
-            if x.numel() == 0:
-                gradient_x = torch.zeros_like(x)
-            elif layout.wide:
-                gradient_x = gradient * slope.view(-1, *[1] * (x.dim() - 2)).to(gradient.dtype)
-                own = narrow(x, layout.dims, layout.held, layout.owned).contiguous()
-                through = aten.native_batch_norm(own, sum_scaled, total, mean, variance, False, 0.0, ctx.eps)[0]
-                narrow(gradient_x, layout.dims, layout.held, layout.owned).add_(through)
-            else:
-                gradient_x = aten.native_batch_norm(x, sum_scaled, total, mean, variance, False, 0.0, ctx.eps)[0]
-                gradient_x.addcmul_(gradient, slope.view(-1, *[1] * (x.dim() - 2)).to(gradient.dtype))
-        return gradient_x, gradient_weight, gradient_bias, None, None, None, None
-
-
-def _pixels(layout: Layout, axes: Sequence[int], each: int) -> tuple[Communicator, list[int]]:
-    """The ranks that share what is normalized along these axes, and how much each owns: `each` for every pixel."""
-    axes = tuple(axis for axis in axes if layout.dims[axis] is not None)
-    splits = [layout.tiling.splits[axis] for axis in axes]
-    lengths = [[split.owned(part).length for part in range(split.parts)] for split in splits]
-    return layout.grid.along(axes), [each * math.prod(of_rank) for of_rank in itertools.product(*lengths)]
 
 
 @register(F.batch_norm)
@@ -163,18 +40,40 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         return wrap(F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
-    comm, counts = _pixels(layout, AXES, math.prod(n for d, n in enumerate(x.shape) if d != 1 and d not in layout.dims))
-    count = sum(counts)
-    y, mean, variance = _Normalize.apply(x, weight, bias, eps, layout, comm, counts)
+    others = math.prod(n for d, n in enumerate(x.shape) if d != 1 and d not in layout.dims)
+    foresight = layout.grid.foresight
+    owned = layout.narrow.tiling
+    held = widest(layout.tiling, foresight.held(weight, owned))
+    norm = Norm(layout, replace(layout, tiling=held), sharers(layout, AXES, others), eps)
+    count = norm.count
     if count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-    with torch.no_grad():
-        if running_mean is not None:
-            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-        if running_var is not None:
-            unbiased = variance * (count / max(count - 1, 1))
-            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
-    return wrap(y, layout)
+    needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    result = SpatialTensor.promise(x, norm.output, needs_gradient)
+
+    def done(y: Tensor, mean: Tensor, variance: Tensor) -> None:
+        result.fulfil(y)
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+            if running_var is not None:
+                unbiased = variance * (count / max(count - 1, 1))
+                running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+
+    patient = foresight.reached(weight)
+    if may_wait(x, weight, bias):
+        foresight.wait(Task(norm, x, weight, bias, done, x._version))
+        result.before_first_look(foresight.pay)
+        if not patient:
+            foresight.pay()
+    else:
+        done(*normalize(norm, x, weight, bias))
+    if weight is None:
+        return result
+    if not patient:
+        result.before_first_look(partial(foresight.seen, weight))
+    result.providers = (Source(foresight, weight, owned),)
+    return result
 
 
 @register(torch.batch_norm)
@@ -257,10 +156,10 @@ def _by_sample(
     n, c, h, *rest = local.shape
     rows = local.reshape(1, n * groups, c // groups * h, *rest)
     others = [n for d, n in enumerate(local.shape) if d > 1 and d not in x.layout.dims]
-    comm, counts = _pixels(x.layout, AXES[1:], c // groups * math.prod(others))
-    y, mean, variance = _Normalize.apply(rows, None, None, eps, x.layout, comm, counts)
+    norm = Norm(x.layout, x.layout, sharers(x.layout, AXES[1:], c // groups * math.prod(others)), eps)
+    y, mean, variance = normalize(norm, rows, None, None)
     y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-    return y, (mean, variance, sum(counts))
+    return y, (mean, variance, norm.count)
 
 
 @register(F.local_response_norm)

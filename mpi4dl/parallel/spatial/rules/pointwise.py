@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling
+from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling, cut_alike
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.memory import writes
@@ -18,6 +18,8 @@ from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     function_name,
     named,
+    provided_by,
+    providers_of,
     refusal,
     register,
     register_fallback,
@@ -67,7 +69,7 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     """The local parts of operands that broadcast against each other, all of one box, and its layout.
 
     SpatialTensors that are cut elsewhere than the first are cut anew; plain tensors, which every rank has whole, are
-    cropped. `keep_first` refuses to change the first one's box (it is written in place).
+    cropped. With `keep_first` the first one, which is written in place, is not cut anew, but may come to hold less.
     """
     ndim = max(x.dim() for x in operands)
     first = next(x for x in operands if isinstance(x, SpatialTensor))
@@ -101,7 +103,9 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
                 splits[axis] = splits[axis].narrow()
     layout = Layout(lead.layout.grid, Tiling((splits[0], splits[1], splits[2])), (place[0], place[1], place[2]))
     if keep_first and lead is operands[0] and layout != lead.layout:
-        raise refusal(function, "its first operand is written in place, but the others hold other pixels")
+        if layout.dims != lead.layout.dims or not cut_alike(layout.tiling, lead.layout.tiling):
+            raise refusal(function, "its first operand is written in place, but the others hold other pixels")
+        lead.hold_less(layout.tiling)
     return [_part(x, layout, ndim, function) for x in operands], layout
 
 
@@ -163,13 +167,14 @@ def pointwise(function: Any) -> Rule:
             leaves[i] = part
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         result = function(*args, **kwargs)
+        providers = providers_of(operands)
         for operand, part in zip(operands, parts, strict=True):
             if result is part and isinstance(operand, SpatialTensor) and operand.layout == layout:
-                return operand
+                return provided_by(operand, providers)
         for y in pytree.tree_leaves(result):
             if not _has_pixels_of(y, layout):
                 raise refusal(function_name(function), "its result is no image")
-        return pytree.tree_map_only(Tensor, lambda y: wrap(y, layout), result)
+        return pytree.tree_map_only(Tensor, lambda y: provided_by(wrap(y, layout), providers), result)
 
     return rule
 
@@ -209,7 +214,7 @@ def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
     """One slope for all channels, or one for each entry of dim 1."""
     if input.layout.cut(1):
         raise refusal("torch.nn.functional.prelu", "dim 1 is not the channels here")
-    return wrap(F.prelu(input.local, weight), input.layout)
+    return provided_by(wrap(F.prelu(input.local, weight), input.layout), input.providers)
 
 
 def shift(dims: Dims, at: int, by: int) -> Dims:

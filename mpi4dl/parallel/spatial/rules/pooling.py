@@ -129,7 +129,8 @@ def max_pool2d(
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
     x = check_image(input, "torch.nn.functional.max_pool2d")
     y, indices, reached = _pool(x, _windows(kernel_size, stride, padding, dilation, ceil_mode), True, return_indices)
-    return (wrap(y, reached.output), wrap(indices, reached.output)) if return_indices else wrap(y, reached.output)
+    pooled = reached.result(x, y)
+    return (pooled, wrap(indices, reached.output)) if return_indices else pooled
 
 
 @register(F.max_pool2d_with_indices)
@@ -163,7 +164,7 @@ def avg_pool2d(
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
-        return wrap(y * (area / divisor_override), reached.output)
+        return reached.result(x, y * (area / divisor_override))
     counts = []
     for axis, dim, window in zip(IMAGE_AXES, (-2, -1), windows, strict=True):
         size, margin = x.shape[dim], window.before if count_include_pad else 0
@@ -172,9 +173,9 @@ def avg_pool2d(
         rows = reached.output.held[axis] if present else Interval(0, window.output_size(size))
         counts.append([window.needs(Interval(row, row + 1), size).intersect(image).length for row in range(*rows)])
     if all(count == window.kernel for axis, window in zip(counts, windows, strict=True) for count in axis):
-        return wrap(y, reached.output)
+        return reached.result(x, y)
     per_row, per_col = (torch.tensor(count, dtype=y.dtype, device=y.device) for count in counts)
-    return wrap(y * (area / (per_row.unsqueeze(1) * per_col)), reached.output)
+    return reached.result(x, y * (area / (per_row.unsqueeze(1) * per_col)))
 
 
 @register(*named("lp_pool2d"))

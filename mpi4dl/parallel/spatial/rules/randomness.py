@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
@@ -28,10 +29,11 @@ def _tile_generator(x: SpatialTensor) -> torch.Generator | None:
 def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    if input.layout.wide:
-        raise refusal(
-            "torch.nn.functional.dropout", "the halo that is held would be dropped otherwise than its owner's"
-        )
+    if input.layout.wide:  # the halo that is held would be dropped otherwise than its owner's
+        if inplace:
+            input.hold_less(input.layout.narrow.tiling)
+        else:
+            input = retile(input, input.layout.narrow.tiling)
     keep = torch.empty_like(input.local).bernoulli_(1 - p, generator=_tile_generator(input))
     scaled = keep.div_(1 - p) if p < 1 else keep
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
