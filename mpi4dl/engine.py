@@ -33,9 +33,6 @@ from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
-from mpi4dl.parallel.spatial.foresight import Source
-from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.tensor import provided_by
 from mpi4dl.runtime.batch import BatchFeed, Size, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
@@ -203,10 +200,7 @@ class Engine:
             return carried(tile, self.device)
         samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         rows, cols = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size, part.grid.shape[1:], strict=True))
-        x, foresight = spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols))), part.grid.foresight
-        source = Source(foresight, part.grid, x.layout.tiling)
-        x = retile(x, foresight.held(part.grid, x.layout.tiling))  # where the tile is: mostly on the host
-        return provided_by(x.like(carried(x.local, self.device)), (source,))
+        return spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols)), self.device)
 
     def step(
         self,

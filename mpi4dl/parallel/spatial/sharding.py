@@ -2,12 +2,15 @@
 
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm.exchange import narrow
+from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, COLS, ROWS, Box, Interval, Split, Tiling
 from mpi4dl.parallel.replicas.reducer import Reducer
 from mpi4dl.parallel.spatial import halo
+from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
@@ -107,9 +110,12 @@ def from_tile(tile: Tensor, grid: Grid, size: tuple[int, int]) -> SpatialTensor:
     return _spread(tile, grid, Tiling((batch, rows, cols)))
 
 
-def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
+def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device | None = None) -> SpatialTensor:
     """Spread images whose tiling all ranks know, so that they need not ask each other. Raises ValueError on this rank
     if its tile, such as (N, C, h, w), is not what it owns by that.
+
+    With a `device` they are brought there, with the halo that what followed them before asked for. That comes from the
+    other ranks while the tile is where it is, mostly on the host.
     """
     box, found = tiling.owned(grid.rank), (tile.shape[0], tile.shape[-2], tile.shape[-1])
     if found != box.shape:
@@ -117,7 +123,14 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
             f"this rank's tile has {found[0]} samples of {found[1]} x {found[2]} px, but its part of the batch is "
             f"{box.shape[0]} samples of {box.shape[1]} x {box.shape[2]} px"
         )
-    return _spread(tile, grid, tiling)
+    x = _spread(tile, grid, tiling)
+    if device is None:
+        return x
+    owned = x.layout.tiling
+    held = halo.retile(x, grid.foresight.held(grid, owned))
+    brought = held.like(carried(held.local, device))
+    brought.providers = (Source(grid.foresight, grid, owned),)
+    return brought
 
 
 def _spread(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:

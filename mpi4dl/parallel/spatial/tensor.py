@@ -178,15 +178,16 @@ class SpatialTensor(Tensor):
         """Forget what is held beyond `tiling`, of the same cuts, in all views of this memory: it is to be written to
         where that is held alone.
         """
+        self._layout.grid.foresight.pay()
         for known in self.memory.tensors:
             x = known()
-            if x is not None:
+            if x is not None and x._local is not None:
                 splits = [
                     wanted if split.cuts == wanted.cuts else split.narrow()
                     for split, wanted in zip(x._layout.tiling.splits, tiling.splits, strict=True)
                 ]
                 less = replace(x._layout, tiling=Tiling((splits[0], splits[1], splits[2])))
-                x._local, x._layout = narrow(x.local, less.dims, x._layout.held, less.held), less
+                x._local, x._layout = narrow(x._local, less.dims, x._layout.held, less.held), less
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -253,7 +254,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
     with torch._C.DisableTorchFunctionSubclass():
         for known in target.memory.tensors:
             x = known()
-            if x is not None and x.local.requires_grad and not x.requires_grad:
+            if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
                 x.requires_grad_().register_hook(_refuse_gradient)
     return result
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.rules import moments
 from tests.parallel.spatial.comparing import compare_models, difference
 from tests.pool.ranks import Ranks
 
@@ -110,6 +111,17 @@ def test_norms_bring_halos_and_wait_for_each_other_from_the_second_step_on(ranks
     for rounds, wrong in ranks(2).run(train, Block, 4):
         assert rounds == [(5, 4), (3, 2), (3, 2), (3, 2)]
         assert wrong == []
+
+
+def train_with_few(comm: Communicator, few: int) -> list[str]:
+    """As if so many ranks were few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moments, "FEW", few)
+        return train(comm, Block, 3)[1]
+
+
+def test_many_ranks_tell_each_other_in_a_collective_beside_the_strips(ranks: Ranks) -> None:
+    assert ranks(2).run(train_with_few, 1) == [[], []]
 
 
 def test_on_cpus_norms_wait_and_convolutions_fetch_their_halos(ranks: Ranks) -> None:

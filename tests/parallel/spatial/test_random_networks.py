@@ -193,12 +193,15 @@ def compare_stack(
     ]
 
 
-@settings(
+examples = settings(
     max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
+
+
+@examples
 @given(specification=stacks, size=sizes, arrangement=arrangements)
 def test_random_stacks_equal_the_whole_image(
     ranks: Ranks, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement
@@ -207,12 +210,7 @@ def test_random_stacks_equal_the_whole_image(
     assert ranks(arrangement.size).run(compare_stack, specification, size, arrangement) == [[]] * arrangement.size
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
-)
+@examples
 @given(specification=stacks_of_norms, size=sizes, arrangement=arrangements)
 def test_norms_that_know_what_follows_them_equal_those_of_the_whole_image(
     ranks: Ranks, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement

@@ -14,7 +14,7 @@ from mpi4dl.geometry import AXES, BATCH, widest
 from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.rules.statistics import Norm, Task, may_wait, normalize, sharers
+from mpi4dl.parallel.spatial.rules.moments import Norm, Task, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
