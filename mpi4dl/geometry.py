@@ -265,6 +265,18 @@ class Window:
         start = output.start * self.stride - self.before
         return Interval(start, start + (output.length - 1) * self.stride + self.extent)
 
+    def readers(self, source: Interval) -> Interval:
+        """The output rows whose windows reach into these input rows."""
+        first = ceil_div(source.start + self.before - self.extent + 1, self.stride)
+        return Interval(first, (source.stop - 1 + self.before) // self.stride + 1)
+
+    def taps(self, output: Interval, source: Interval) -> Interval:
+        """Which of the kernel's rows may fall on these input rows, of the windows of these output rows."""
+        first = output.start * self.stride - self.before
+        last = first + (output.length - 1) * self.stride
+        hit = Interval(ceil_div(source.start - last, self.dilation), (source.stop - 1 - first) // self.dilation + 1)
+        return hit.intersect(Interval(0, self.kernel))
+
 
 @dataclass(frozen=True)
 class TransposedWindow:

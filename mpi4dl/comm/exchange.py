@@ -140,7 +140,8 @@ def _cut(dims: Sequence[int | None], origin: Box, box: Box) -> Cut:
     )
 
 
-def _at(x: Tensor, cut: Cut) -> Tensor:
+def at(x: Tensor, cut: Cut) -> Tensor:
+    """The view that is cut out of x."""
     for dim, start, length in cut:
         x = x.narrow(dim, start, length)
     return x
@@ -148,7 +149,7 @@ def _at(x: Tensor, cut: Cut) -> Tensor:
 
 def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tensor:
     """The view of `box` in a tensor that holds `origin`. `dims` are the tensor's dims of batch, rows and columns."""
-    return _at(x, _cut(dims, origin, box))
+    return at(x, _cut(dims, origin, box))
 
 
 def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list[int]:
@@ -202,9 +203,15 @@ class Exchange:
 
     def start(self, x: Tensor) -> Incoming:
         """Send what others need of x, and expect what this rank needs of them."""
-        strips = self.strips(Like.of(x))
-        leaving, arriving = self.leaving(x), self.arriving(strips)
-        return Incoming(strips, self.comm.iexchange(leaving, arriving, self.tag, collective=True))
+        return self.trade(self.leaving(x), Like.of(x))
+
+    def start_with(self, slabs: Sequence[Tensor], like: Like) -> Incoming:
+        """The same for who has the slabs of the plan's `sends` apart, of an x that were `like`."""
+        return self.trade([Piece(slab.peer, x) for slab, x in zip(self.plan.sends, slabs, strict=True)], like)
+
+    def trade(self, leaving: list[Piece], like: Like) -> Incoming:
+        strips = self.strips(like)
+        return Incoming(strips, self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=True))
 
     def bring(self, x: Tensor) -> Tensor:
         """The needed box of the whole that x is this rank's part of."""
@@ -223,7 +230,7 @@ class Exchange:
 
     def leaving(self, x: Tensor) -> list[Piece]:
         """What this rank sends of x."""
-        return [Piece(peer, _at(x, cut)) for peer, cut in self.plan.moves(self.dims, x.shape).leaving]
+        return [Piece(peer, at(x, cut)) for peer, cut in self.plan.moves(self.dims, x.shape).leaving]
 
     def arriving(self, strips: list[Tensor]) -> list[Piece]:
         """The strips as what this rank receives."""
@@ -249,19 +256,28 @@ class Exchange:
             incoming.pending.wait()
             return incoming.strips[0]
         moves = plan.moves(self.dims, like.shape)
-        result = torch.empty(moves.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+        result = self.memory(like)
         self._begin(result, moves)
         if x is not None and not plan.kept.empty:
-            _at(result, moves.kept_into).copy_(_at(x, moves.kept))
+            at(result, moves.kept_into).copy_(at(x, moves.kept))
+        return self.put(incoming, result)
+
+    def memory(self, like: Like) -> Tensor:
+        """Memory for the needed box."""
+        shape = self.plan.moves(self.dims, like.shape).shape
+        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+
+    def put(self, incoming: Incoming, result: Tensor) -> Tensor:
+        """`result`, the needed box, with the strips in it once they have come."""
         incoming.pending.wait()
-        for strip, cut in zip(incoming.strips, moves.into, strict=True):
-            self._put(strip, _at(result, cut))
+        for strip, cut in zip(incoming.strips, self.plan.moves(self.dims, result.shape).into, strict=True):
+            self._put(strip, at(result, cut))
         return result
 
     def _begin(self, result: Tensor, moves: Moves) -> None:
         """Fill what comes from nowhere."""
         for cut in ((),) if moves.edges is None else moves.edges:
-            _at(result, cut).fill_(self.fill)
+            at(result, cut).fill_(self.fill)
 
     def _put(self, strip: Tensor, into: Tensor) -> None:
         into.copy_(strip)
@@ -277,7 +293,7 @@ class _Adjoint(Exchange):
     def assemble(self, x: Tensor | None, incoming: Incoming, like: Like | None = None) -> Tensor:
         plan = self.plan
         if x is not None and not plan.receives and plan.kept == plan.needed:
-            return _at(x, plan.moves(self.dims, x.shape).kept)  # what lay outside the whole goes nowhere
+            return at(x, plan.moves(self.dims, x.shape).kept)  # what lay outside the whole goes nowhere
         return super().assemble(x, incoming, like)
 
     def _begin(self, result: Tensor, moves: Moves) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mpi4dl.comm.exchange import Exchange
-from mpi4dl.parallel.spatial.rules.convolution import Convolution, ConvolutionOptions, Later, convolve
+from mpi4dl.parallel.spatial.rules.convolution import Convolution, Later, convolve
+from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
@@ -186,16 +186,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Layer:
     return Layer(input, _Linear.apply)
 
 
-def _tiles(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    exchange: Exchange | None,
-    options: ConvolutionOptions,
-    shape: Sequence[int],
-) -> Layer:
+def _tiles(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape: Sequence[int]) -> Layer:
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, anchor: Tensor) -> Tensor:
-        return Convolution.apply(x, weight, bias, exchange, options, shape, later, anchor)
+        return Convolution.apply(x, weight, bias, way, shape, later, anchor)
 
     return Layer(input, apply)
 
@@ -220,9 +213,8 @@ def _convolution(
         if any(total % 2 for total in totals):
             input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
     around = (0,) * num_dims if isinstance(padding, str) else _each(padding, num_dims)
-    return _tiles(
-        input, weight, bias, None, ConvolutionOptions(stride, around, dilation, False, (0,) * num_dims, groups), ()
-    )
+    options = ConvolutionOptions(stride, around, dilation, False, (0,) * num_dims, groups)
+    return _tiles(input, weight, bias, Joined(None, options), ())
 
 
 def _transposed_convolution(
@@ -239,7 +231,7 @@ def _transposed_convolution(
         return None
     each = partial(_each, num_dims=weight.dim() - 2)
     options = ConvolutionOptions(each(stride), each(padding), each(dilation), True, each(output_padding), groups)
-    return _tiles(input, weight, bias, None, options, ())
+    return _tiles(input, weight, bias, Joined(None, options), ())
 
 
 def _each(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:

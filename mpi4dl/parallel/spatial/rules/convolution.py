@@ -1,33 +1,22 @@
 """Convolution on tiles, of any kernel, stride, padding, dilation and groups, transposed or not.
 
-The input with its halo lives only while the convolution runs: what is saved for the backward pass is the activation
-itself, which its producer keeps alive anyway, and the strips that came from the neighbours.
+What is saved for the backward pass is the activation itself, which its producer keeps alive anyway, and the strips that
+came from the neighbours: the input with its halo lives only while a convolution runs, if at all (`seams`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import COLS, ROWS, TransposedWindow, Window
+from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way, choose
 from mpi4dl.parallel.spatial.rules.windows import cast, check_image, output_shape, pair, slide
 from mpi4dl.parallel.spatial.tensor import function_name, refusal, register, wrap
-
-
-class ConvolutionOptions(NamedTuple):
-    """The arguments of `aten::convolution` that are not tensors."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
 
 
 class Later(Protocol):
@@ -37,7 +26,7 @@ class Later(Protocol):
 
 
 class Convolution(torch.autograd.Function):
-    """Fetch the halo, convolve. Backward: rebuild the input, and send the halo's gradients home meanwhile.
+    """A convolution in a way of `seams`. What is saved for backward is the tile itself and the strips that came.
 
     With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
     gradients. `anchor` is then any tensor that requires a gradient, of which it gets none: it makes this a part of the
@@ -50,83 +39,41 @@ class Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        exchange: Exchange | None,
-        options: ConvolutionOptions,
+        way: Way,
         shape: Sequence[int],
         later: Later | None = None,
         anchor: Tensor | None = None,
     ) -> Tensor:
-        ctx.exchange, ctx.options, ctx.has_bias, ctx.later = exchange, options, bias is not None, later
-        strips: list[Tensor] = []
-        padded = x
-        if exchange is not None:
-            incoming = exchange.start(x)
-            strips, padded = incoming.strips, exchange.assemble(x, incoming)
-        ctx.padded_size, ctx.padded_stride = padded.shape, padded.stride()
+        ctx.way, ctx.has_bias, ctx.later = way, bias is not None, later
+        y, strips = way.forward(x, weight, bias, shape)
         ctx.save_for_backward(x, weight, *strips)
-        if 0 in shape or padded.numel() == 0:
-            y = x.new_zeros(shape)
-            return y if bias is None else y + bias.view(-1, 1, 1)
-        return torch.convolution(padded, weight, bias, *options)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *strips = ctx.saved_tensors
-        exchange: Exchange | None = ctx.exchange
+        way: Way = ctx.way
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        gradient_x = gradient_weight = gradient_bias = None
+        of_x = of_weight = of_bias = None
         if ctx.later is not None:
-            ctx.later(
-                partial(_of_parameters, strips, weight, exchange, ctx.options, ctx.has_bias), gradient, x.detach()
-            )
-            # The gradient of the input depends on the input's shape alone.
-            padded = x if exchange is None else x.new_empty_strided(ctx.padded_size, ctx.padded_stride)
-        else:
-            padded = x if exchange is None else exchange.assemble(x, exchange.again(strips))
+            ctx.later(partial(_of_parameters, way, strips, weight, ctx.has_bias), gradient, x.detach())
         if need_x:
-            gradient_x = _gradients(gradient, padded, weight, ctx.options, (True, False, False))[0]
-            back = exchange.adjoint.start(gradient_x) if exchange is not None else None
+            of_x = way.of_input(gradient, x, weight)
         if need_weight or need_bias:
-            mask = (False, need_weight, need_bias)
-            _, gradient_weight, gradient_bias = _gradients(gradient, padded, weight, ctx.options, mask)
-        if need_x and exchange is not None and back is not None:
-            gradient_x = exchange.adjoint.assemble(gradient_x, back)
+            of_weight, of_bias = way.of_parameters(gradient, x, strips, weight, (False, need_weight, need_bias))
         return (
-            gradient_x,
-            gradient_weight if need_weight else None,
-            gradient_bias if need_bias else None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            of_x() if of_x is not None else None,
+            of_weight if need_weight else None,
+            of_bias if need_bias else None,
+            *(None,) * 4,
         )
 
 
 def _of_parameters(
-    strips: list[Tensor],
-    weight: Tensor,
-    exchange: Exchange | None,
-    options: ConvolutionOptions,
-    has_bias: bool,
-    gradient: Tensor,
-    x: Tensor,
-) -> tuple[Tensor, ...]:
-    """The gradients of weight and bias alone."""
-    padded = x if exchange is None else exchange.assemble(x, exchange.again(strips))
-    return _gradients(gradient, padded, weight, options, (False, True, has_bias))[1:]
-
-
-def _gradients(
-    gradient: Tensor, padded: Tensor, weight: Tensor, options: ConvolutionOptions, mask: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those gradients of input, weight and bias that the mask asks for."""
-    if gradient.numel() == 0 or padded.numel() == 0:
-        bias_gradient = gradient.sum(dim=[dim for dim in range(gradient.dim()) if dim != 1])
-        return padded.new_zeros(padded.shape), weight.new_zeros(weight.shape), bias_gradient
-    bias_sizes = [gradient.shape[1]] if mask[2] else None
-    return torch.ops.aten.convolution_backward(gradient, padded, weight, bias_sizes, *options, mask)
+    way: Way, strips: list[Tensor], weight: Tensor, has_bias: bool, gradient: Tensor, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    return way.of_parameters(gradient, x, strips, weight, (False, True, has_bias))
 
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
@@ -143,26 +90,19 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: Convolut
         )
 
 
-def convolve(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    exchange: Exchange | None,
-    options: ConvolutionOptions,
-    shape: Sequence[int],
-) -> Tensor:
-    """Convolve this rank's part, after an exchange if there is one, to an output of `shape`.
+def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape: Sequence[int]) -> Tensor:
+    """Convolve this rank's part in that way, to an output of `shape`.
 
     It can be overridden with `__torch_function__`, as PyTorch's own operators can.
     """
     if has_torch_function_variadic(input, weight, bias):
         tensors = (input, weight, bias)
-        return handle_torch_function(convolve, tensors, *tensors, exchange, options, shape)
+        return handle_torch_function(convolve, tensors, *tensors, way, shape)
     input, weight, bias = cast(input, weight, bias)
-    _check(input, weight, bias, options)
-    if exchange is None and 0 not in shape and input.numel():
-        return torch.convolution(input, weight, bias, *options)
-    return Convolution.apply(input, weight, bias, exchange, options, shape)
+    _check(input, weight, bias, way.options)
+    if way.exchange is None and 0 not in shape and input.numel():
+        return torch.convolution(input, weight, bias, *way.options)
+    return Convolution.apply(input, weight, bias, way, shape)
 
 
 def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int) -> tuple[int, int]:
@@ -207,7 +147,8 @@ def conv2d(
     options = ConvolutionOptions(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
     shape = output_shape(reached, x.local, (windows[0], windows[1]), weight.shape[0])
     local = reached.crop(x.local) if reached.exchange is None else x.local
-    return wrap(convolve(local, weight, bias, reached.exchange, options, shape), reached.output)
+    way = choose(reached, local, weight, {ROWS: windows[0], COLS: windows[1]}, options)
+    return wrap(convolve(local, weight, bias, way, shape), reached.output)
 
 
 @register(torch.conv_transpose2d)
@@ -245,7 +186,7 @@ def conv_transpose2d(
         length = (needed.length - 1) * stride[i] + windows[i].extent if needed.length else 0
         covered[-2 + i] = length
         crop += [first - wanted.start, wanted.stop - first - length] if length else [0, wanted.length]
-    y = convolve(local, weight, None, reached.exchange, options, covered)
+    y = convolve(local, weight, None, Joined(reached.exchange, options), covered)
     if any(crop):
         y = F.pad(y, crop)
     if bias is not None:
