@@ -14,6 +14,7 @@ burst by burst; a burst takes as long as on its slowest rank.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -44,6 +45,7 @@ class Measure(NamedTuple):
 
 
 CONVOLUTION = "convolution"
+BURST_SECONDS = 0.05  # the shortest burst: in a few milliseconds one change of context would count for much
 MEASURES = {
     "strips": Measure("strips alone", "ours", "raw mpi4py", 1),
     "forward": Measure("exchange, forward", "ours", "raw mpi4py", 1),
@@ -59,8 +61,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--halo", type=int, default=1, help="rows and columns of a neighbour that a rank needs")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=10, help="exchanges in a turn")
-    parser.add_argument("--convolutions", type=int, default=1, help="convolutions in a turn")
+    parser.add_argument("--iterations", type=int, default=10, help="exchanges in a turn, at least")
+    parser.add_argument("--convolutions", type=int, default=1, help="convolutions in a turn, at least")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each grid")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("results/halo"), help="where to write .json and .png")
@@ -280,6 +282,7 @@ def worker(options: argparse.Namespace) -> None:
             answer[str(size)] = {"sent_bytes": int(most)}
             for name, pair in pairs.items():
                 count = options.convolutions if name == CONVOLUTION else options.iterations
+                count = max(count, math.ceil(BURST_SECONDS / burst_seconds(comm, pair[1], 1, device)))
                 answer[str(size)][name] = [1e6 * burst_seconds(comm, work, count, device) for work in pair]
         return answer
 
