@@ -118,7 +118,7 @@ class RawExchange:
     """
 
     def __init__(
-        self, mpi: "MPI.Comm", shape: tuple[int, int], tile: "torch.Tensor", halo: int, direct: bool = False
+        self, mpi: "MPI.Comm", shape: tuple[int, ...], tile: "torch.Tensor", halo: int, direct: bool = False
     ) -> None:
         import torch
         from mpi4py import MPI
@@ -225,7 +225,7 @@ def contests(options: argparse.Namespace, size: int, grid: "Grid") -> tuple[int,
     wider = [Split(axis.cuts, tuple(held.grow(halo, halo) for held in axis.held)) for axis in (rows, cols)]
     beyond = Tiling((batch, wider[0], wider[1]))
     direct = tile.is_cuda and grid.comm.gpu_wire == "direct"
-    raw = RawExchange(grid.comm.mpi, (grid.rows, grid.cols), tile, halo, direct)
+    raw = RawExchange(grid.comm.mpi, grid.shape.space, tile, halo, direct)
 
     padded, by_hand = layout.exchange_to(beyond)(tile), raw.forward(tile)
     gradient = integers(*padded.shape[-2:])

@@ -125,7 +125,7 @@ def worker(options: argparse.Namespace) -> None:
     layout = torch.channels_last if options.channels_last else torch.contiguous_format
     grid = spatial.Grid(comm, *grid_shape(options.grid))
     image = torch.randn(
-        options.batch_size, options.channels, options.tile * grid.rows, options.tile * grid.cols, dtype=torch.float64
+        options.batch_size, options.channels, *(options.tile * parts for parts in grid.shape.space), dtype=torch.float64
     )
     chosen = operators(options.operators)
     for name, operator in chosen.items():

@@ -195,12 +195,13 @@ class Engine:
         return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
     def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor:
-        """A tile (n, C, h, w) of images of `size` (H, W) on the engine's device, as part of the whole microbatch."""
+        """A tile, such as (n, C, h, w), of images of `size` on the engine's device, as part of the whole microbatch."""
         if part.plain:
             return carried(tile, self.device)
         samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
-        rows, cols = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size, part.grid.shape[1:], strict=True))
-        return spatial.from_tiling(tile, part.grid, Tiling((samples, rows, cols)), self.device)
+        space = part.grid.shape.space
+        cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size[-len(space) :], space, strict=True))
+        return spatial.from_tiling(tile, part.grid, Tiling((samples, *cuts)), self.device)
 
     def step(
         self,

@@ -3,16 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mpi4dl.geometry import (
-    AxisMap,
-    AxisPlan,
-    Interval,
-    Split,
-    TransposedWindow,
-    Window,
-    even_cuts,
-    plan_axis,
-)
+from mpi4dl.geometry import AxisMap, AxisPlan, Interval, Split, TransposedWindow, Window, even_cuts, plan_axis
 from tests.brute_force import (
     inside,
     quick,

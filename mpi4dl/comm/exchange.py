@@ -23,8 +23,9 @@ from mpi4dl.comm.pending import Pending
 from mpi4dl.geometry import Box
 
 FORWARD_TAG, BACKWARD_TAG = 1, 2
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-Dims = tuple[int | None, int | None, int | None]
+Dims = tuple[int | None, ...]  # for each axis of the boxes the dim of a tensor that it is, or None
 
 
 class Slab(NamedTuple):
@@ -58,7 +59,7 @@ class ExchangePlan:
         return not self.sends and not self.receives and self.held == self.needed == self.kept
 
     def moves(self, dims: "Dims", shape: Sequence[int]) -> "Moves":
-        """The same for tensors that are `shape` but for these dims of batch, rows and columns."""
+        """The same for tensors that are `shape` but for the dims of axes."""
         key = dims, tuple(shape)
         if key not in self._moves:
             self._moves[key] = Moves.of(self, dims, shape)
@@ -148,12 +149,12 @@ def at(x: Tensor, cut: Cut) -> Tensor:
 
 
 def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tensor:
-    """The view of `box` in a tensor that holds `origin`. `dims` are the tensor's dims of batch, rows and columns."""
+    """The view of `box` in a tensor that holds `origin`. `dims` are the tensor's dims of each axis."""
     return at(x, _cut(dims, origin, box))
 
 
 def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list[int]:
-    """The shape of this box of a tensor that is `shape` but for its dims of batch, rows and columns."""
+    """The shape of this box of a tensor that is `shape` but for its dims of axes."""
     local = list(shape)
     for axis, dim in enumerate(dims):
         if dim is not None:
@@ -162,7 +163,7 @@ def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list
 
 
 class Like(NamedTuple):
-    """What tensors of an exchange are: this shape, but for its dims of batch, rows and columns."""
+    """What tensors of an exchange are: this shape, but for their dims of axes."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -171,8 +172,9 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Like":
-        channels_last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        return cls(x.shape, x.dtype, x.device, torch.channels_last if channels_last else torch.contiguous_format)
+        memory_format = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+        other = not x.is_contiguous() and x.is_contiguous(memory_format=memory_format)
+        return cls(x.shape, x.dtype, x.device, memory_format if other else torch.contiguous_format)
 
 
 class Incoming(NamedTuple):
@@ -183,7 +185,7 @@ class Incoming(NamedTuple):
 
 
 class Exchange:
-    """One exchange of tensors whose dims of batch, rows and columns are `dims` (None where there is none).
+    """One exchange of tensors whose dims of the axes are `dims` (None where there is none).
 
     Who has both ends of it may `start` it and `assemble` what comes; a rank at one end only `send`s, or `expect`s and
     assembles. `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.

@@ -12,16 +12,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
+from math import prod
 from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import Box, GridShape, Interval, Tiling, even_cuts
+from mpi4dl.geometry import SPACE, Box, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table
 
 ZERO_STAGES = (0, 1, 2, 3)
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
+
+
+def grid_name(tiles: Sequence[int]) -> str:
+    """A grid of tiles as one writes it: 2x2."""
+    return "x".join(map(str, tiles))
 
 
 class Microbatch(NamedTuple):
@@ -62,7 +68,10 @@ def nested_cuts(outer: Sequence[int], ways: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stage s works on `tiles[s]` (rows, columns) of every image, and splits its batch in `batch_ways[s]` ways.
+    """Stage s works on `tiles[s]`, (rows, columns) of every image, and splits its batch in `batch_ways[s]` ways.
+
+    Tiles of volumes are (depth, rows, columns), of sequences (tokens,). Volumes that are cut along rows and columns
+    alone may do with the two of them.
 
     Each of `data` replicas takes a share of every microbatch. A batch is cut into `microbatches`, which go through the
     stages by `schedule`. With `bidirectional` pairs of waves (GEMS), a mirrored copy of the model takes turns with the
@@ -73,7 +82,7 @@ class Plan:
     Raises ValueError where these cannot be together.
     """
 
-    tiles: tuple[tuple[int, int], ...] = ((1, 1),)
+    tiles: tuple[tuple[int, ...], ...] = ((1, 1),)
     batch_ways: tuple[int, ...] = ()
     data: int = 1
     microbatches: int = 1
@@ -86,7 +95,7 @@ class Plan:
     def of(
         cls,
         stages: int = 1,
-        tiles: Sequence[tuple[int, int]] = ((1, 1),),
+        tiles: Sequence[tuple[int, ...]] = ((1, 1),),
         batch_ways: Sequence[int] = (1,),
         data: int = 1,
         microbatches: int = 1,
@@ -123,6 +132,11 @@ class Plan:
         numbers += [n for tiles in self.tiles for n in tiles]
         if not self.tiles or min(numbers) < 1 or self.bidirectional < 0 or len(self.batch_ways) != len(self.tiles):
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
+        if len({len(tiles) for tiles in self.tiles}) > 1 or len(self.tiles[0]) not in SPACE:
+            raise ValueError(
+                f"--tiles {','.join(map(grid_name, self.tiles))}: all stages cut along the same axes, written as 2x2 "
+                "for images, 2x2x1 for volumes (depth first) and 4 for sequences"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
         if self.zero not in ZERO_STAGES:
@@ -153,7 +167,7 @@ class Plan:
 
     @property
     def ranks_per_place(self) -> tuple[int, ...]:
-        return tuple(rows * cols * ways for (rows, cols), ways in zip(self.tiles, self.batch_ways, strict=True))
+        return tuple(prod(tiles) * ways for tiles, ways in zip(self.tiles, self.batch_ways, strict=True))
 
     @property
     def ranks_per_replica(self) -> int:
@@ -165,8 +179,7 @@ class Plan:
 
     def __str__(self) -> str:
         def place(i: int) -> str:
-            rows, cols = self.tiles[i]
-            return f"{rows}x{cols}" + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
+            return grid_name(self.tiles[i]) + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
 
         places = []
         for name, alike in groupby(place(i) for i in range(len(self.tiles))):
@@ -174,7 +187,7 @@ class Plan:
             places += [f"{number} of {name}"] if number > MOST_ALIKE else [name] * number
         if self.num_stages == 1:
             ways = f"batch-ways({self.batch_ways[0]}) x " if self.batch_ways[0] > 1 else ""
-            return f"tiles({self.tiles[0][0]}x{self.tiles[0][1]}) x {ways}data({self.data})"
+            return f"tiles({grid_name(self.tiles[0])}) x {ways}data({self.data})"
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
         return f"stages({self.num_stages}{chunks}: {' + '.join(places)} tiles) x data({self.data})"
 
@@ -196,16 +209,15 @@ class Plan:
             f"start with mpirun -n {self.num_ranks}, or change {flags}"
         )
 
-    def problem(self, num_ranks: int, image_size: tuple[int, int], batch_size: int) -> str | None:
+    def problem(self, num_ranks: int, image_size: Sequence[int], batch_size: int) -> str | None:
         """What is wrong with this plan for so many ranks and such images, in one sentence; None if it fits."""
         if self.num_ranks != num_ranks:
             return self.wrong_world(num_ranks)
-        for name, side, tiles, pixels in zip(
-            ("rows", "columns"), ("high", "wide"), self.tiles[0], image_size, strict=True
-        ):
-            if tiles > pixels:
-                asked = f"--tiles {self.tiles[0][0]}x{self.tiles[0][1]}"
-                return f"{asked} cuts images into {tiles} {name} of tiles, but they are only {pixels} px {side}"
+        tiles = self.tiles[0]
+        for name, parts, pixels in zip(SPACE[len(tiles)], tiles, image_size[-len(tiles) :], strict=True):
+            if parts > pixels:
+                asked = f"--tiles {grid_name(tiles)}"
+                return f"{asked} cuts images into {parts} tiles along their {name}, of which they have only {pixels}"
         if self.num_microbatches > batch_size:
             times = f" x {2 * self.bidirectional} (both directions)" if self.bidirectional else ""
             return (
@@ -285,8 +297,7 @@ class Plan:
 
     def grid(self, comm: Communicator) -> Grid:
         """The grid of a plan of one stage."""
-        rows, cols = self.tiles[0]
-        return Grid(comm, rows=rows, cols=cols, batch=self.data * self.batch_ways[0])
+        return Grid.of(comm, self.shape(0))
 
     def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.
@@ -321,14 +332,15 @@ class Plan:
         replicas = [samples.start + cut for cut in even_cuts(samples.length, self.data)]
         return nested_cuts(replicas, self.batch_ways[0])
 
-    def reads(self, rank: int, microbatches: Sequence[Microbatch], size: tuple[int, int]) -> tuple[Read, ...]:
-        """Which boxes of a batch of images of `size` (H, W) a rank reads: those that it works on first."""
+    def reads(self, rank: int, microbatches: Sequence[Microbatch], size: Sequence[int]) -> tuple[Read, ...]:
+        """Which boxes of a batch of images of `size`, such as (H, W), a rank reads: those that it works on first."""
         found = []
         for microbatch in microbatches:
             ranks = self.ranks(microbatch.direction, 0)
             if rank in ranks:
                 place = ranks.index(rank)
-                where = Tiling.even(self.shape(0), (1, *size)).owned(place)
-                way = self.shape(0).coordinates(place)[0]
-                found.append(Read(microbatch, where._replace(batch=Interval(*microbatch.cuts[way : way + 2]))))
+                shape = self.shape(0)
+                where = Tiling.even(shape, (1, *size[-len(shape.space) :])).owned(place)
+                way = shape.coordinates(place)[0]
+                found.append(Read(microbatch, Box(Interval(*microbatch.cuts[way : way + 2]), *where.space)))
         return tuple(found)

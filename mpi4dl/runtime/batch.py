@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.streams import carried
-from mpi4dl.geometry import COLS, ROWS, Interval
+from mpi4dl.geometry import BATCH, Interval
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.plan import Microbatch
 
 Tiles = Tensor | Sequence[Tensor]
-Size = tuple[int, int]
+Size = tuple[int, ...]
 
 
 class BatchFeed:
@@ -36,9 +36,9 @@ class BatchFeed:
         self.engine, self.targets, self.training = engine, targets, training
         tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
         if size is None and engine.plan.ranks_per_replica == 1 and tiles:
-            size = (tiles[0].shape[-2], tiles[0].shape[-1])
+            size = tuple(tiles[0].shape[2:])
         if size is None:
-            raise ValueError(f"{engine.plan} cuts images: pass their size=(height, width)")
+            raise ValueError(f"{engine.plan} cuts images: pass their size, such as (height, width)")
         self.size = size
         divided = engine.plan.divide(_num_samples(targets), training) if microbatches is None else microbatches
         self.microbatches = tuple(divided)
@@ -62,9 +62,7 @@ class BatchFeed:
     def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
         """The share of this rank in the mean over the batch: dense outputs stay spread over the ranks."""
         engine = self.engine
-        if isinstance(outputs, spatial.SpatialTensor) and all(
-            outputs.layout.dims[axis] is None for axis in (ROWS, COLS)
-        ):
+        if isinstance(outputs, spatial.SpatialTensor) and all(dim is None for dim in outputs.layout.dims[BATCH + 1 :]):
             outputs = spatial.gather(outputs)
         targets = self._targets(microbatch.samples)
         with engine.autocast():

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpi4dl.geometry import SPACE
+
 MOST_LEVELS = 20  # of lists and tables within each other
 MOST_SEED = 2**63 - 1
 
@@ -116,8 +118,8 @@ def _pair(value: Any, pattern: str) -> tuple[int, int]:
     return height, width
 
 
-def _joined(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}x{pair[1]}"
+def _joined(numbers: Sequence[int]) -> str:
+    return "x".join(map(str, numbers))
 
 
 IMAGE_SIZE = Kind(
@@ -140,10 +142,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _grid(text: str) -> tuple[int, ...]:
+    numbers = tuple(map(_positive, text.split("x")))
+    if len(numbers) not in SPACE:
+        raise ValueError
+    return numbers
+
+
 GRIDS = Kind(
-    "grids such as 2x2 (rows x columns), or one for each stage such as 2x2,1x2,1x1",
+    "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
+    "such as 2x2,1x2,1x1",
     "RxC,...",
-    lambda value: _list_of(value, lambda text: _pair(text, r"(\d+)x(\d+)")),
+    lambda value: _list_of(value, _grid),
     raw=lambda grids: ",".join(map(_joined, grids)),
 )
 COUNTS = Kind(

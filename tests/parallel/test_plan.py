@@ -170,12 +170,12 @@ WRONG_RUNS = [
     (
         Plan(((1, 3),)),
         (3, (64, 2), 8),
-        "--tiles 1x3 cuts images into 3 columns of tiles, but they are only 2 px wide",
+        "--tiles 1x3 cuts images into 3 tiles along their cols, of which they have only 2",
     ),
     (
         Plan(((3, 1),)),
         (3, (2, 64), 8),
-        "--tiles 3x1 cuts images into 3 rows of tiles, but they are only 2 px high",
+        "--tiles 3x1 cuts images into 3 tiles along their rows, of which they have only 2",
     ),
     (
         Plan(microbatches=4),

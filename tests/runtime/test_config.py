@@ -102,7 +102,7 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--batch-size four", "--batch-size is 'four', but must be a whole number of at least 1"),
         ("--batch-size 0", "--batch-size is '0', but must be a whole number of at least 1"),
         ("--fit stretch", "--fit is 'stretch', but must be one of auto, resize, crop"),
-        ("--tiles 4", "--tiles is '4', but must be grids such as 2x2 (rows x columns), or one for each stage such as 2x2,1x2,1x1"),  # noqa: E501
+        ("--tiles 2x2x2x2", "--tiles is '2x2x2x2', but must be grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage such as 2x2,1x2,1x1"),  # noqa: E501
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
         ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
         ("--lr -1", "--lr is '-1', but must be a number of at least 0"),

@@ -18,14 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.exchange import Dims, Exchange, ExchangePlan, Incoming, Like, Slab, plan_exchange
-from mpi4dl.geometry import AXES, BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
+from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.handover import Header, pack, unpack
 from mpi4dl.parallel.plan import Plan, nested_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
-NOWHERE = Box(Interval(0, 0), Interval(0, 0), Interval(0, 0))
-NO_DIMS: Dims = (None, None, None)
 ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
 MOST_TAGS = 32768  # those that any MPI library has
 
@@ -62,7 +60,7 @@ def landing(tiling: Tiling, dims: Dims, target: GridShape, replicas: int, plain:
     tensor does not have, every rank of either stage holds a copy: each one of the target takes one of those.
     """
     splits, lands, parts = [], list(dims), []
-    for axis in AXES:
+    for axis in range(len(target)):
         split, ways = tiling.splits[axis], target[axis]
         if dims[axis] is None:
             splits.append(Split.at(range(ways + 1)))
@@ -81,15 +79,15 @@ def landing(tiling: Tiling, dims: Dims, target: GridShape, replicas: int, plain:
             cut = Split.at(range(ways + 1))
         splits.append(cut)
     places = (target.coordinates(rank) for rank in range(target.size))
-    needed = tuple(Box(*(parts[axis][where[axis]] for axis in AXES)) for where in places)
-    return Landing(Tiling((splits[0], splits[1], splits[2])), (lands[0], lands[1], lands[2]), needed)
+    needed = tuple(Box(*(part[i] for part, i in zip(parts, where, strict=True))) for where in places)
+    return Landing(Tiling(tuple(splits)), tuple(lands), needed)
 
 
 def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: int) -> ExchangePlan:
     """What the rank at `place` among `ends` does: the ranks that own the tensor, then those that need it."""
-    nothing = (NOWHERE,) * len(needed)
-    held = (*tiling.all_owned, *nothing)
-    plan = plan_exchange(place, held, held, (*(NOWHERE,) * tiling.grid.size, *needed), tiling.whole)
+    nowhere = Box(*(Interval(0, 0) for _ in tiling.splits))
+    held = (*tiling.all_owned, *(nowhere,) * len(needed))
+    plan = plan_exchange(place, held, held, (*(nowhere,) * tiling.grid.size, *needed), tiling.whole)
 
     def by_rank(slabs: tuple[Slab, ...]) -> tuple[Slab, ...]:
         return tuple(Slab(ends[slab.peer], slab.box) for slab in slabs)
@@ -234,8 +232,7 @@ class Boundary:
     def _layout(self, tensor: Tensor) -> Layout:
         if isinstance(tensor, SpatialTensor):
             return tensor.layout.narrow
-        copies = [Split.at(range(parts + 1)) for parts in self.grid.shape]
-        return Layout(self.grid, Tiling((copies[0], copies[1], copies[2])), NO_DIMS)
+        return Layout.of_copies(self.grid)
 
     def _lane(self, announcement: Announcement) -> Lane:
         following = self.stage + 1

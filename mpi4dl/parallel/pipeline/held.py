@@ -79,7 +79,7 @@ class Held(nn.Module):
             for stage in range(plan.num_stages):
                 ranks, shape = plan.ranks(direction, stage), plan.shape(stage)
                 if comm.rank in ranks:
-                    grid = Grid(comm.subset(ranks), shape.rows, shape.cols, shape.batch, plan.tracks_batch(stage))
+                    grid = Grid.of(comm.subset(ranks), shape, plan.tracks_batch(stage))
                     grid.foresight.steps = True
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part

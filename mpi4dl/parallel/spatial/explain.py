@@ -126,7 +126,7 @@ def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.GridS
 
     Raises NoRule, or ValueError, where training on such a grid would.
     """
-    _forward(model, _on_meta(model), shape, Grid(Ledger(0, grid.size), grid.rows, grid.cols, grid.batch))
+    _forward(model, _on_meta(model), shape, Grid.of(Ledger(0, grid.size), grid))
 
 
 def _on_meta(model: nn.Module) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
     values, most = _on_meta(model), Explanation()
     for rank in range(grid.size):
         ledger = Ledger(rank, grid.size)
-        operators, saved = _forward(model, values, shape, Grid(ledger, grid.rows, grid.cols, grid.shape.batch))
+        operators, saved = _forward(model, values, shape, Grid.of(ledger, grid.shape))
         most.saved_bytes = max(most.saved_bytes, saved)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):

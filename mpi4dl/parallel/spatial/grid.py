@@ -1,42 +1,91 @@
 """The ranks that share an image, and the layout of one tensor over them."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
-from mpi4dl.geometry import AXES, Box, Tiling
+from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
 from mpi4dl.parallel.spatial.foresight import Foresight
 
 
 class Grid:
-    """A grid of `batch` x `rows` x `cols` ranks, all ranks of `comm`, numbered row by row.
+    """A grid of ranks, all those of `comm`: `batch` of them share the batch, and so many each axis of space.
 
-    `rows` and `cols` cut the height and the width of every image into tiles, `batch` cuts the batch: those ranks are
-    data replicas, or the ways in which a stage splits its batch. Raises ValueError if the grid and `comm` differ in
-    size. `tracks_batch`: tensors know which of their dims is the batch; it is so wherever the batch is cut.
+    Grid(comm, rows=2, cols=2)      images, (N, C, H, W): height and width are cut into tiles
+    Grid(comm, depth=2, rows=2)     volumes, (N, C, D, H, W), into boxes
+    Grid(comm, tokens=4)            sequences, (N, C, L), into pieces
+
+    Ranks are numbered in the order of the axes, the last fastest. Those that share the batch are data replicas, or the
+    ways in which a stage splits its batch. `tracks_batch`: tensors know which of their dims is the batch; it is so
+    wherever the batch is cut.
+
+    Raises:
+        ValueError: the grid and `comm` differ in size, or tokens were given beside rows, columns or depth.
     """
 
     def __init__(
-        self, comm: Communicator, rows: int = 1, cols: int = 1, batch: int = 1, tracks_batch: bool = False
+        self,
+        comm: Communicator,
+        rows: int | None = None,
+        cols: int | None = None,
+        batch: int = 1,
+        tracks_batch: bool = False,
+        *,
+        depth: int | None = None,
+        tokens: int | None = None,
     ) -> None:
-        if min(rows, cols, batch) < 1:
-            raise ValueError(f"a grid needs at least one rank on each axis, but got {batch} x {rows} x {cols}")
-        self.shape = geometry.GridShape(batch, rows, cols)
-        if self.shape.size != comm.size:
-            ways = f"batch({batch}) x " if batch > 1 else ""
+        if tokens is not None:
+            if (rows, cols, depth) != (None, None, None):
+                raise ValueError("a grid cuts sequences along their tokens, or images along rows, columns and depth")
+            space: tuple[int, ...] = (tokens,)
+        else:
+            space = (1 if rows is None else rows, 1 if cols is None else cols)
+            space = space if depth is None else (depth, *space)
+        self._set(comm, geometry.GridShape(batch, *space), tracks_batch)
+
+    @classmethod
+    def of(cls, comm: Communicator, shape: geometry.GridShape, tracks_batch: bool = False) -> "Grid":
+        """The grid of this shape."""
+        grid = cls.__new__(cls)
+        grid._set(comm, shape, tracks_batch)
+        return grid
+
+    def _set(self, comm: Communicator, shape: geometry.GridShape, tracks_batch: bool) -> None:
+        if min(shape) < 1:
+            raise ValueError(f"a grid needs at least one rank on each axis, but got {' x '.join(map(str, shape))}")
+        self.shape = shape
+        self.names = ("batch", *SPACE[len(shape.space)])
+        if shape.size != comm.size:
+            ways = " x ".join(
+                f"{name}({parts})"
+                for name, parts in zip(self.names, shape, strict=True)
+                if name != "batch" or parts > 1
+            )
             raise ValueError(
-                f"{ways}rows({rows}) x columns({cols}) = {self.shape.size} ranks, but there are {comm.size}: "
-                f"start with mpirun -n {self.shape.size}, or choose another grid"
+                f"{ways} = {shape.size} ranks, but there are {comm.size}: "
+                f"start with mpirun -n {shape.size}, or choose another grid"
             )
         self.comm = comm
-        self.tracks_batch = tracks_batch or batch > 1
-        self.coordinates = self.shape.coordinates(comm.rank)
+        self.tracks_batch = tracks_batch or shape.batch > 1
+        self.coordinates = shape.coordinates(comm.rank)
         self.foresight = Foresight()
-        self._along: dict[tuple[int, ...], Communicator] = {AXES: comm}
+        self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
 
     def __repr__(self) -> str:
-        return f"Grid(rows={self.shape.rows}, cols={self.shape.cols}, batch={self.shape.batch}, rank={self.rank})"
+        parts = (f"{name}={parts}" for name, parts in zip(self.names, self.shape, strict=True))
+        return f"Grid({', '.join(parts)}, rank={self.rank})"
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of all axes."""
+        return tuple(range(len(self.shape)))
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The numbers of the axes of space, in the order of a tensor's last dims."""
+        return self.axes[BATCH + 1 :]
 
     @property
     def rank(self) -> int:
@@ -46,20 +95,12 @@ class Grid:
     def size(self) -> int:
         return self.comm.size
 
-    @property
-    def rows(self) -> int:
-        return self.shape.rows
-
-    @property
-    def cols(self) -> int:
-        return self.shape.cols
-
     def along(self, axes: tuple[int, ...]) -> Communicator:
         """The ranks that differ from this one only along these axes. Collective when first asked for."""
-        axes = tuple(axis for axis in AXES if axis in axes or self.shape[axis] == 1)
+        axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
         if axes not in self._along:
             color = 0
-            for axis in AXES:
+            for axis in self.axes:
                 if axis not in axes:
                     color = color * self.shape[axis] + self.coordinates[axis]
             self._along[axes] = self.comm.split(color)
@@ -67,18 +108,18 @@ class Grid:
 
     def ranks_along(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of `along(axes)`, by their numbers in the grid."""
-        fixed = [axis for axis in AXES if axis not in axes]
+        fixed = [axis for axis in self.axes if axis not in axes]
         places = map(self.shape.coordinates, range(self.size))
         return tuple(rank for rank, place in enumerate(places) if all(place[a] == self.coordinates[a] for a in fixed))
 
-    def box(self, batch: int, size: tuple[int, int]) -> Box:
-        """The box of a batch of images of `size` (H, W) that this rank holds when they are cut evenly."""
+    def box(self, batch: int, size: Sequence[int]) -> Box:
+        """The box of a batch of images of `size`, such as (H, W), that this rank holds when they are cut evenly."""
         return Tiling.even(self.shape, (batch, *size)).owned(self.rank)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank's part of a tensor lies in the whole: its tiling, and its dims of batch, rows and columns.
+    """Where this rank's part of a tensor lies in the whole: its tiling, and for each axis the tensor's dim of it.
 
     A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim.
     """
@@ -86,6 +127,11 @@ class Layout:
     grid: Grid
     tiling: Tiling
     dims: Dims
+
+    @classmethod
+    def of_copies(cls, grid: Grid) -> "Layout":
+        """That of a tensor that every rank has whole."""
+        return cls(grid, Tiling.copies(grid.shape), (None,) * len(grid.shape))
 
     @property
     def owned(self) -> Box:
@@ -107,11 +153,10 @@ class Layout:
     @property
     def narrow(self) -> "Layout":
         """The same layout, holding what it owns and no more."""
-        batch, rows, cols = (split.narrow() for split in self.tiling.splits)
-        return replace(self, tiling=Tiling((batch, rows, cols)))
+        return replace(self, tiling=self.tiling.narrow)
 
     def axis(self, dim: int) -> int | None:
-        """Which axis a tensor's dim is: BATCH, ROWS, COLS, or None for an ordinary dim."""
+        """Which axis a tensor's dim is, or None for an ordinary dim."""
         return self.dims.index(dim) if dim in self.dims else None
 
     def cut(self, dim: int) -> bool:
@@ -134,10 +179,10 @@ class Layout:
                 local[dim] = self.held[axis].length
         return tuple(local)
 
-    def with_dims(self, dims: Dims) -> "Layout":
+    def with_dims(self, dims: Iterable[int | None]) -> "Layout":
         """The layout after the dims moved; an axis whose dim is now None is gone from the tensor."""
-        tiling = self.tiling
-        for axis in AXES:
+        dims, tiling = tuple(dims), self.tiling
+        for axis in self.grid.axes:
             if dims[axis] is None and self.dims[axis] is not None:
                 tiling = tiling.drop(axis)
         return Layout(self.grid, tiling, dims)

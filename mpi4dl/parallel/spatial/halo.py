@@ -14,7 +14,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from mpi4dl.comm.exchange import Exchange, narrow
-from mpi4dl.geometry import AXES, AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
+from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
 from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, provided_by, wrap
@@ -109,11 +109,11 @@ def part(x: Tensor, layout: Layout) -> Tensor:
     """
     dims: list[int | None] = list(layout.dims)
     if isinstance(x, SpatialTensor):
-        elsewhere = [axis for axis in AXES if x.layout.dims[axis] not in (None, layout.dims[axis])]
+        elsewhere = [axis for axis in layout.grid.axes if x.layout.dims[axis] not in (None, layout.dims[axis])]
         x = gather_axes(x, elsewhere) if elsewhere else x
     if isinstance(x, SpatialTensor):
         tiling = x.layout.tiling
-        for axis in AXES:
+        for axis in layout.grid.axes:
             if x.layout.dims[axis] is not None:
                 tiling, dims[axis] = tiling.replace(axis, layout.tiling.splits[axis]), None
         x = retile(x, tiling).local
@@ -121,18 +121,18 @@ def part(x: Tensor, layout: Layout) -> Tensor:
 
 
 def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
-    """Let every rank hold up to `halo` more rows and columns on each side of what it owns.
+    """Let every rank hold up to `halo` more pixels on each side of what it owns, along each axis of space.
 
     One such exchange at the entry of a block of layers replaces one per layer: rules exchange only if what is held does
     not suffice. `halo` is in pixels of x.
     """
-    batch, rows, cols = x.layout.tiling.splits
-    return retile(x, Tiling((batch, rows.widen(halo), cols.widen(halo))))
+    batch, *space = x.layout.tiling.splits
+    return retile(x, Tiling((batch, *(split.widen(halo) for split in space))))
 
 
 def gather(x: Tensor) -> Tensor:
     """The whole of x on every rank; a plain tensor passes through. Gradients of all ranks' copies are summed."""
-    return gather_axes(x, AXES) if isinstance(x, SpatialTensor) else x
+    return gather_axes(x, x.layout.grid.axes) if isinstance(x, SpatialTensor) else x
 
 
 def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
@@ -144,5 +144,5 @@ def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
             split = tiling.splits[axis]
             tiling = tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * split.parts))
     local = layout.exchange_to(tiling)(x.local)
-    batch, rows, cols = (None if axis in axes else dim for axis, dim in enumerate(layout.dims))
-    return wrap(local, Layout(layout.grid, tiling, layout.dims).with_dims((batch, rows, cols)))
+    dims = [None if axis in axes else dim for axis, dim in enumerate(layout.dims)]
+    return wrap(local, Layout(layout.grid, tiling, layout.dims).with_dims(dims))

@@ -186,7 +186,7 @@ class SpatialTensor(Tensor):
                     wanted if split.cuts == wanted.cuts else split.narrow()
                     for split, wanted in zip(x._layout.tiling.splits, tiling.splits, strict=True)
                 ]
-                less = replace(x._layout, tiling=Tiling((splits[0], splits[1], splits[2])))
+                less = replace(x._layout, tiling=Tiling(tuple(splits)))
                 x._local, x._layout = narrow(x._local, less.dims, x._layout.held, less.held), less
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

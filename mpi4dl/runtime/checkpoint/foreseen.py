@@ -51,13 +51,12 @@ class Foreseen:
 
 def _read(part: Machine, name: Machine, waits: Machine, held: Machine) -> Learned:
     direction, stage = (number.integer() for number in part.items(2))
-    tilings = [[_tiling(one) for one in pair.items(2)] for pair in held.items()]
+    tilings = [[_tiling(one, len(pair.items(2)[0].items())) for one in pair.items(2)] for pair in held.items()]
     return Learned((direction, stage), name.text(), waits.flag(), {owned: held for owned, held in tilings})
 
 
-def _tiling(node: Machine) -> Tiling:
-    batch, rows, cols = (_split(split) for split in node.items(3))
-    return Tiling((batch, rows, cols))
+def _tiling(node: Machine, axes: int) -> Tiling:
+    return Tiling(tuple(_split(split) for split in node.items(axes)))
 
 
 def _split(node: Machine) -> Split:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.geometry import AXES, BATCH, Box, GridShape, Interval, Split, Tiling
+from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, crossing, landing
 from mpi4dl.parallel.plan import Plan
@@ -90,7 +90,7 @@ def crossings(draw: st.DrawFn) -> tuple[Tiling, tuple[int | None, ...], GridShap
     shapes = [GridShape(replicas * draw(ways), draw(ways), draw(ways)) for _ in range(2)]
     dims = [draw(st.sampled_from([dim, dim, None])) for dim in IMAGE]
     splits = []
-    for axis in AXES:
+    for axis in range(3):
         parts = shapes[0][axis]
         if dims[axis] is None:
             splits.append(Split.at(range(parts + 1)))
@@ -131,7 +131,7 @@ def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
             assert needed.batch.empty or needed.batch.stop <= max(source.batch.stop for source in sources)
     assert sum(len(plan.sends) for plan in plans) == sum(len(plan.receives) for plan in plans)
     reached = set().union(*map(pixels, place.needed))
-    present = [range(9) if dims[axis] is not None else {p[axis] for p in reached} for axis in AXES]
+    present = [range(9) if dims[axis] is not None else {p[axis] for p in reached} for axis in range(3)]
     assert len(reached) == len(present[0]) * len(present[1]) * len(present[2])
 
 
@@ -142,9 +142,7 @@ def ends_of(comm: Communicator, plan: Plan) -> dict[str, tuple[Boundary, spatial
     for name, stage in (("sends", 0), ("receives", 1)):
         ranks, shape = plan.ranks(0, stage), plan.shape(stage)
         if comm.rank in ranks:
-            grid = spatial.Grid(
-                comm.subset(ranks), shape.rows, shape.cols, shape.batch, tracks_batch=plan.tracks_batch(stage)
-            )
+            grid = spatial.Grid.of(comm.subset(ranks), shape, plan.tracks_batch(stage))
             device = torch.device("cpu")
             found[name] = (Boundary(plan, private, 0, 0, grid=grid, device=device, sends=name == "sends"), grid)
     return found

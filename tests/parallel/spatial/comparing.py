@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import BATCH, Split, Tiling
+from mpi4dl.geometry import BATCH, GridShape, Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.sharding import image_dims
 from tests.pool.ranks import GRACE_SECONDS, Ranks
@@ -32,22 +32,30 @@ Function = Callable[[Tensor], Any]
 
 
 class Arrangement(NamedTuple):
-    """How an image is laid over the ranks. "wide" tiles hold a halo; "uneven" leaves one of three or more tiles
-    without pixels, "empty" all but the last along each axis.
+    """How an image is laid over the ranks; with a depth a volume, without columns a sequence along its "rows".
+
+    "wide" tiles hold a halo; "uneven" leaves one of three or more tiles without pixels, "empty" all but the last along
+    each axis.
     """
 
     rows: int
-    cols: int
+    cols: int | None = None
     batch: int = 1
     style: str = "even"
+    depth: int | None = None
+
+    @property
+    def shape(self) -> GridShape:
+        space = (self.depth, self.rows, self.cols)
+        return GridShape(self.batch, *(parts for parts in space if parts is not None))
 
     @property
     def size(self) -> int:
-        return self.rows * self.cols * self.batch
+        return self.shape.size
 
     def __str__(self) -> str:
         batch = f"batch{self.batch}-" if self.batch > 1 else ""
-        return f"{batch}{self.rows}x{self.cols}{'' if self.style == 'even' else '-' + self.style}"
+        return f"{batch}{'x'.join(map(str, self.shape.space))}{'' if self.style == 'even' else '-' + self.style}"
 
 
 ARRANGEMENTS = [
@@ -117,13 +125,13 @@ def functions(
 def tiled(x: Tensor, grid: spatial.Grid) -> spatial.SpatialTensor:
     """This rank's part of an image of any size; where it has fewer pixels than the grid has tiles, some have none."""
     dims = image_dims(grid, x.dim())
-    tiling = Tiling.even(grid.shape, (x.shape[0], x.shape[-2], x.shape[-1]))
+    tiling = Tiling.even(grid.shape, (x.shape[0], *x.shape[-len(grid.space) :]))
     layout = spatial.Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
     return spatial.SpatialTensor(narrow(x, dims, tiling.whole, layout.owned), layout)
 
 
 def grid_of(comm: Communicator, arrangement: Arrangement) -> spatial.Grid:
-    return spatial.Grid(comm, arrangement.rows, arrangement.cols, arrangement.batch)
+    return spatial.Grid.of(comm, arrangement.shape)
 
 
 def arrange(
@@ -136,9 +144,9 @@ def arrange(
         return spatial.widen(tiles, 2)
     if arrangement.style == "even":
         return tiles
-    batch, rows, cols = tiles.layout.tiling.splits
+    batch, *space = tiles.layout.tiling.splits
     recut = uneven if arrangement.style == "uneven" else empty
-    return spatial.retile(tiles, Tiling((batch, recut(rows), recut(cols))))
+    return spatial.retile(tiles, Tiling((batch, *map(recut, space))))
 
 
 def uneven(split: Split) -> Split:
@@ -256,11 +264,15 @@ def all_arrive(comm: Communicator, seconds: float) -> bool:
 
 
 def compare_table(comm: Communicator, module: str, arrangement: Arrangement) -> dict[str, str]:
-    """What is wrong with each case of a test module's CASES on this rank; nothing for those that are right."""
+    """What is wrong with each case of a test module's CASES on this rank; nothing for those that are right.
+
+    CASES may be tables by the number of axes of space.
+    """
     torch.set_default_dtype(torch.float64)
     failures = {}
     control = comm.split(0)  # so that its barrier is not taken for a collective of the case
-    for name, case in importlib.import_module(module).CASES.items():
+    cases = importlib.import_module(module).CASES
+    for name, case in cases.get(len(arrangement.shape.space), cases).items():
         for shape in case.shapes:
             error = ""
             try:

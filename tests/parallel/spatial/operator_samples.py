@@ -81,7 +81,7 @@ def _summary(value: Any) -> str:
 
 
 def spread(x: Tensor, comm: Communicator, arrangement: Arrangement) -> spatial.SpatialTensor:
-    return tiled(x, spatial.Grid(comm, arrangement.rows, arrangement.cols))
+    return tiled(x, spatial.Grid.of(comm, arrangement.shape))
 
 
 def run(call: Call, spreading: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Exchange
-from mpi4dl.geometry import COLS, ROWS, Window
+from mpi4dl.geometry import Window
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.rules import convolution, seams
@@ -103,8 +103,8 @@ def ways(comm: Communicator, cases: list[tuple[int, int, torch.dtype]]) -> list[
         x = spatial.from_tile(tile, spatial.Grid(comm, cols=2), (size, size))
         window, kernel = Window(3, 1, 1, 1), torch.empty(channels, channels, 3, 3, dtype=dtype)
         options = seams.ConvolutionOptions((1, 1), (1, 0), (1, 1), False, (0, 0), 1)
-        reached = reach(x, {ROWS: window, COLS: window}, itself=(ROWS,))
-        found.append(type(seams.choose(reached, tile, kernel, {ROWS: window, COLS: window}, options)).__name__)
+        reached = reach(x, {1: window, 2: window}, itself=(1,))
+        found.append(type(seams.choose(reached, x, tile, kernel, (window, window), options)).__name__)
     return found
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import COLS, Split
+from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules.weighing import channels_last
 from tests.parallel.spatial.comparing import (
@@ -136,7 +136,7 @@ def one_pixel_on_a_rank(comm: Communicator) -> None:
         image = torch.randn(1, 4, 1, size, dtype=torch.float64)
         split = Split.at([0, size - 1, size])
         tiles = spatial.shard(image, spatial.Grid(comm, cols=2))
-        tiles = spatial.retile(tiles, tiles.layout.tiling.replace(COLS, split))
+        tiles = spatial.retile(tiles, tiles.layout.tiling.replace(2, split))
         for mode in ("nearest", "nearest-exact"):
             expected = F.interpolate(image, scale_factor=(40.0, factor), mode=mode)
             ours = spatial.gather(F.interpolate(tiles, scale_factor=(40.0, factor), mode=mode))

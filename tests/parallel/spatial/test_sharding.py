@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.geometry import BATCH, ROWS, Split, Tiling
+from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel import spatial
 from tests.pool.ranks import Ranks
 
@@ -112,7 +112,7 @@ def start_from_plain_tiles(comm: Communicator, rows: int, batch: int) -> None:
     cuts = [0, 5, 7, 13][: rows + 1]
     for leading in ((), (3,), (7,), (1, 3)):
         image = torch.randn(*leading, cuts[-1], 6)
-        above = image[..., cuts[grid.coordinates[ROWS]] : cuts[grid.coordinates[ROWS] + 1], :]
+        above = image[..., cuts[grid.coordinates[1]] : cuts[grid.coordinates[1] + 1], :]
         parts = above if batch == 1 or len(leading) < 2 else above.expand(grid.coordinates[BATCH] + 1, -1, -1, -1)
         x = spatial.from_tile(parts, grid, (cuts[-1], 6))
         whole = image if parts is above else image.expand(sum(range(1, batch + 1)), -1, -1, -1)
@@ -145,12 +145,12 @@ MISTAKES: dict[str, tuple[Wrong, list[str]]] = {
     ),
     "shard: fewer rows than tiles": (
         lambda c, g: spatial.shard(tile(1, 3, 1, 8), g),
-        ["an image of 1 rows cannot be cut into 2 rows of tiles: use a smaller grid"],
+        ["an image of 1 rows cannot be cut into 2 tiles along them: use a smaller grid"],
     ),
-    "shard: no image": (lambda c, g: spatial.shard(tile(5), g), ["at least the dims height and width", "(5,)"]),
+    "shard: no image": (lambda c, g: spatial.shard(tile(5), g), ["at least the dims rows and cols", "(5,)"]),
     "from_tile: another width on one rank": (
         lambda c, g: spatial.from_tile(tile(1, 3, 4, 8 + c.rank), g, (8, 8)),
-        ["the ranks [0, 1] share one part of the columns, but passed tiles of [8, 9] columns"],
+        ["the ranks [0, 1] share one part of the cols, but passed tiles of [8, 9] cols"],
     ),
     "from_tile: another batch on one rank": (
         lambda c, g: spatial.from_tile(tile(1 + c.rank, 3, 4, 8), g, (8, 8)),
@@ -182,11 +182,11 @@ MISTAKES: dict[str, tuple[Wrong, list[str]]] = {
     ),
     "from_tile: no image": (
         lambda c, g: spatial.from_tile(tile(4), g, (8, 8)),
-        ["at least the dims height and width", "(4,)"],
+        ["at least the dims rows and cols", "(4,)"],
     ),
     "from_tile: no image on one rank": (
         lambda c, g: spatial.from_tile(tile(4) if c.rank else tile(1, 3, 4, 8), g, (8, 8)),
-        ["at least the dims height and width", "(4,)"],
+        ["at least the dims rows and cols", "(4,)"],
     ),
 }
 
@@ -213,11 +213,9 @@ def test_mistakes_are_told_to_all_ranks_alike(ranks: Ranks) -> None:
 
 
 def make_wrong_grids(comm: Communicator) -> None:
-    with pytest.raises(
-        ValueError, match=r"rows\(2\) x columns\(2\) = 4 ranks, but there are 2: start with mpirun -n 4"
-    ):
+    with pytest.raises(ValueError, match=r"rows\(2\) x cols\(2\) = 4 ranks, but there are 2: start with mpirun -n 4"):
         spatial.Grid(comm, rows=2, cols=2)
-    with pytest.raises(ValueError, match=r"batch\(2\) x rows\(2\) x columns\(1\) = 4 ranks, but there are 2"):
+    with pytest.raises(ValueError, match=r"batch\(2\) x rows\(2\) x cols\(1\) = 4 ranks, but there are 2"):
         spatial.Grid(comm, rows=2, batch=2)
     with pytest.raises(ValueError, match="at least one rank on each axis, but got 1 x 0 x 2"):
         spatial.Grid(comm, rows=0, cols=2)

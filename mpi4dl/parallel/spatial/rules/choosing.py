@@ -61,8 +61,7 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     side_by_side = max(chosen) - min(chosen) + 1 == len(chosen)
     before = sum(dim < min(chosen) for dim in kept) if side_by_side else 0  # else PyTorch puts them in front
     place = {dim: i if i < before else i + new for i, dim in enumerate(kept)}
-    batch, rows, cols = (None if dim is None else place[dim] for dim in x.layout.dims)
-    return wrap(y, replace(x.layout, dims=(batch, rows, cols)))
+    return wrap(y, replace(x.layout, dims=tuple(None if dim is None else place[dim] for dim in x.layout.dims)))
 
 
 def write_by_lists(x: SpatialTensor, lists: Mapping[int, Tensor], value: Any) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import collectives
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import AXES, Split, Tiling
+from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
@@ -48,10 +48,10 @@ def contract(
     summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
     if any(layout.grid.shape[axis] > 1 for axis in summed):
         y = collectives.all_reduce(y, layout.grid.along(summed))
-    batch, rows, cols = (
-        list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in AXES
-    )
-    return wrap(y, layout.with_dims((batch, rows, cols)))
+    dims = [
+        list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in layout.grid.axes
+    ]
+    return wrap(y, layout.with_dims(dims))
 
 
 def _tiling_of(lead: Layout, held: dict[int, tuple[Hashable, Split]]) -> Layout:
@@ -59,8 +59,7 @@ def _tiling_of(lead: Layout, held: dict[int, tuple[Hashable, Split]]) -> Layout:
     tiling: Tiling = lead.tiling
     for axis, (_, split) in held.items():
         tiling = tiling.replace(axis, split)
-    batch, rows, cols = (axis if axis in held else None for axis in AXES)
-    return Layout(lead.grid, tiling, (batch, rows, cols))
+    return Layout(lead.grid, tiling, tuple(axis if axis in held else None for axis in lead.grid.axes))
 
 
 def _one_pixel_gathered(x: Tensor, i: int, operands: Sequence[Tensor], labels: Sequence[Labels]) -> Tensor:
@@ -78,14 +77,14 @@ def _one_pixel_gathered(x: Tensor, i: int, operands: Sequence[Tensor], labels: S
 
 def _part(x: Tensor, names: Labels, held: dict[int, tuple[Hashable, Split]], layout: Layout) -> Tensor:
     """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others."""
-    present: tuple[int | None, ...] = (None, None, None)
+    present: tuple[int | None, ...] = (None,) * len(layout.dims)
     if isinstance(x, SpatialTensor):
         present, tiling = x.layout.dims, x.layout.tiling
-        for axis in AXES:
-            if present[axis] is not None:
+        for axis, dim in enumerate(present):
+            if dim is not None:
                 tiling = tiling.replace(axis, held[axis][1])
         x = retile(x, tiling).local
-    crop: list[int | None] = [None, None, None]
+    crop: list[int | None] = [None] * len(layout.dims)
     for axis, (label, split) in held.items():
         if present[axis] is None and label in names:
             dim = names.index(label)

@@ -1,4 +1,4 @@
-"""Convolution on tiles, of any kernel, stride, padding, dilation and groups, transposed or not.
+"""Convolution on tiles, of any kernel, stride, padding, dilation and groups, transposed or not, in 1, 2 and 3 dims.
 
 What is saved for the backward pass is the activation itself, which its producer keeps alive anyway, and the strips that
 came from the neighbours: the input with its halo lives only while a convolution runs, if at all (`seams`).
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from mpi4dl.geometry import COLS, ROWS, TransposedWindow, Window
+from mpi4dl.geometry import TransposedWindow, Window
 from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way, choose
-from mpi4dl.parallel.spatial.rules.windows import cast, check_image, output_shape, pair, slide
-from mpi4dl.parallel.spatial.tensor import function_name, refusal, register, wrap
+from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, output_shape, slide
+from mpi4dl.parallel.spatial.tensor import register, wrap
 
 
 class Later(Protocol):
@@ -105,19 +105,18 @@ def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape
     return Convolution.apply(input, weight, bias, way, shape)
 
 
-def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int) -> tuple[int, int]:
-    """Rows (or columns) of padding before and after."""
+def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, which: int, count: int) -> tuple[int, int]:
+    """Rows of padding before and after, along one of `count` dims."""
     if padding == "valid":
         return 0, 0
     if padding == "same":
         total = dilation * (kernel - 1)
         return total // 2, total - total // 2
-    assert not isinstance(padding, str)
-    return pair(padding)[which], pair(padding)[which]
+    return (each(padding, count)[which],) * 2
 
 
-@register(torch.conv2d)
-def conv2d(
+def _convolution(
+    count: int,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -126,33 +125,35 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    x = check_image(input, "torch.conv2d")
-    if x.dim() == 3:
-        return conv2d(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    stride, dilation = pair(stride), pair(dilation)
-    around = [_padding(padding, weight.shape[2 + i], dilation[i], i) for i in (0, 1)]
-    if padding == "same" and stride != (1, 1):
+    x = check_image(input, f"torch.conv{count}d", count)
+    if x.dim() == count + 1:
+        y = _convolution(count, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
+        return y.squeeze(0)
+    kernel, stride, dilation = weight.shape[2:], each(stride, count), each(dilation, count)
+    around = [_padding(padding, kernel[i], dilation[i], i, count) for i in range(count)]
+    if padding == "same" and set(stride) != {1}:
         raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
-    windows = tuple(Window(weight.shape[2 + i], stride[i], around[i][0], around[i][1], dilation[i]) for i in (0, 1))
-    reached, own = slide(x, (windows[0], windows[1]))
+    windows = [Window(kernel[i], stride[i], *around[i], dilation[i]) for i in range(count)]
+    reached, own = slide(x, windows)
     if any(itself and before != after for itself, (before, after) in zip(own, around, strict=True)):
         # An even kernel with padding "same" on an axis that is not cut: the operator cannot pad one side alone.
-        (top, bottom), (left, right) = around
-        return conv2d(F.pad(x, (left, right, top, bottom)), weight, bias, stride, 0, dilation, groups)
+        sides = [side for pair in reversed(around) for side in pair]
+        return _convolution(count, F.pad(x, sides), weight, bias, stride, 0, dilation, groups)
     remaining = tuple(before if itself else 0 for itself, (before, _) in zip(own, around, strict=True))
-    if weight.shape[2:] == (1, 1) and weight.is_cpu:
+    if kernel == (1, 1) and weight.is_cpu:
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
         # thread too, and not to an older kernel that takes twice the time.
         dilation = (2, 2)
-    options = ConvolutionOptions(stride, (remaining[0], remaining[1]), dilation, False, (0, 0), groups)
-    shape = output_shape(reached, x.local, (windows[0], windows[1]), weight.shape[0])
+    options = ConvolutionOptions(stride, remaining, dilation, False, (0,) * count, groups)
     local = reached.crop(x.local) if reached.exchange is None else x.local
-    way = choose(reached, local, weight, {ROWS: windows[0], COLS: windows[1]}, options)
-    return wrap(convolve(local, weight, bias, way, shape), reached.output)
+    shape = output_shape(reached, x, local, windows, weight.shape[0])
+    return wrap(
+        convolve(local, weight, bias, choose(reached, x, local, weight, windows, options), shape), reached.output
+    )
 
 
-@register(torch.conv_transpose2d)
-def conv_transpose2d(
+def _transposed_convolution(
+    count: int,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -162,44 +163,41 @@ def conv_transpose2d(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
-    x = check_image(input, "torch.conv_transpose2d")
-    if x.dim() == 3:
-        y = conv_transpose2d(x.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
-        return y.squeeze(0)
-    stride, padding, output_padding, dilation = pair(stride), pair(padding), pair(output_padding), pair(dilation)
-    windows = tuple(
-        TransposedWindow(weight.shape[2 + i], stride[i], padding[i], output_padding[i], dilation[i]) for i in (0, 1)
+    x = check_image(input, f"torch.conv_transpose{count}d", count)
+    if x.dim() == count + 1:
+        args = stride, padding, output_padding, groups, dilation
+        return _transposed_convolution(count, x.unsqueeze(0), weight, bias, *args).squeeze(0)
+    stride, padding, output_padding, dilation = (each(n, count) for n in (stride, padding, output_padding, dilation))
+    windows = [
+        TransposedWindow(*numbers)
+        for numbers in zip(weight.shape[2:], stride, padding, output_padding, dilation, strict=True)
+    ]
+    reached, own = slide(x, windows)
+    kept = [both if itself else (0, 0) for itself, *both in zip(own, padding, output_padding, strict=True)]
+    options = ConvolutionOptions(
+        stride, tuple(before for before, _ in kept), dilation, True, tuple(after for _, after in kept), groups
     )
-    reached, own = slide(x, (windows[0], windows[1]))
-    keep = [(p, q) if itself else (0, 0) for itself, p, q in zip(own, padding, output_padding, strict=True)]
-    options = ConvolutionOptions(stride, (keep[0][0], keep[1][0]), dilation, True, (keep[0][1], keep[1][1]), groups)
     local = reached.crop(x.local) if reached.exchange is None else x.local
     # What the needed rows add to, in the coordinates of the output; then that is cropped, or padded, to what is asked.
-    shape = output_shape(reached, local, (windows[0], windows[1]), weight.shape[1] * groups)
-    covered, crop = list(shape), []
-    for i, axis in ((1, COLS), (0, ROWS)):
+    covered, crop = output_shape(reached, x, local, windows, weight.shape[1] * groups), []
+    for i, (axis, window) in reversed(list(enumerate(zip(axes_of(x, count), windows, strict=True)))):
         if own[i]:
             crop += [0, 0]
             continue
+        assert axis is not None
         needed, wanted = reached.needed[axis], reached.output.held[axis]
         first = needed.start * stride[i] - padding[i]
-        length = (needed.length - 1) * stride[i] + windows[i].extent if needed.length else 0
-        covered[-2 + i] = length
+        length = (needed.length - 1) * stride[i] + window.extent if needed.length else 0
+        covered[i - count] = length
         crop += [first - wanted.start, wanted.stop - first - length] if length else [0, wanted.length]
     y = convolve(local, weight, None, Joined(reached.exchange, options), covered)
     if any(crop):
         y = F.pad(y, crop)
     if bias is not None:
-        y = y + cast(bias)[0].view(-1, 1, 1)
+        y = y + cast(bias)[0].view(-1, *(1,) * count)
     return wrap(y, reached.output)
 
 
-def _refused(function: Any) -> Any:
-    def rule(*args: Any, **kwargs: Any) -> Tensor:
-        raise refusal(function_name(function), "tiles are two-dimensional")
-
-    return rule
-
-
-for function in (torch.conv1d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose3d):
-    register(function)(_refused(function))
+for count in (1, 2, 3):
+    register(getattr(torch, f"conv{count}d"))(partial(_convolution, count))
+    register(getattr(torch, f"conv_transpose{count}d"))(partial(_transposed_convolution, count))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, collectives, ordering
-from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.rules.pointwise import pointwise
 from mpi4dl.parallel.spatial.rules.reductions import (
     DimsArgument,
@@ -133,7 +132,7 @@ def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tup
 
 def _first_of_all(x: SpatialTensor, maximum: bool) -> Tensor:
     """The index of the best pixel in the flattened whole; of equals the first."""
-    part, comm = owned_along(x, AXES), x.layout.grid.along(reduced_axes(x.layout, range(x.dim())))
+    part, comm = owned_along(x, x.layout.grid.axes), x.layout.grid.along(reduced_axes(x.layout, range(x.dim())))
     with torch.no_grad():
         value, place = part.new_full((), worst(part, maximum)), torch.tensor(NOWHERE, device=part.device)
         if part.numel():

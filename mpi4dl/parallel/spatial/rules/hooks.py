@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import AXES, Split, Tiling
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -30,7 +29,7 @@ class _Gradient:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        absent = tuple(axis for axis in AXES if layout.dims[axis] is None and layout.grid.shape[axis] > 1)
+        absent = tuple(axis for axis, dim in enumerate(layout.dims) if dim is None and layout.grid.shape[axis] > 1)
         self.holders = layout.grid.along(absent) if absent else None
 
     def whole(self, share: Tensor) -> Tensor:
@@ -116,8 +115,7 @@ class whole_gradients(TorchFunctionMode):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
-        batch, rows, cols = (Split.at(range(parts + 1)) for parts in grid.shape)
-        self._layout = Layout(grid, Tiling((batch, rows, cols)), (None, None, None))
+        self._layout = Layout.of_copies(grid)
 
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import AXES, BATCH, widest
+from mpi4dl.geometry import BATCH, widest
 from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
@@ -44,7 +44,7 @@ def batch_norm(
     foresight = layout.grid.foresight
     owned = layout.narrow.tiling
     held = widest(layout.tiling, foresight.held(weight, owned))
-    norm = Norm(layout, replace(layout, tiling=held), sharers(layout, AXES, others), eps)
+    norm = Norm(layout, replace(layout, tiling=held), sharers(layout, layout.grid.axes, others), eps)
     count = norm.count
     if count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
@@ -156,7 +156,7 @@ def _by_sample(
     n, c, h, *rest = local.shape
     rows = local.reshape(1, n * groups, c // groups * h, *rest)
     others = [n for d, n in enumerate(local.shape) if d > 1 and d not in x.layout.dims]
-    norm = Norm(x.layout, x.layout, sharers(x.layout, AXES[1:], c // groups * math.prod(others)), eps)
+    norm = Norm(x.layout, x.layout, sharers(x.layout, x.layout.grid.space, c // groups * math.prod(others)), eps)
     y, mean, variance = normalize(norm, rows, None, None)
     y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
     return y, (mean, variance, norm.count)

@@ -27,7 +27,7 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
     amounts = {last - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     x: Tensor = input
     if mode != "constant":
-        x = in_plain_dtype(input, lambda image: F.pad(image, (1, 1, 1, 1), mode))
+        x = in_plain_dtype(input, lambda image: F.pad(image, (1,) * len(pad), mode), len(pad) // 2)
     if not any(pad):
         return x.clone()
     assert isinstance(x, SpatialTensor)
@@ -64,7 +64,7 @@ def _axis(x: SpatialTensor, dim: int, mode: str) -> int | None:
     if axis == BATCH:
         raise refusal("torch.nn.functional.pad", "a batch that is cut cannot be padded")
     if axis is None and mode != "constant":
-        raise refusal("torch.nn.functional.pad", f"mode {mode!r} along dim {dim}, which is not height or width")
+        raise refusal("torch.nn.functional.pad", f"mode {mode!r} along dim {dim}, which is no axis of space")
     return axis
 
 
@@ -78,7 +78,9 @@ def _at_edges(
 ) -> Tensor | None:
     """What PyTorch's own operator makes of each part at the edges of the image, if no part shows rows of another."""
     constant, layout, local = mode == "constant", x.layout, x.local
-    ndim, around = local.dim(), [0] * (2 * len(amounts) if constant else 4)
+    ndim = local.dim()
+    count = len(amounts) if constant else max(len(amounts), ndim - 2)  # of the last dims
+    around = [0] * (2 * count)
     if layout.wide or (not constant and (ndim < 3 or 0 in layout.tiling.size)):
         return None
     for dim, (before, after) in amounts.items():
@@ -89,7 +91,7 @@ def _at_edges(
         if axis is None and constant:
             around[place : place + 2] = before, after
             continue
-        if axis in (None, BATCH) or min(before, after) < 0 or (not constant and dim < ndim - 2):
+        if axis in (None, BATCH) or min(before, after) < 0 or (not constant and dim < ndim - count):
             return None
         assert axis is not None
         split, part = layout.tiling.splits[axis], layout.grid.coordinates[axis]
@@ -121,7 +123,7 @@ def _repeated(x: SpatialTensor, amounts: Mapping[int, tuple[int, int]]) -> Tenso
     A rank that shows rows of its own again sends them to itself.
     """
     y: Tensor = x
-    befores = [0, 0, 0]
+    befores = [0] * len(x.layout.dims)
     for dim, (before, after) in amounts.items():
         if min(before, after) < 0:
             assert isinstance(y, SpatialTensor)
@@ -136,12 +138,12 @@ def _repeated(x: SpatialTensor, amounts: Mapping[int, tuple[int, int]]) -> Tenso
     if not added:
         return y
     layout = _grown(y.layout.narrow, added)
-    plan = _repetition(layout.grid.rank, y.layout.tiling, layout.tiling, (befores[0], befores[1], befores[2]))
+    plan = _repetition(layout.grid.rank, y.layout.tiling, layout.tiling, tuple(befores))
     return wrap(Exchange(plan, layout.grid.comm, layout.dims)(y.local), layout)
 
 
 @lru_cache(maxsize=1024)
-def _repetition(rank: int, inner: Tiling, outer: Tiling, befores: tuple[int, int, int]) -> ExchangePlan:
+def _repetition(rank: int, inner: Tiling, outer: Tiling, befores: tuple[int, ...]) -> ExchangePlan:
     """The exchange after which a rank holds its part of `outer`, in which `inner` is repeated around itself.
 
     In the coordinates of `inner`, which lies `befores` behind the beginning of `outer`.

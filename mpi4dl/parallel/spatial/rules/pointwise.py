@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import AXES, Box, Interval, Split, Tiling, cut_alike
+from mpi4dl.geometry import Box, Interval, Split, Tiling, cut_alike
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
 from mpi4dl.parallel.spatial.memory import writes
@@ -76,18 +76,17 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
     spread = [x for x in operands if isinstance(x, SpatialTensor)]
     if not spread:
-        return list(operands), first.layout.with_dims((None, None, None))
+        return list(operands), first.layout.with_dims(None for _ in first.layout.dims)
 
     def dims(x: SpatialTensor) -> Dims:
-        batch, rows, cols = (None if dim is None else dim + ndim - x.dim() for dim in x.layout.dims)
-        return batch, rows, cols
+        return shift(x.layout.dims, 0, ndim - x.dim())
 
     lead = spread[0]
     splits = list(lead.layout.tiling.splits)
     place: list[int | None] = list(dims(lead))
     for x in spread[1:]:
-        for axis in AXES:
-            dim, split = dims(x)[axis], x.layout.tiling.splits[axis]
+        for axis, dim in enumerate(dims(x)):
+            split = x.layout.tiling.splits[axis]
             if dim is None:
                 continue
             if place[axis] is None:
@@ -101,7 +100,7 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
                 splits[axis] = Split(split.cuts, tuple(both))
             else:
                 splits[axis] = splits[axis].narrow()
-    layout = Layout(lead.layout.grid, Tiling((splits[0], splits[1], splits[2])), (place[0], place[1], place[2]))
+    layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place))
     if keep_first and lead is operands[0] and layout != lead.layout:
         if layout.dims != lead.layout.dims or not cut_alike(layout.tiling, lead.layout.tiling):
             raise refusal(function, "its first operand is written in place, but the others hold other pixels")
@@ -125,15 +124,15 @@ def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
     offset = ndim - x.dim()
     if isinstance(x, SpatialTensor):
         tiling = x.layout.tiling
-        for axis in AXES:
-            if x.layout.dims[axis] is not None:
+        for axis, dim in enumerate(x.layout.dims):
+            if dim is not None:
                 tiling = tiling.replace(axis, layout.tiling.splits[axis])
         present = x.layout.dims
         part = retile(x, tiling).local
     else:
-        present = (None, None, None)
+        present = (None,) * len(layout.dims)
         part = x
-    crop: list[int | None] = [None, None, None]
+    crop: list[int | None] = [None] * len(layout.dims)
     for axis, dim in enumerate(layout.dims):
         size = layout.tiling.splits[axis].size
         if dim is None or present[axis] is not None or dim < offset or (part.shape[dim - offset] == 1 and size != 1):
@@ -219,5 +218,4 @@ def prelu(input: SpatialTensor, weight: Tensor) -> Tensor:
 
 def shift(dims: Dims, at: int, by: int) -> Dims:
     """The dims after `by` new ones came in (or, negative, went out) at position `at`."""
-    batch, rows, cols = (dim + by if dim is not None and dim >= at else dim for dim in dims)
-    return batch, rows, cols
+    return tuple(dim + by if dim is not None and dim >= at else dim for dim in dims)

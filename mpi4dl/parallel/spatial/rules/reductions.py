@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import collectives
-from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, register, wrap
@@ -33,8 +32,7 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
             return None
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
-    batch, rows, cols = (moved(dim) for dim in layout.dims)
-    return layout.with_dims((batch, rows, cols))
+    return layout.with_dims(map(moved, layout.dims))
 
 
 def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +41,7 @@ def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) 
 
 
 def reduced_axes(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis in AXES if layout.dims[axis] in dims)
+    return tuple(axis for axis, dim in enumerate(layout.dims) if dim in dims)
 
 
 def total(

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.comm.exchange import Like
 from mpi4dl.geometry import Interval, ceil_div
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.interpolation import Kernel, Resampling
 from mpi4dl.parallel.spatial.rules.weighing import Weighing, channels_last, sums_of, transposed, weigh
-from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, in_plain_dtype, pair
+from mpi4dl.parallel.spatial.rules.windows import axes_of, check_image, each, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 aten = torch.ops.aten
-MODES: dict[str, Any] = {
-    "nearest": "nearest",
-    "nearest-exact": "nearest-exact",
-    "bilinear": "linear",
-    "bicubic": "cubic",
-    "area": "area",
+# The modes for sequences, images and volumes, and what each is along one axis.
+NEAREST = {"nearest": "nearest", "nearest-exact": "nearest-exact", "area": "area"}
+MODES: dict[int, dict[str, Any]] = {
+    1: NEAREST | {"linear": "linear"},
+    2: NEAREST | {"bilinear": "linear", "bicubic": "cubic"},
+    3: NEAREST | {"trilinear": "linear"},
 }
 # PyTorch's own that are faster than sums of weighted rows.
 OPERATORS: dict[str, Any] = {
@@ -51,27 +52,38 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    x = check_image(input, "torch.nn.functional.interpolate")
-    if x.dim() != 4 or not x.is_floating_point() or (align_corners is not None and not mode.startswith("bi")):
-        raise refusal("torch.nn.functional.interpolate", f"shape {tuple(x.shape)}, {x.dtype}, {mode}, {align_corners=}")
-    if mode not in MODES or (antialias and not mode.startswith("bi")):
-        raise refusal("torch.nn.functional.interpolate", f"mode {mode!r}{' with antialias' if antialias else ''}")
-    factors: Sequence[float | None] = (None, None)
+    name, count = "torch.nn.functional.interpolate", input.dim() - 2
+    one_axis = MODES.get(count, {}).get(mode)
+    if one_axis is None or not input.is_floating_point() or (align_corners is not None and mode in NEAREST):
+        raise refusal(name, f"shape {tuple(input.shape)}, {input.dtype}, {mode}, {align_corners=}")
+    if antialias and not mode.startswith("bi"):
+        raise refusal(name, f"mode {mode!r} with antialias")
+    x = check_image(input, name, count)
+    factors: tuple[float | None, ...] = (None,) * count
     if scale_factor is not None:
-        factors = (scale_factor, scale_factor) if isinstance(scale_factor, int | float) else tuple(scale_factor)
-        sizes = tuple(floor(x.shape[i - 2] * float(factors[i] or 0)) for i in (0, 1))
+        factors = each(scale_factor, count)
+        sizes = tuple(floor(n * float(factor or 0)) for n, factor in zip(x.shape[2:], factors, strict=True))
     else:
         assert size is not None
-        sizes = pair(size)
+        sizes = each(size, count)
     if recompute_scale_factor:
-        factors = (None, None)
-    x = in_plain_dtype(x, lambda image: F.interpolate(image, scale_factor=2.0, mode=mode))
+        factors = (None,) * count
+    x = in_plain_dtype(x, lambda image: F.interpolate(image, scale_factor=2.0, mode=mode), count)
     kernel = _kernel(x.local, sizes, mode)
-    rows, cols = (
-        _mapping(x.shape[i - 2], sizes[i], factors[i], MODES[mode], bool(align_corners), antialias, kernel)
-        for i in (0, 1)
-    )
-    return _resample(x, rows, cols) if rows or cols else x.clone()
+    mappings = [
+        _mapping(n, output, factor, one_axis, bool(align_corners), antialias, kernel)
+        for n, output, factor in zip(x.shape[2:], sizes, factors, strict=True)
+    ]
+    if not any(mappings):
+        return x.clone()
+    if count == 1:
+        row = x.unsqueeze(-2)
+        return _last_two(row, None, *mappings).squeeze(-2)
+    # Along the depth first where that leaves less to do for the other two axes.
+    early = count == 3 and sizes[0] < x.shape[2]
+    y = _along_depth(x, mappings[0]) if early else x
+    y = _last_two(y, *mappings[-2:])
+    return _along_depth(y, mappings[0]) if count == 3 and not early else y
 
 
 @lru_cache(maxsize=4096)
@@ -89,38 +101,55 @@ def _mapping(
 
 def _kernel(x: Tensor, output: Sequence[int], mode: str) -> Kernel:
     """By which PyTorch finds the nearest pixels of such an image; other modes do not care."""
-    interleaved = channels_last(x) and x.shape[1] > 3
-    if not mode.startswith("nearest") or not x.is_cpu or interleaved or sum(output) <= 128:
+    last = channels_last(x) if x.dim() == 4 else x.dim() == 5 and Like.of(x).memory_format == torch.channels_last_3d
+    quick = x.dim() > 3 and ((last and x.shape[-3] > 3) or sum(output) <= 128)
+    if not mode.startswith("nearest") or not x.is_cpu or quick:
         return "quick"
     return "float64" if x.dtype == torch.float64 else "float32"
 
 
-def _resample(x: SpatialTensor, *mappings: Resampling | None) -> Tensor:
-    """Along height and width, as the mappings say."""
+def _last_two(x: Tensor, *mappings: Resampling | None) -> Tensor:
+    """Along the last two dims, as the mappings say."""
+    if not any(mappings):
+        return x
+    assert isinstance(x, SpatialTensor)
     in_periods = all(mapping is None or mapping.period for mapping in mappings)
     for i, (mapping, other) in enumerate(zip(mappings, reversed(mappings), strict=True)):
         # What gets smaller without an exchange leaves less to exchange.
         along = mapping and not in_periods and mapping.output < mapping.size
-        if along and other and x.layout.cut(3 - i) and not x.layout.cut(i + 2):
-            y = _resample(x, *((mapping, None) if i == 0 else (None, mapping)))
-            assert isinstance(y, SpatialTensor)
-            return _resample(y, *((None, other) if i == 0 else (other, None)))
-    maps = {
-        axis: mapping
-        for axis, mapping in zip(IMAGE_AXES, mappings, strict=True)
-        if mapping and x.layout.dims[axis] is not None
-    }
+        if along and other and x.layout.cut(x.dim() - 1 - i) and not x.layout.cut(x.dim() - 2 + i):
+            y = _last_two(x, *((mapping, None) if i == 0 else (None, mapping)))
+            return _last_two(y, *((None, other) if i == 0 else (other, None)))
+    axes = axes_of(x, 2)
+    maps = {axis: mapping for axis, mapping in zip(axes, mappings, strict=True) if mapping and axis is not None}
     reached = reach(x, maps)
     local, held = (x.local, x.layout.held) if reached.exchange is None else (reached.fetch(x.local), reached.needed)
     parts: list[Resampled | None] = [None, None]
-    for i, (axis, mapping) in enumerate(zip(IMAGE_AXES, mappings, strict=True)):
-        if mapping and axis in maps:
+    for i, (axis, mapping) in enumerate(zip(axes, mappings, strict=True)):
+        if mapping and axis is not None:
             parts[i] = Resampled(mapping, reached.output.held[axis], held[axis])
         elif mapping:
             parts[i] = Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size))
     empty = 0 in local.shape or any(part is not None and part.rows.empty for part in parts)
-    y = _sum(local, parts) if empty or not in_periods else _by_operator(local, parts)
-    return wrap(y, reached.output)
+    channels = local.shape[1:-2]  # of volumes with the depth
+    images = local.flatten(1, -3)
+    y = _sum(images, parts) if empty or not in_periods else _by_operator(images, parts)
+    return wrap(y.unflatten(1, channels), reached.output)
+
+
+def _along_depth(x: Tensor, mapping: Resampling | None) -> Tensor:
+    """Volumes (N, C, D, H, W) along their depth: as images whose rows are layers, each of them a row of pixels."""
+    if mapping is None:
+        return x
+    assert isinstance(x, SpatialTensor)
+    axis = x.layout.axis(2)
+    reached = reach(x, {} if axis is None else {axis: mapping})
+    local, held = (x.local, x.layout.held) if reached.exchange is None else (reached.fetch(x.local), reached.needed)
+    part = Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size))
+    if axis is not None:
+        part = Resampled(mapping, reached.output.held[axis], held[axis])
+    y = _sum(local.flatten(3), (part, None))
+    return wrap(y.unflatten(3, local.shape[3:]), reached.output)
 
 
 def _by_operator(x: Tensor, parts: Sequence[Resampled | None]) -> Tensor:

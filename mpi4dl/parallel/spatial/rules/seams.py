@@ -11,7 +11,7 @@ tile in forward and two in backward, and costs a small convolution for each stri
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from mpi4dl.comm.exchange import Cut, Dims, Exchange, ExchangePlan, Like, at
 from mpi4dl.geometry import Box, Window
 from mpi4dl.parallel.spatial.halo import Reach
+from mpi4dl.parallel.spatial.rules.windows import axes_of
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 # What the convolution of a strip costs, in bytes of the tile that could be copied meanwhile, measured on CPUs: whatever
 # its size; for each byte of the weights; and one for each byte of the strip and pixel of the kernel.
@@ -81,7 +83,7 @@ class Joined(NamedTuple):
             strips, x = incoming.strips, self.exchange.assemble(x, incoming)
         if 0 in shape or not x.numel():
             y = x.new_zeros(shape)
-            return y if bias is None else y + bias.view(-1, 1, 1), strips
+            return y if bias is None else y + bias.view(-1, *(1,) * (y.dim() - 2)), strips
         return torch.convolution(x, weight, bias, *self.options), strips
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
@@ -162,13 +164,19 @@ class Apart(NamedTuple):
 
 
 def choose(
-    reached: Reach, x: Tensor, weight: Tensor, windows: Mapping[int, Window], options: ConvolutionOptions
+    reached: Reach,
+    x: SpatialTensor,
+    local: Tensor,
+    weight: Tensor,
+    windows: Sequence[Window],
+    options: ConvolutionOptions,
 ) -> Way:
-    """The faster way to a convolution of `windows` over x, this rank's part."""
-    exchange = reached.exchange
-    if exchange is None or not _pays(exchange, x, weight):
+    """The faster way to a convolution of `windows` along the last dims of x, of which this rank has `local`."""
+    exchange, axes = reached.exchange, axes_of(x, len(windows))
+    if exchange is None or None in axes or not _pays(exchange, local, weight):
         return Joined(exchange, options)
-    found = _borders(exchange.plan, exchange.dims, reached.output.held, tuple(windows.items()))
+    along = tuple((axis, window) for axis, window in zip(axes, windows, strict=True) if axis is not None)
+    found = _borders(exchange.plan, exchange.dims, reached.output.held, along)
     if found is None:
         return Joined(exchange, options)
     padding, borders = found

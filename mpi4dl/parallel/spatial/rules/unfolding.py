@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import Window
+from mpi4dl.geometry import BATCH, Window
 from mpi4dl.parallel.spatial.halo import reach
-from mpi4dl.parallel.spatial.rules.windows import IMAGE_AXES, check_image, pair
+from mpi4dl.parallel.spatial.rules.windows import check_image, each
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, place_of, refusal, register, wrap
 
 Size = int | Sequence[int]
@@ -22,7 +22,7 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
     axis = x.layout.axis(dim)
     if axis is None:
         return wrap(x.local.unfold(dim, size, step), x.layout)
-    if axis not in IMAGE_AXES:
+    if axis == BATCH:
         raise refusal("Tensor.unfold", "a batch that is cut cannot be unfolded")
     reached = reach(x, {axis: Window(size, step)})
     local = reached.fetch(x.local)
@@ -45,8 +45,7 @@ def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size =
     x = check_image(input, "torch.nn.functional.unfold")
     if x.dim() == 3:
         return unfold(x.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
-    (kh, kw), (ph, pw), (sh, sw) = pair(kernel_size), pair(padding), pair(stride)
-    dh, dw = pair(dilation)
+    (kh, kw), (ph, pw), (sh, sw), (dh, dw) = (each(n, 2) for n in (kernel_size, padding, stride, dilation))
     windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
     windows = windows[..., ::dh, ::dw]  # (N, C, H', W', kh, kw)
     n, c, h, w = windows.shape[:4]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import AXES
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import shift
@@ -20,8 +19,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_o
 @register(*named("permute"))
 def permute(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
     order = [place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values()))]
-    batch, rows, cols = (None if dim is None else order.index(dim) for dim in input.layout.dims)
-    return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, (batch, rows, cols)))
+    dims = tuple(None if dim is None else order.index(dim) for dim in input.layout.dims)
+    return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, dims))
 
 
 @register(*named("transpose", "swapaxes", "swapdims"))
@@ -55,7 +54,7 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {tuple(x.shape)}")
     if shape == list(x.shape):
         return wrap(x.local.reshape(x.local.shape), x.layout)
-    places: list[int | None] = [None, None, None]
+    places: list[int | None] = [None] * len(x.layout.dims)
     lost = []
     for axis, dim in enumerate(x.layout.dims):
         if dim is None:
@@ -67,10 +66,10 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         elif x.layout.cut(dim):
             lost.append(axis)
     if any(x.shape[x.layout.dims[axis] or 0] != 1 for axis in lost):
-        return _gathered(x, AXES, shape)
+        return _gathered(x, x.layout.grid.axes, shape)
     if lost:
         return _gathered(x, lost, shape)
-    layout = x.layout.with_dims((places[0], places[1], places[2]))
+    layout = x.layout.with_dims(places)
     return wrap(x.local.reshape(layout.local_shape(tuple(shape))), layout)
 
 

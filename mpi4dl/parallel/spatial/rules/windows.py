@@ -1,4 +1,7 @@
-"""What all sliding windows share: their arguments as pairs, and which axes of a tensor they slide along."""
+"""What all sliding windows share: their arguments for each dim, and which axes of a tensor they slide along.
+
+Windows slide along the last dims of a tensor: one of sequences, two of images, three of volumes.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,53 +9,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.geometry import BATCH, COLS, ROWS, AxisMap
+from mpi4dl.geometry import BATCH, AxisMap, Interval
 from mpi4dl.parallel.spatial.halo import Reach, reach
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal
 
-IMAGE_AXES = (ROWS, COLS)
+
+def each(value: Any, count: int) -> tuple[Any, ...]:
+    """An argument that PyTorch lets one give once, or for each of so many dims."""
+    if not isinstance(value, Sequence):
+        return (value,) * count
+    return tuple(value) * count if len(value) == 1 else tuple(value[:count])
 
 
-def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """An argument that PyTorch lets one give once, or for height and width."""
-    if isinstance(value, int):
-        return value, value
-    if len(value) == 1:
-        return value[0], value[0]
-    return value[0], value[1]
+def check_image(x: Tensor, function: str, count: int = 2) -> SpatialTensor:
+    """x, if windows along its last `count` dims are along axes of space, and no other dim is one; refuse it otherwise.
 
-
-def check_image(x: Tensor, function: str) -> SpatialTensor:
-    """x, if its last two dims are height and width and a batch that is cut is its first; refuse it otherwise."""
+    A batch that is cut is the first dim.
+    """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
-    expected = {BATCH: 0, ROWS: x.dim() - 2, COLS: x.dim() - 1}
-    if any(dim not in (None, expected[axis]) for axis, dim in enumerate(x.layout.dims)):
-        raise refusal(function, f"it slides along the last two dims, but batch, height, width are {x.layout.dims}")
+    first = x.dim() - count
+    for axis, dim in enumerate(x.layout.dims):
+        if dim is not None and (dim != 0 or first == 0 if axis == BATCH else dim < first):
+            raise refusal(
+                function,
+                f"it slides along the last {count} dims, but those of {x.layout.grid.names} are {x.layout.dims}",
+            )
     return x
 
 
-def slide(x: SpatialTensor, windows: tuple[AxisMap, AxisMap], fill: float = 0.0) -> tuple[Reach, tuple[bool, bool]]:
-    """What a window that slides along height and width reaches, and whether each is left to the operator itself.
+def axes_of(x: SpatialTensor, count: int) -> tuple[int | None, ...]:
+    """The axes that the last `count` dims of x are."""
+    return tuple(x.layout.axis(dim) for dim in range(x.dim() - count, x.dim()))
+
+
+def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[Reach, tuple[bool, ...]]:
+    """What windows that slide along the last dims reach, and whether each is left to the operator itself.
 
     An axis that is not cut is: there the operator adds its own padding, and nothing is copied.
     """
-    own = (not x.layout.cut(x.dim() - 2), not x.layout.cut(x.dim() - 1))
-    maps = {axis: window for axis, window in zip(IMAGE_AXES, windows, strict=True) if x.layout.dims[axis] is not None}
-    uncut = tuple(axis for axis, itself in zip(IMAGE_AXES, own, strict=True) if itself and axis in maps)
+    axes = axes_of(x, len(windows))
+    own = tuple(axis is None or x.layout.grid.shape[axis] == 1 for axis in axes)
+    maps = {axis: window for axis, window in zip(axes, windows, strict=True) if axis is not None}
+    uncut = tuple(axis for axis, itself in zip(axes, own, strict=True) if itself and axis is not None)
     return reach(x, maps, fill, uncut), own
 
 
-def output_shape(reached: Reach, x: Tensor, windows: tuple[AxisMap, AxisMap], channels: int | None = None) -> list[int]:
-    """The shape of the local output of an operator with these windows."""
-    shape = list(x.shape)
+def output_spans(reached: Reach, x: SpatialTensor, windows: Sequence[AxisMap]) -> list[Interval]:
+    """Which rows along each of its last dims this rank's part of the output of an operator with these windows holds."""
+    held = reached.output.held
+    return [
+        Interval(0, window.output_size(x.shape[dim])) if axis is None else held[axis]
+        for dim, axis, window in zip(range(-len(windows), 0), axes_of(x, len(windows)), windows, strict=True)
+    ]
+
+
+def output_shape(
+    reached: Reach, x: SpatialTensor, local: Tensor, windows: Sequence[AxisMap], channels: int | None = None
+) -> list[int]:
+    """The shape of the local output of an operator with these windows over `local`, the part of x."""
+    count = len(windows)
+    before = list(local.shape[: local.dim() - count])
     if channels is not None:
-        shape[-3] = channels
-    for dim, axis, window in zip((-2, -1), IMAGE_AXES, windows, strict=True):
-        split = reached.output.held[axis]
-        present = reached.output.dims[axis] is not None
-        shape[dim] = split.length if present else window.output_size(x.shape[dim])
-    return shape
+        before[-1] = channels
+    return [*before, *(span.length for span in output_spans(reached, x, windows))]
+
+
+def places_of(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
+    """Where pixels of these numbers are in an image of such a size: their row, column and the like."""
+    places = []
+    for length in reversed(size[1:]):
+        places.append(indices % length)
+        indices = indices // length
+    return [indices, *reversed(places)]
+
+
+def flat_index(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
+    """The numbers of the pixels at these places, as they are counted in an image of such a size."""
+    found = places[0]
+    for at, length in zip(places[1:], size[1:], strict=True):
+        found = found * length + at
+    return found
 
 
 def cast(*tensors: Tensor | None) -> list[Any]:
@@ -65,10 +102,13 @@ def cast(*tensors: Tensor | None) -> list[Any]:
     return [t.to(dtype) if t is not None and t.dtype in eligible else t for t in tensors]
 
 
-def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor]) -> SpatialTensor:
-    """x in the dtype in which autocast would let PyTorch's operator work; `probe` calls it with an image of 2x2 px."""
+def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor], count: int = 2) -> SpatialTensor:
+    """x in the dtype in which autocast would let PyTorch's operator work; `probe` calls it with an image of 2x2 px.
+
+    The image has `count` dims of space.
+    """
     kind = x.local.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x
-    dtype = probe(torch.ones(1, 1, 2, 2, dtype=x.dtype, device=x.device)).dtype
+    dtype = probe(torch.ones(1, 1, *(2,) * count, dtype=x.dtype, device=x.device)).dtype
     return x if dtype == x.dtype else SpatialTensor(x.local.to(dtype), x.layout)

@@ -1,0 +1,36 @@
+"""Which part of an image a rank owns, and which part an operator needs: integers only, no torch."""
+
+from mpi4dl.geometry.boxes import (
+    BATCH,
+    SPACE,
+    Box,
+    GridShape,
+    Interval,
+    Split,
+    Tiling,
+    ceil_div,
+    cut_alike,
+    even_cuts,
+    widest,
+)
+from mpi4dl.geometry.windows import AxisMap, AxisPlan, TransposedWindow, Window, check_window, plan_axis
+
+__all__ = [
+    "BATCH",
+    "SPACE",
+    "AxisMap",
+    "AxisPlan",
+    "Box",
+    "GridShape",
+    "Interval",
+    "Split",
+    "Tiling",
+    "TransposedWindow",
+    "Window",
+    "ceil_div",
+    "check_window",
+    "cut_alike",
+    "even_cuts",
+    "plan_axis",
+    "widest",
+]

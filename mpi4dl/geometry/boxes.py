@@ -1,0 +1,262 @@
+"""Which part of an image a rank owns, and which part an operator needs: integers only, no torch.
+
+    axes     0       1      2      3            the batch, and those of space: as many as the images have
+    images   batch   rows   cols
+    volumes  batch   depth  rows   cols         a `Box` has an interval of each, a `Tiling` a `Split`, a grid of ranks
+    sequences        batch  tokens              a number of parts; nothing here knows how many axes there are
+
+Everything is in global pixel coordinates and half-open. A `Tiling` cuts a tensor of some size into one box per rank.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+BATCH = 0  # of all axes the first
+# What the axes of space are called, by their number: first the slowest in memory, as in NCDHW.
+SPACE = {1: ("tokens",), 2: ("rows", "cols"), 3: ("depth", "rows", "cols")}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Interval(NamedTuple):
+    """The integers from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return max(0, self.stop - self.start)
+
+    @property
+    def empty(self) -> bool:
+        return self.stop <= self.start
+
+    def intersect(self, other: "Interval") -> "Interval":
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def covers(self, other: "Interval") -> bool:
+        return other.empty or (self.start <= other.start and other.stop <= self.stop)
+
+    def shift(self, by: int) -> "Interval":
+        return Interval(self.start + by, self.stop + by)
+
+    def grow(self, before: int, after: int) -> "Interval":
+        return Interval(self.start - before, self.stop + after)
+
+
+class Box(tuple[Interval, ...]):
+    """A block of a batch of images: which samples, then which pixels along each axis of space."""
+
+    __slots__ = ()
+
+    def __new__(cls, *intervals: Interval) -> "Box":
+        return super().__new__(cls, intervals)
+
+    def __getnewargs__(self) -> tuple[Interval, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Box({', '.join(f'{start}:{stop}' for start, stop in self)})"
+
+    @property
+    def batch(self) -> Interval:
+        return self[BATCH]
+
+    @property
+    def space(self) -> tuple[Interval, ...]:
+        return self[BATCH + 1 :]
+
+    @property
+    def rows(self) -> Interval:
+        return self[-2]
+
+    @property
+    def cols(self) -> Interval:
+        return self[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(interval.length for interval in self)
+
+    @property
+    def empty(self) -> bool:
+        return any(interval.empty for interval in self)
+
+    def intersect(self, other: "Box") -> "Box":
+        return Box(*(a.intersect(b) for a, b in zip(self, other, strict=True)))
+
+    def covers(self, other: "Box") -> bool:
+        return other.empty or all(a.covers(b) for a, b in zip(self, other, strict=True))
+
+
+class GridShape(tuple[int, ...]):
+    """How many ranks share each axis, the batch first; ranks are numbered in that order, the last axis fastest."""
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: int) -> "GridShape":
+        return super().__new__(cls, parts)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"GridShape({', '.join(map(str, self))})"
+
+    @property
+    def batch(self) -> int:
+        return self[BATCH]
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        return self[BATCH + 1 :]
+
+    @property
+    def size(self) -> int:
+        return prod(self)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        return _places(self)[rank]
+
+
+@lru_cache(maxsize=256)
+def _places(shape: GridShape) -> tuple[tuple[int, ...], ...]:
+    """The coordinates of all ranks."""
+    return tuple(product(*map(range, shape)))
+
+
+def even_cuts(size: int, parts: int) -> tuple[int, ...]:
+    """Cut `size` into `parts` whose lengths differ by at most one."""
+    return tuple(size * i // parts for i in range(parts + 1))
+
+
+class Split(NamedTuple):
+    """How one axis of a tensor is cut over the ranks along it.
+
+    Part `i` *owns* [cuts[i], cuts[i + 1]): every element has one owner. It *holds* `held[i]`, which is that interval,
+    or a wider one whose extra elements are exact copies of what its neighbours own.
+    """
+
+    cuts: tuple[int, ...]
+    held: tuple[Interval, ...]
+
+    @classmethod
+    def at(cls, cuts: Sequence[int]) -> "Split":
+        return cls(tuple(cuts), tuple(Interval(*pair) for pair in pairwise(cuts)))
+
+    @property
+    def size(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def parts(self) -> int:
+        return len(self.held)
+
+    @property
+    def wide(self) -> bool:
+        return any(self.held[i] != self.owned(i) for i in range(self.parts))
+
+    def owned(self, part: int) -> Interval:
+        return Interval(self.cuts[part], self.cuts[part + 1])
+
+    def narrow(self) -> "Split":
+        return Split.at(self.cuts)
+
+    def widen(self, halo: int) -> "Split":
+        """The same cuts, each part holding up to `halo` more elements on both sides."""
+        whole = Interval(0, self.size)
+        held = (self.owned(i).grow(halo, halo).intersect(whole) for i in range(self.parts))
+        return Split(self.cuts, tuple(held))
+
+
+class Tiling(NamedTuple):
+    """A grid of ranks and how each axis of one tensor is cut over it.
+
+    An axis that the tensor does not have (the rows of something already averaged over the rows) is cut into one unit
+    per part: each rank along it owns a copy, and nothing needs to know the difference.
+    """
+
+    splits: tuple[Split, ...]
+
+    @classmethod
+    def even(cls, grid: GridShape, size: Sequence[int]) -> "Tiling":
+        return cls(tuple(Split.at(even_cuts(n, parts)) for n, parts in zip(size, grid, strict=True)))
+
+    @classmethod
+    def copies(cls, grid: GridShape) -> "Tiling":
+        """That of a tensor that has none of the axes: every rank holds it."""
+        return cls(tuple(Split.at(range(parts + 1)) for parts in grid))
+
+    @property
+    def grid(self) -> GridShape:
+        return GridShape(*(split.parts for split in self.splits))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(split.size for split in self.splits)
+
+    def owned(self, rank: int) -> Box:
+        where = self.grid.coordinates(rank)
+        return Box(*(split.owned(part) for split, part in zip(self.splits, where, strict=True)))
+
+    def held(self, rank: int) -> Box:
+        where = self.grid.coordinates(rank)
+        return Box(*(split.held[part] for split, part in zip(self.splits, where, strict=True)))
+
+    @property
+    def whole(self) -> Box:
+        return Box(*(Interval(0, split.size) for split in self.splits))
+
+    @property
+    def all_owned(self) -> tuple[Box, ...]:
+        return _boxes(self)[0]
+
+    @property
+    def all_held(self) -> tuple[Box, ...]:
+        return _boxes(self)[1]
+
+    @property
+    def narrow(self) -> "Tiling":
+        """The same cuts, each part holding what it owns and no more."""
+        return Tiling(tuple(split.narrow() for split in self.splits))
+
+    def replace(self, axis: int, split: Split) -> "Tiling":
+        return Tiling((*self.splits[:axis], split, *self.splits[axis + 1 :]))
+
+    def drop(self, axis: int) -> "Tiling":
+        """The tiling of a tensor that no longer has this axis: every rank along it holds a copy."""
+        return self.replace(axis, Split.at(range(self.splits[axis].parts + 1)))
+
+
+@lru_cache(maxsize=4096)
+def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
+    """What every rank owns, and what every rank holds."""
+    ranks = range(tiling.grid.size)
+    return tuple(tiling.owned(rank) for rank in ranks), tuple(tiling.held(rank) for rank in ranks)
+
+
+def cut_alike(a: Tiling, b: Tiling) -> bool:
+    """Whether ranks own the same by both."""
+    return all(one.cuts == other.cuts for one, other in zip(a.splits, b.splits, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def widest(a: Tiling, b: Tiling) -> Tiling:
+    """What each rank holds by either of two tilings of the same cuts, and whatever is between, within the whole."""
+    return Tiling(tuple(_widest(one, other) for one, other in zip(a.splits, b.splits, strict=True)))
+
+
+def _widest(a: Split, b: Split) -> Split:
+    held = []
+    for one, other in zip(a.held, b.held, strict=True):
+        both = [interval for interval in (one, other) if not interval.empty] or [one]
+        hull = Interval(min(start for start, _ in both), max(stop for _, stop in both))
+        held.append(hull.intersect(Interval(0, a.size)))
+    return Split(a.cuts, tuple(held))

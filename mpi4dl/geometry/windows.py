@@ -1,0 +1,165 @@
+"""How the rows of an operator's output depend on the rows of its input, along one axis: integers only, no torch.
+
+    input     0  1  2  3 | 4  5  6  7        a convolution's `Window` slides along it: an output row at each place.
+    output       0     1 |    2     3        cuts follow the data, and a plan says which part needs which input rows
+
+"Rows" are the pixels along any one axis.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from mpi4dl.geometry.boxes import Interval, Split, ceil_div
+
+
+class AxisMap(Hashable, Protocol):
+    """How an operator's output rows (or columns) depend on its input rows."""
+
+    def output_size(self, size: int) -> int:
+        """The number of output rows for `size` input rows."""
+
+    def output_cut(self, cut: int) -> int:
+        """Where a cut of the input reappears in the output, before it is limited to the output's size."""
+
+    def needs(self, output: Interval, size: int) -> Interval:
+        """The input rows that these output rows read. It may reach outside [0, size): padding is there."""
+
+
+def check_window(kernel: int, stride: int, dilation: int) -> None:
+    if min(kernel, stride, dilation) < 1:
+        raise ValueError(f"kernel, stride and dilation must be positive, but are {kernel}, {stride} and {dilation}")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: convolution, pooling, and with `kernel=1` cropping (negative padding) and strided slicing.
+
+    Output row o reads input rows o * stride - before + dilation * (0 .. kernel - 1).
+    """
+
+    kernel: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+    ceil_mode: bool = False
+
+    def __post_init__(self) -> None:
+        check_window(self.kernel, self.stride, self.dilation)
+
+    @property
+    def extent(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def output_size(self, size: int) -> int:
+        free = size + self.before + self.after - self.extent
+        if not self.ceil_mode:
+            return free // self.stride + 1
+        count = ceil_div(free, self.stride) + 1
+        # A last window that would begin beyond the input and its leading padding is left out, as PyTorch does.
+        return count - 1 if (count - 1) * self.stride >= size + self.before else count
+
+    def output_cut(self, cut: int) -> int:
+        # An output row lies where the middle of its window does, so that halos are as even as they can be and branches
+        # of different kernels are cut alike.
+        return ceil_div(cut + self.before - (self.extent - 1) // 2, self.stride)
+
+    def needs(self, output: Interval, size: int) -> Interval:
+        start = output.start * self.stride - self.before
+        return Interval(start, start + (output.length - 1) * self.stride + self.extent)
+
+    def readers(self, source: Interval) -> Interval:
+        """The output rows whose windows reach into these input rows."""
+        first = ceil_div(source.start + self.before - self.extent + 1, self.stride)
+        return Interval(first, (source.stop - 1 + self.before) // self.stride + 1)
+
+    def taps(self, output: Interval, source: Interval) -> Interval:
+        """Which of the kernel's rows may fall on these input rows, of the windows of these output rows."""
+        first = output.start * self.stride - self.before
+        last = first + (output.length - 1) * self.stride
+        hit = Interval(ceil_div(source.start - last, self.dilation), (source.stop - 1 - first) // self.dilation + 1)
+        return hit.intersect(Interval(0, self.kernel))
+
+
+@dataclass(frozen=True)
+class TransposedWindow:
+    """A transposed convolution: input row i adds to output rows i * stride - padding + dilation * (0 .. kernel - 1)."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        check_window(self.kernel, self.stride, self.dilation)
+
+    @property
+    def extent(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def output_size(self, size: int) -> int:
+        return (size - 1) * self.stride - 2 * self.padding + self.extent + self.output_padding
+
+    def output_cut(self, cut: int) -> int:
+        return cut * self.stride - self.padding + (self.extent - 1) // 2
+
+    def needs(self, output: Interval, size: int) -> Interval:
+        first = ceil_div(output.start + self.padding - self.extent + 1, self.stride)
+        last = (output.stop - 1 + self.padding) // self.stride
+        return Interval(first, last + 1).intersect(Interval(0, size))
+
+
+def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -> Interval:
+    """The longest run of output rows in `output` and around it that the rows in `held` suffice for.
+
+    Returns an empty interval where not even `output` can be computed.
+    """
+    whole = Interval(0, size)
+
+    def suffices(rows: Interval) -> bool:
+        return held.covers(mapping.needs(rows, size).intersect(whole))
+
+    if output.empty:
+        return output
+    if not suffices(output):
+        return Interval(output.start, output.start)
+    start, stop = output
+    while start > 0 and suffices(Interval(start - 1, stop)):
+        start -= 1
+    while stop < mapping.output_size(size) and suffices(Interval(start, stop + 1)):
+        stop += 1
+    return Interval(start, stop)
+
+
+class AxisPlan(NamedTuple):
+    """What one axis of an operator's output looks like, and which input rows each part computes it from."""
+
+    output: Split
+    needed: tuple[Interval, ...]
+    exchange: bool
+
+
+@lru_cache(maxsize=4096)
+def plan_axis(mapping: AxisMap, split: Split) -> AxisPlan:
+    """Let the cuts follow the data, and exchange only if what the parts hold does not suffice.
+
+    If every part can compute the output that it owns from the input that it holds, it computes as much as it can and
+    nothing is exchanged. Otherwise each part computes what it owns, from rows it has and rows it is sent.
+    """
+    size = mapping.output_size(split.size)
+    if size < 1:
+        raise ValueError(f"an image of {split.size} pixels along one axis is too small for {mapping}")
+    cuts = [0, *(min(max(mapping.output_cut(cut), 0), size) for cut in split.cuts[1:-1]), size]
+    output = Split.at(cuts)
+    held = tuple(_computable(mapping, split.held[i], split.size, output.owned(i)) for i in range(split.parts))
+    exchange = not all(held[i].covers(output.owned(i)) for i in range(split.parts))
+    if not exchange:
+        output = Split(output.cuts, held)
+    needed = tuple(
+        Interval(split.cuts[i], split.cuts[i]) if rows.empty else mapping.needs(rows, split.size)
+        for i, rows in enumerate(output.held)
+    )
+    return AxisPlan(output, needed, exchange)
