@@ -52,7 +52,7 @@ def test_a_plan_for_another_number_of_ranks_says_how_many() -> None:
 
 
 def test_more_tiles_than_rows_are_refused(ranks: Ranks) -> None:
-    message = "--tiles 4x1 cuts images into 4 rows of tiles, but they are only 3 px high"
+    message = "--tiles 4x1 cuts images into 4 tiles along their rows, of which they have only 3"
     assert ranks(4).run(refused, "--data", "1", "--tiles", "4x1", "--image-size", "3x64") == [message] * 4
 
 

@@ -36,8 +36,8 @@ class Task:
     `balance` cuts the model into the plan's stages. `optimizer` is a key of OPTIMIZERS.
     """
 
-    model: str
-    size: tuple[int, int]
+    model: str | type[nn.Module]
+    size: tuple[int, ...]
     batch: int = 4
     optimizer: str = "SGD"
     dense: bool = False
@@ -51,7 +51,12 @@ class Task:
         return replace(self, engine_options=tuple(options.items()))
 
     def __str__(self) -> str:
-        words = [self.model, self.optimizer, "x".join(map(str, self.size)), f"batch{self.batch}"]
+        words = [
+            self.model if isinstance(self.model, str) else self.model.__name__,
+            self.optimizer,
+            "x".join(map(str, self.size)),
+            f"batch{self.batch}",
+        ]
         return "-".join(words + [f"{name}={value}" for name, value in self.engine_options])
 
 
@@ -242,7 +247,8 @@ OWN = {
 
 def model_of(task: Task) -> nn.Module:
     options = dict(task.model_options)
-    model = OWN[task.model]() if task.model in OWN else models.build(task.model, NUM_CLASSES, **options)
+    own = OWN.get(task.model) if isinstance(task.model, str) else task.model
+    model = models.build(task.model, NUM_CLASSES, **options) if own is None else own()
     return model.double()
 
 
@@ -281,9 +287,10 @@ def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
 
 def tiles_of(images: Tensor, engine: Engine, training: bool = True) -> list[Tensor]:
     """The parts of whole images that the engine's rank reads."""
-    reads = engine.reads(len(images), (images.shape[2], images.shape[3]), training)
-    boxes = [[slice(*part) for part in read.box] for read in reads]
-    return [images[batch, :, rows, cols].contiguous() for batch, rows, cols in boxes]
+    boxes = [read.box for read in engine.reads(len(images), tuple(images.shape[2:]), training)]
+    return [
+        images[(slice(*box.batch), ..., *(slice(*interval) for interval in box.space))].contiguous() for box in boxes
+    ]
 
 
 def digest_of(values: Mapping[str, Tensor]) -> str:

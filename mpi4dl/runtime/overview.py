@@ -54,7 +54,7 @@ class Overview:
 
     name: str
     plan: Plan
-    image: tuple[int, int, int, int]
+    image: tuple[int, ...]
     num_parameters: int
     work: tuple[Work, ...]
     costs: Costs
@@ -170,7 +170,7 @@ def overview(
     name: str,
     build: Callable[[], nn.Module],
     plan: Plan,
-    image: tuple[int, int, int, int],
+    image: tuple[int, ...],
     *,
     balance: str | Sequence[int] = "auto",
     device: torch.device | str = "cpu",
@@ -245,7 +245,7 @@ def overview(
     )
 
 
-def samples_of(plan: Plan, image: tuple[int, int, int, int]) -> int:
+def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
     """How many images a microbatch has, over all replicas and ways."""
     return max(1, image[0] // plan.num_microbatches)
 

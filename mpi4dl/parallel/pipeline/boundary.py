@@ -22,6 +22,7 @@ from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even
 from mpi4dl.parallel.pipeline.handover import Header, pack, unpack
 from mpi4dl.parallel.plan import Plan, nested_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.halo import without_flat_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
 ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
@@ -151,7 +152,8 @@ class Boundary:
 
     def send(self, parcel: Parcel, values: Sequence[Any], names: Sequence[str]) -> tuple[Pending, list[GradientEdge]]:
         """Hand values on; where they came from, for those whose gradients will come back."""
-        tensors, header = pack(values, names)
+        packed, header = pack(values, names)
+        tensors = [without_flat_dims(tensor) for tensor in packed]
         layouts = [self._layout(tensor) for tensor in tensors]
         announcement = Announcement(
             header, tuple(layout.tiling for layout in layouts), tuple(layout.dims for layout in layouts)

@@ -125,7 +125,7 @@ def split(
     device: torch.device | str = "cpu",
     seed: int = 0,
     balance: str | Sequence[int] = "auto",
-    image: tuple[int, int, int, int],
+    image: tuple[int, ...],
     whole: Collection[str] = (),
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
@@ -154,7 +154,7 @@ def choose_counts(
     plan: Plan,
     comm: Communicator | None,
     balance: str | Sequence[int],
-    image: tuple[int, int, int, int],
+    image: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> tuple[int, ...]:
     """How many atoms each stage gets, the same on all ranks of `comm`. Collective."""
@@ -174,7 +174,7 @@ def atom_costs(
     cuttable: Cuttable,
     comm: Communicator | None,
     balance: str,
-    image: tuple[int, int, int, int],
+    image: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> list[float]:
     """What each atom costs, by `balance`: found by rank 0, and told to the others of `comm`. Collective.
@@ -189,12 +189,9 @@ def atom_costs(
     return costs_of_atoms
 
 
-def _atom_costs(
-    cuttable: Cuttable, balance: str, image: tuple[int, int, int, int], device: torch.device | str
-) -> list[float]:
-    n, channels, height, width = image
+def _atom_costs(cuttable: Cuttable, balance: str, image: tuple[int, ...], device: torch.device | str) -> list[float]:
     dtype = image_dtype(cuttable.model)
-    small = (n, channels, min(height, MEASURED_PX), min(width, MEASURED_PX))
+    small = (*image[:2], *(min(pixels, MEASURED_PX) for pixels in image[2:]))
     try:
         if balance == "time":
             images = torch.rand(small, dtype=dtype, generator=torch.Generator().manual_seed(0))
@@ -204,7 +201,8 @@ def _atom_costs(
     except (RuntimeError, AssertionError) as error:
         reason = unfit(cuttable.model, image)
         if reason is None and balance == "time" and unfit(cuttable.model, small) is not None:
-            reason = f"its atoms cannot be timed on images of {small[2]} x {small[3]} px: balance it by FLOPs or memory"
+            size = " x ".join(map(str, small[2:]))
+            reason = f"its atoms cannot be timed on images of {size} px: balance it by FLOPs or memory"
         if reason is None:
             raise
         raise ValueError(reason) from error

@@ -183,7 +183,7 @@ def image_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
+def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
     """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
 
     For an error in a model: is it one of the plain model too? In the model's own words.
@@ -195,8 +195,8 @@ def unfit(model: nn.Module, image: tuple[int, int, int, int]) -> str | None:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None
-        _, channels, height, width = image
-        return f"cannot take images of {channels} x {height} x {width} (channels, height, width): {reason}"
+        space = {1: "length", 2: "height, width", 3: "depth, height, width"}.get(len(image) - 2, "")
+        return f"cannot take images of {' x '.join(map(str, image[1:]))} (channels, {space}): {reason}"
     return None
 
 

@@ -137,9 +137,13 @@ def _on_meta(model: nn.Module) -> dict[str, Tensor]:
 
 
 def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
-    """The operators of the model on images of `size`, (H, W) or (N, C, H, W), cut over the grid, and what they send."""
-    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    shape = tuple(size) if len(size) == 4 else (grid.shape.batch, channels, *size)
+    """The operators of the model on images of `size`, (H, W) or (N, C, H, W), cut over the grid, and what they send.
+
+    Of volumes and sequences likewise.
+    """
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    channels = next((m.in_channels for m in model.modules() if isinstance(m, convolutions)), 3)
+    shape = tuple(size) if len(size) > len(grid.space) else (grid.shape.batch, channels, *size)
     values, most = _on_meta(model), Explanation()
     for rank in range(grid.size):
         ledger = Ledger(rank, grid.size)
@@ -156,8 +160,8 @@ def _forward(
     model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: Grid
 ) -> tuple[list[Operator], int]:
     """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
-    dims = image_dims(grid, 4)
-    tiling = Tiling.even(grid.shape, (shape[0], shape[2], shape[3]))
+    dims = image_dims(grid, len(shape))
+    tiling = Tiling.even(grid.shape, (shape[0], *shape[-len(grid.space) :]))
     layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
     dtype = next(model.parameters()).dtype
     x = SpatialTensor(torch.empty(layout.local_shape(shape), dtype=dtype, device="meta"), layout)

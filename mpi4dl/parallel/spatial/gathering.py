@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mpi4dl.comm.exchange import narrow
+from mpi4dl.parallel.spatial.flattening import cut_out
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.memory import same_memory
 from mpi4dl.parallel.spatial.tensor import (
@@ -170,8 +170,7 @@ def _write_back(function: Any, whole: _Whole) -> None:
 
 
 def _part(whole: Tensor, like: SpatialTensor) -> Tensor:
-    layout = like.layout
-    return narrow(whole, layout.dims, layout.tiling.whole, layout.held)
+    return cut_out(whole, like.layout)
 
 
 def _place(y: Any, wholes: list[_Whole]) -> Any:

@@ -1,7 +1,9 @@
 """The ranks that share an image, and the layout of one tensor over them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar, NamedTuple
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
@@ -56,6 +58,8 @@ class Grid:
         if min(shape) < 1:
             raise ValueError(f"a grid needs at least one rank on each axis, but got {' x '.join(map(str, shape))}")
         self.shape = shape
+        self.axes = tuple(range(len(shape)))  # their numbers
+        self.space = self.axes[BATCH + 1 :]  # those of space, in the order of a tensor's last dims
         self.names = ("batch", *SPACE[len(shape.space)])
         if shape.size != comm.size:
             ways = " x ".join(
@@ -76,16 +80,6 @@ class Grid:
     def __repr__(self) -> str:
         parts = (f"{name}={parts}" for name, parts in zip(self.names, self.shape, strict=True))
         return f"Grid({', '.join(parts)}, rank={self.rank})"
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The numbers of all axes."""
-        return tuple(range(len(self.shape)))
-
-    @property
-    def space(self) -> tuple[int, ...]:
-        """The numbers of the axes of space, in the order of a tensor's last dims."""
-        return self.axes[BATCH + 1 :]
 
     @property
     def rank(self) -> int:
@@ -117,16 +111,39 @@ class Grid:
         return Tiling.even(self.shape, (batch, *size)).owned(self.rank)
 
 
+class Factor(NamedTuple):
+    """What a flat dim is made of: an axis, or so many entries of an ordinary dim."""
+
+    axis: int | None
+    size: int = 0
+
+
+class Flat(NamedTuple):
+    """A dim that is the flattening of several, axes among them, such as the tokens of an image: (rows, cols).
+
+    In front of them may be a `prefix` of entries that every rank has, such as a class token.
+    """
+
+    dim: int
+    factors: tuple[Factor, ...]
+    prefix: int = 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where this rank's part of a tensor lies in the whole: its tiling, and for each axis the tensor's dim of it.
 
-    A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim.
+    A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim. What
+    several axes, or an axis and an ordinary dim, became one dim is said by `flat`; of such axes ranks hold what they
+    own, and a rank's part of such a dim is the flattening of its box.
     """
+
+    any_flat: ClassVar[bool] = False  # whether there was such a dim in this process
 
     grid: Grid
     tiling: Tiling
     dims: Dims
+    flat: tuple[Flat, ...] = ()
 
     @classmethod
     def of_copies(cls, grid: Grid) -> "Layout":
@@ -161,15 +178,24 @@ class Layout:
 
     def cut(self, dim: int) -> bool:
         """Whether more than one rank shares this dim."""
-        axis = self.axis(dim)
-        return axis is not None and self.grid.shape[axis] > 1
+        return any(known == dim and parts > 1 for known, parts in zip(self.dims, self.grid.shape, strict=True))
+
+    def flat_at(self, dim: int) -> Flat | None:
+        return next((flat for flat in self.flat if flat.dim == dim), None)
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
         for axis, dim in enumerate(self.dims):
             if dim is not None:
                 shape[dim] = self.tiling.splits[axis].size
+        for flat in self.flat:
+            shape[flat.dim] = flat.prefix + prod(self.sizes(flat, self.tiling.whole))
         return tuple(shape)
+
+    @staticmethod
+    def sizes(flat: Flat, box: Box) -> list[int]:
+        """The sizes of what a flat dim is made of, in this box."""
+        return [factor.size if factor.axis is None else box[factor.axis].length for factor in flat.factors]
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this rank's part, held halo included, of a tensor of this global shape."""
@@ -177,15 +203,25 @@ class Layout:
         for axis, dim in enumerate(self.dims):
             if dim is not None:
                 local[dim] = self.held[axis].length
+        for flat in self.flat:
+            local[flat.dim] = flat.prefix + prod(self.sizes(flat, self.held))
         return tuple(local)
 
     def with_dims(self, dims: Iterable[int | None]) -> "Layout":
         """The layout after the dims moved; an axis whose dim is now None is gone from the tensor."""
         dims, tiling = tuple(dims), self.tiling
-        for axis in self.grid.axes:
-            if dims[axis] is None and self.dims[axis] is not None:
+        for axis, dim in enumerate(dims):
+            if dim is None and self.dims[axis] is not None:
                 tiling = tiling.drop(axis)
         return Layout(self.grid, tiling, dims)
+
+    def moved(self, place: Callable[[int], int | None]) -> "Layout":
+        """The layout after each dim came to its `place`; the axes of one that has none are gone."""
+        layout = self.with_dims([None if dim is None else place(dim) for dim in self.dims])
+        if not self.flat:
+            return layout
+        found = ((flat, place(flat.dim)) for flat in self.flat)
+        return replace(layout, flat=tuple(flat._replace(dim=dim) for flat, dim in found if dim is not None))
 
     def exchange_to(self, tiling: Tiling, fill: float = 0.0) -> Exchange:
         """The exchange after which each rank holds what `tiling` says, beyond the edge of the image if it says so."""

@@ -8,16 +8,18 @@ needed: may reach over several neighbours, and beyond the edge of the image, whe
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from mpi4dl.comm.exchange import Exchange, narrow
 from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
+from mpi4dl.parallel.spatial.flattening import close_dims, cut_out, open_dims, opened
 from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, provided_by, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, wrap
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
@@ -97,8 +99,21 @@ def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
     """The same tensor, held as `tiling` says: cut elsewhere, or with more or less of a halo."""
     if x.layout.tiling == tiling:
         return x
-    layout = Layout(x.layout.grid, tiling, x.layout.dims)
-    return SpatialTensor(x.layout.exchange_to(tiling)(x.local), layout)
+    layout = replace(x.layout, tiling=tiling)
+    if not layout.flat:
+        return SpatialTensor(x.layout.exchange_to(tiling)(x.local), layout)
+    brought = opened(x.layout).exchange_to(tiling)(open_dims(x.local, x.layout, x.layout.held))
+    return SpatialTensor(_behind_prefix(x, close_dims(brought, layout, layout.held)), layout)
+
+
+def _behind_prefix(x: SpatialTensor, rest: Tensor) -> Tensor:
+    """`rest` behind the prefix of x's flat dim, if there is one."""
+    prefixed = [flat for flat in x.layout.flat if flat.prefix]
+    if len(prefixed) > 1:
+        raise refusal("a tensor", "two of its dims have entries that every rank has in front of those that are spread")
+    for flat in prefixed:
+        rest = torch.cat([x.local.narrow(flat.dim, 0, flat.prefix), rest], flat.dim)
+    return rest
 
 
 def part(x: Tensor, layout: Layout) -> Tensor:
@@ -107,6 +122,8 @@ def part(x: Tensor, layout: Layout) -> Tensor:
     x has the dims of `layout`, and its sizes along those that `layout` cuts. Gradients of a plain x are zero outside
     the part, so that over all ranks they add up to that of the whole.
     """
+    if layout.flat:
+        return cut_out(gather(x), layout)
     dims: list[int | None] = list(layout.dims)
     if isinstance(x, SpatialTensor):
         elsewhere = [axis for axis in layout.grid.axes if x.layout.dims[axis] not in (None, layout.dims[axis])]
@@ -139,6 +156,14 @@ def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     """x with all of these axes on every rank."""
     layout, tiling = x.layout, x.layout.tiling
     layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
+    if layout.flat:
+        carried = [factor.axis for flat in layout.flat for factor in flat.factors if factor.axis is not None]
+        bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), [*axes, *carried])
+        left = replace(layout, flat=()).with_dims(
+            None if axis in axes or axis in carried else dim for axis, dim in enumerate(layout.dims)
+        )
+        local = bare.local if isinstance(bare, SpatialTensor) else bare
+        return wrap(_behind_prefix(x, close_dims(local, layout, layout.tiling.whole)), left)
     for axis in axes:
         if layout.dims[axis] is not None:
             split = tiling.splits[axis]
@@ -146,3 +171,11 @@ def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     local = layout.exchange_to(tiling)(x.local)
     dims = [None if axis in axes else dim for axis, dim in enumerate(layout.dims)]
     return wrap(local, Layout(layout.grid, tiling, layout.dims).with_dims(dims))
+
+
+def without_flat_dims(x: Tensor) -> Tensor:
+    """x, with dims that several axes became on every rank."""
+    return gather_axes(x, ()) if isinstance(x, SpatialTensor) and x.layout.flat else x
+
+
+open_flat_dims.append(without_flat_dims)

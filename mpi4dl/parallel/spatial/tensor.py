@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Tiling
@@ -32,7 +33,9 @@ Rule = Callable[..., Any]
 RuleT = TypeVar("RuleT", bound=Rule)
 
 _rules: dict[Any, Rule] = {}
+_of_flat: set[Any] = set()  # the functions whose rules know of flat dims
 _fallbacks: list[Callable[[Any], Rule | None]] = []
+open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor with its flat dims gathered
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
 
 NOT_DIFFERENTIATED = "the gradient of a custom function would not reach the local tensors behind it"
@@ -42,17 +45,21 @@ class NoRule(NotImplementedError):
     """A model called a function that has no rule for tensors that are spread over ranks."""
 
 
-def register(*functions: Any) -> Callable[[RuleT], RuleT]:
+def register(*functions: Any, flat: bool = False) -> Callable[[RuleT], RuleT]:
     """Make the decorated function the rule of these PyTorch functions on a `SpatialTensor`.
 
     The rule takes the function's own arguments, some of which are SpatialTensors, and returns its results: a
     SpatialTensor made by `wrap(local, layout)`, or a plain tensor if every rank holds the whole of it. What it
     computes must be what PyTorch would have computed on the whole image; exchanges must be differentiable.
+
+    A rule that knows nothing of flat dims (`Layout.flat`) gets tensors that have some with these dims gathered.
     """
 
     def add(rule: RuleT) -> RuleT:
         for function in functions:
             _rules[function] = _of_spread_first(rule, function)
+            if flat:
+                _of_flat.add(function)
         find_rule.cache_clear()
         return rule
 
@@ -123,6 +130,8 @@ class SpatialTensor(Tensor):
     def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         if "torch._dynamo" in sys.modules:
             _run_eagerly()
+        if layout.flat:
+            Layout.any_flat = True
         shape = layout.global_shape(tuple(like.shape))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
@@ -201,6 +210,10 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule, options = find_rule(function) or functools.partial(_refuse, function), kwargs or {}
+        if Layout.any_flat and function in _rules and function not in _of_flat:
+            args, options = _without_flat_dims(function, args, options)
+            if not any(isinstance(x, SpatialTensor) for x in pytree.tree_leaves((tuple(args), options))):
+                return function(*args, **options)
         if substitutes:
             rule = functools.partial(substitutes[-1], function, rule)
         if options.get("out") is not None:
@@ -230,6 +243,22 @@ def _run_eagerly() -> None:
     """
     traced = SpatialTensor.__dict__["__torch_function__"].__func__
     SpatialTensor.__torch_function__ = classmethod(torch.compiler.disable(traced))  # type: ignore
+
+
+def _without_flat_dims(
+    function: Any, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments, with the flat dims of tensors gathered."""
+    leaves, structure = pytree.tree_flatten((tuple(args), options))
+    flat = [i for i, x in enumerate(leaves) if isinstance(x, SpatialTensor) and x.layout.flat]
+    if not flat:
+        return args, options
+    if flat[0] == 0 and writes(function, options):
+        raise refusal(function_name(function), "it writes to a tensor in which several axes are one dim")
+    for i in flat:
+        leaves[i] = copied(open_flat_dims[0](leaves[i]), leaves[i])
+    found: tuple[Sequence[Any], dict[str, Any]] = pytree.tree_unflatten(leaves, structure)
+    return found
 
 
 def _share_memory(view: SpatialTensor, x: SpatialTensor) -> None:

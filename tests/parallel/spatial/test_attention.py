@@ -1,4 +1,4 @@
-"""Attention where ranks share the batch equals attention on the whole batch, and is refused where they share tokens."""
+"""Attention where ranks share the batch, or the tokens of an image, equals attention on the whole batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,9 @@ from tests.pool.ranks import Ranks
 
 BATCH, TOKENS, FEATURES = 3, 6, 4  # of 3 images, ranks have 1 and 2
 MASK = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill_(torch.ones(TOKENS, TOKENS).triu(1) > 0, -1e9)
+PADDING = torch.arange(TOKENS) >= torch.tensor([[4], [6], [5]])  # of the keys of each image the last ones
+MASKS = torch.linspace(-1, 1, 2 * BATCH * TOKENS * TOKENS, dtype=torch.float64).view(2 * BATCH, TOKENS, TOKENS)
+KEYS = torch.linspace(-1, 1, BATCH * 5 * FEATURES, dtype=torch.float64).view(BATCH, 5, FEATURES)
 sdpa = F.scaled_dot_product_attention
 
 
@@ -37,6 +40,22 @@ class Attention(nn.Module):
         return found if weights is None else (found, weights)
 
 
+class WithToken(nn.Module):
+    """A class token beside the pixels, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, FEATURES))
+        self.positions = nn.Parameter(torch.randn(1, TOKENS + 1, FEATURES))
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(image.shape[0], -1, -1), sequence(image)], 1) + self.positions
+        x = x + self.attention(self.norm(x), self.norm(x), self.norm(x), need_weights=False)[0]
+        return self.head(x[:, 0])
+
+
 ALIKE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "sdpa": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x) * 2),
     "sdpa, heads": lambda: lambda x: sdpa(*(sequence(x).unflatten(2, (2, 2)).transpose(1, 2) for _ in range(3))),
@@ -47,15 +66,44 @@ ALIKE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "mha, weights of heads": lambda: Attention({"average_attn_weights": False}),
     "mha, tokens first": lambda: Attention({"need_weights": False}),
     "mha, mask": lambda: Attention({"attn_mask": MASK, "need_weights": False}, batch_first=True),
-    "mha, own dims": lambda: Attention({}, batch_first=True, kdim=FEATURES, vdim=FEATURES, add_bias_kv=True),
+    "mha, own dims": lambda: Attention({}, batch_first=True, kdim=FEATURES, vdim=FEATURES),
+    "mha, causal": lambda: Attention({"attn_mask": MASK, "is_causal": True, "need_weights": False}, batch_first=True),
+    "mha, padding": lambda: Attention({"key_padding_mask": PADDING}, batch_first=True),
+    "mha, masks": lambda: Attention({"attn_mask": MASKS, "need_weights": False}, batch_first=True),
+    "sdpa, masks": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
+    "sdpa, keys of all": lambda: lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
+    "sdpa, asked by all": lambda: lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
+    "sdpa, of one head's keys": lambda: (
+        lambda x: sdpa(
+            sequence(x).unflatten(2, (2, 2)).transpose(1, 2), *(sequence(x)[..., :2].unsqueeze(1),) * 2, enable_gqa=True
+        )
+    ),
+    "written out": lambda: lambda x: (sequence(x) @ sequence(x).mT + MASK).softmax(-1) @ sequence(x),
+    "einsum": lambda: (
+        lambda x: torch.einsum("nst,ntf->nsf", torch.einsum("nsf,ntf->nst", sequence(x), sequence(x)), sequence(x))
+    ),
+    "with a token": lambda: WithToken(),
 }
+TOGETHER: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
+    "mha, biases": lambda: Attention({}, batch_first=True, add_bias_kv=True),
+    "mha, of zero": lambda: Attention({}, batch_first=True, add_zero_attn=True),
+}
+ARRANGEMENTS = [
+    Arrangement(1, 1, batch=2),
+    Arrangement(1, 2),
+    Arrangement(2, 1),
+    Arrangement(2, 2),
+    Arrangement(1, 2, batch=2),
+    Arrangement(1, 3, style="uneven"),
+    Arrangement(2, 1, style="empty"),
+]
 
 
-def compare(comm: Communicator, name: str, training: bool) -> None:
+def compare(comm: Communicator, name: str, training: bool, arrangement: Arrangement) -> None:
     """Outputs, and the gradients of the image and of all parameters."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
-    function = ALIKE[name]()
+    function = (ALIKE | TOGETHER)[name]()
     parameters = []
     if isinstance(function, nn.Module):
         parameters = list(function.train(training).parameters())
@@ -71,7 +119,7 @@ def compare(comm: Communicator, name: str, training: bool) -> None:
 
     source = image
     expected = run(image, 1)
-    tiles = arrange(image, comm, Arrangement(1, 1, batch=2))
+    tiles = arrange(image, comm, arrangement)
     found = run(tiles, comm.size)
     num_outputs = len(expected) - 1 - len(parameters)
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -79,40 +127,29 @@ def compare(comm: Communicator, name: str, training: bool) -> None:
         torch.testing.assert_close(whole, theirs, rtol=1e-10, atol=1e-12)
 
 
+def compare_all(comm: Communicator, training: bool, arrangement: Arrangement) -> None:
+    for name in ALIKE:
+        compare(comm, name, training, arrangement)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ALIKE)
-def test_attention_of_a_shared_batch_is_that_of_the_whole_one(ranks: Ranks, name: str, training: bool) -> None:
-    ranks(2).run(compare, name, training)
+def test_attention_is_that_of_the_whole_batch(ranks: Ranks, training: bool, arrangement: Arrangement) -> None:
+    ranks(arrangement.size).run(compare_all, training, arrangement)
 
 
-SPREAD = "the tokens, which attend to each other, are spread over ranks"
-MASKED = "a mask that differs from image to image"
+@pytest.mark.parametrize("name", TOGETHER)
+def test_attention_where_ranks_share_the_batch_alone(ranks: Ranks, name: str) -> None:
+    ranks(2).run(compare, name, True, Arrangement(1, 1, batch=2))
+
+
 DROPS = "choose a dropout of 0 within attention"
-UNLIKE = "query, key and value are not spread over ranks alike"
 TILES, SHARED = Arrangement(1, 2), Arrangement(1, 1, batch=2)
 REFUSED: dict[str, tuple[Arrangement, Callable[[Tensor], Any], str]] = {
-    "sdpa, tokens": (TILES, lambda x: sdpa(x, x, x), SPREAD),
-    "sdpa, one image": (SHARED, lambda x: sdpa(x[:, :, 0, 0], x[:, :, 0, 0], x[:, :, 0, 0]), SPREAD),
-    "sdpa, unlike": (SHARED, lambda x: sdpa(x, torch.zeros(BATCH, FEATURES, 2, 3), x), UNLIKE),
-    "sdpa, masks": (SHARED, lambda x: sdpa(x, x, x, attn_mask=torch.zeros(BATCH, 1, 2, 2)), MASKED),
-    "sdpa, spread mask": (SHARED, lambda x: sdpa(x, x, x, attn_mask=x[:, :1, :, :2]), MASKED),
+    "sdpa, features": (TILES, lambda x: sdpa(x, x, x), "features are spread over ranks"),
     "sdpa, dropout": (SHARED, lambda x: sdpa(x, x, x, dropout_p=0.1), DROPS),
-    "mha, one image": (
-        SHARED,
-        lambda x: nn.MultiheadAttention(BATCH, 1)(*(x[:, :, 0, 0].transpose(0, 1),) * 3),
-        SPREAD,
-    ),
-    "mha, padding": (
-        SHARED,
-        Attention({"key_padding_mask": torch.zeros(BATCH, TOKENS, dtype=torch.bool)}, batch_first=True),
-        MASKED,
-    ),
-    "mha, masks": (
-        SHARED,
-        Attention({"attn_mask": torch.zeros(2 * BATCH, TOKENS, TOKENS)}, batch_first=True),
-        MASKED,
-    ),
     "mha, dropout": (SHARED, Attention({}, batch_first=True, dropout=0.1), DROPS),
+    "mha, biases": (TILES, Attention({}, batch_first=True, add_bias_kv=True), "keys or values are added"),
 }
 
 

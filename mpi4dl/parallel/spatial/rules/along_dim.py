@@ -47,6 +47,8 @@ def along_dim(function: Any, shared: Shared | None = None) -> Callable[..., Any]
     def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
         position = DIM_POSITION.get(short, 0)
         dim = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIM.get(short))
+        if any(not isinstance(dim, int) or place_of(dim, input.dim()) == flat.dim for flat in input.layout.flat):
+            return function(gather_axes(input, ()), *args, **kwargs)
         if isinstance(dim, list | tuple) and len(dim) == 1:
             dim = dim[0]
         if isinstance(dim, bool) or not isinstance(dim, int):
@@ -83,7 +85,7 @@ def _with_pixels(x: SpatialTensor) -> Tensor:
     """This rank's part, with a pixel where it has none: many functions refuse what is empty. See `wrap_some`."""
     local = x.local
     for axis, dim in enumerate(x.layout.dims):
-        if dim is not None and x.layout.held[axis].empty and x.shape[dim]:
+        if dim is not None and x.layout.held[axis].empty and x.shape[dim] and x.layout.flat_at(dim) is None:
             local = torch.cat([local, local.new_ones([1 if d == dim else n for d, n in enumerate(local.shape)])], dim)
     return local
 
@@ -91,13 +93,13 @@ def _with_pixels(x: SpatialTensor) -> Tensor:
 def wrap_some(y: Tensor, layout: Layout) -> Tensor:
     """y as this rank's part, without the pixels that are not there."""
     for axis, dim in enumerate(layout.dims):
-        if dim is not None and layout.held[axis].empty:
+        if dim is not None and layout.held[axis].empty and layout.flat_at(dim) is None:
             y = y.narrow(dim, 0, 0)
     return wrap(y, layout)
 
 
 for function in named("glu"):
-    register(function)(along_dim(function))
+    register(function, flat=True)(along_dim(function))
 
 
 def _by_order(function: Any) -> Shared:
@@ -120,19 +122,19 @@ def _cut_again(y: Tensor, x: SpatialTensor, dim: int) -> Tensor:
     """This rank's part of y, if it has all the pixels of x along a dim that is cut there and not here."""
     if y.shape != x.shape:
         return y
-    local, layout = (y.local, y.layout) if isinstance(y, SpatialTensor) else (y, x.layout.with_dims((None, None, None)))
+    local, layout = (y.local, y.layout) if isinstance(y, SpatialTensor) else (y, Layout.of_copies(x.layout.grid))
     axis = x.layout.axis(dim)
     assert axis is not None
     split = x.layout.tiling.splits[axis]
     dims = list(layout.dims)
     dims[axis] = dim
     whole = layout.tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * split.parts))
-    place = Layout(layout.grid, whole.replace(axis, split), (dims[0], dims[1], dims[2]))
+    place = Layout(layout.grid, whole.replace(axis, split), tuple(dims))
     return wrap(narrow(local, place.dims, whole.held(layout.grid.rank), place.held), place)
 
 
 for function in named(*"topk kthvalue sort argsort msort median nanmedian mode".split()):
-    register(function)(along_dim(function, _by_order(function)))
+    register(function, flat=True)(along_dim(function, _by_order(function)))
 
 
 def _quantile(function: Any) -> Callable[..., Any]:
@@ -175,7 +177,7 @@ def _softmax(function: Any, sign: int, logarithm: bool) -> Shared:
 
 for name, sign, logarithm in (("softmax", 1, False), ("softmin", -1, False), ("log_softmax", 1, True)):
     for function in named(name):
-        register(function)(along_dim(function, _softmax(function, sign, logarithm)))
+        register(function, flat=True)(along_dim(function, _softmax(function, sign, logarithm)))
 
 
 @register(*named("logsumexp"))

@@ -1,38 +1,41 @@
-"""Attention over tokens that every rank has whole: ranks may share the batch, not the tokens of one image."""
+"""Attention: each rank's own tokens ask, and everybody's keys and values come to them.
 
+Where ranks share the tokens, of a sequence or of an image, keys and values are gathered, once in forward and once more
+in backward, so that what a rank keeps of them in between is its own part. Where they share the batch alone, nothing is
+sent.
+"""
+
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather_axes
+from mpi4dl.parallel.spatial.rules.pointwise import part_of
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
-TOKENS_ARE_SPREAD = "the tokens, which attend to each other, are spread over ranks"
-MASKED = "a mask that differs from image to image would have to be spread over ranks too"
 RANDOM = "it drops out by a mask for the whole batch: choose a dropout of 0 within attention"
+FEATURES = "features are spread over ranks"
 
 
-def _cut_alike(function: str, dims: set[int], *values: Tensor) -> Layout:
-    """The layout of tensors that are cut in no other dims than these, and all in the same way."""
-    layouts = [value.layout for value in values if isinstance(value, SpatialTensor)]
-    if len(layouts) < len(values) or any(layout != layouts[0] for layout in layouts):
-        raise refusal(function, "query, key and value are not spread over ranks alike")
-    if any(layouts[0].cut(dim) for dim in range(values[0].dim()) if dim not in dims):
-        raise refusal(function, TOKENS_ARE_SPREAD)
-    return layouts[0]
+def _axes_at(x: Tensor, dim: int) -> list[int]:
+    """The axes that a dim of x carries."""
+    if not isinstance(x, SpatialTensor):
+        return []
+    return [axis for axis, known in enumerate(x.layout.dims) if known == dim % x.dim()]
 
 
-def _differs(mask: Tensor | None) -> bool:
-    return mask is not None and (isinstance(mask, SpatialTensor) or mask.dim() > 2)
+def _with_all_tokens(x: Tensor) -> Tensor:
+    """x (..., tokens, features) with all of its tokens."""
+    axes = _axes_at(x, -2)
+    return gather_axes(x, axes) if isinstance(x, SpatialTensor) and (axes or x.layout.flat) else x
 
 
-def _part(value: Tensor) -> Tensor:
-    assert isinstance(value, SpatialTensor)
-    return value.local
-
-
-@register(F.scaled_dot_product_attention)
+@register(F.scaled_dot_product_attention, flat=True)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -42,20 +45,52 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Dims: batch and heads, any number of them, then tokens and features."""
+    """Dims: batch and heads, any number of them, then tokens and features. The output is spread as the query is."""
     name = "torch.nn.functional.scaled_dot_product_attention"
-    layout = _cut_alike(name, set(range(query.dim() - 2)), query, key, value)
-    if _differs(attn_mask):
-        raise refusal(name, MASKED)
     if dropout_p:
         raise refusal(name, RANDOM)
-    outputs = F.scaled_dot_product_attention(
-        _part(query), _part(key), _part(value), attn_mask, 0.0, is_causal, **options
-    )
-    return wrap(outputs, layout)
+    if any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (query, key, value)):
+        raise refusal(name, FEATURES)
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
+    if is_causal and spread:
+        attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        is_causal = False
+    lead = next((x for x in (query, key, value) if isinstance(x, SpatialTensor)), attn_mask)
+    assert isinstance(lead, SpatialTensor)
+    asking = _layout_of_queries(name, query, lead)
+    beside = asking.moved(lambda dim: None if dim == query.dim() - 2 else dim)
+    mask = None if attn_mask is None else part_of(attn_mask, asking, query.dim(), name)
+    parts = [x.local if isinstance(x, SpatialTensor) else x for x in (key, value)]
+
+    def attend(own: Tensor, *others: Tensor) -> Tensor:
+        alike = (
+            x.like(part) if isinstance(x, SpatialTensor) else part for x, part in zip((key, value), others, strict=True)
+        )
+        keys, values = (part_of(_with_all_tokens(x), beside, query.dim(), name) for x in alike)
+        if 0 in own.shape:
+            return own @ keys.mT @ values  # so that backward sends this rank's share, nothing, to the others
+        return F.scaled_dot_product_attention(own, keys, values, mask, 0.0, is_causal, **options)
+
+    own = part_of(query, asking, query.dim(), name)
+    if any(_axes_at(x, -2) for x in (key, value)) and torch.is_grad_enabled():
+        outputs = checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False)
+    else:
+        outputs = attend(own, *parts)
+    return wrap(outputs, asking)
 
 
-@register(F.multi_head_attention_forward)
+def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
+    """How the output is spread: as the query; over the batch as keys are, where the query is whole."""
+    if isinstance(query, SpatialTensor):
+        return query.layout.narrow
+    tokens = lead.dim() - 2
+    if lead.dim() != query.dim():
+        raise refusal(name, "a query that every rank has differs in its number of dims from what is spread")
+    return lead.layout.narrow.moved(lambda dim: None if dim == tokens else dim)
+
+
+@register(F.multi_head_attention_forward, flat=True)
 def multi_head_attention_forward(
     query: Tensor,
     key: Tensor,
@@ -74,36 +109,90 @@ def multi_head_attention_forward(
     key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
-    **options: Any,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Dims: tokens, batch, features; or tokens and features of one image."""
     name = "torch.nn.functional.multi_head_attention_forward"
-    layout = _cut_alike(name, {1} if query.dim() == 3 else set(), query, key, value)
-    if key_padding_mask is not None or _differs(attn_mask):
-        raise refusal(name, MASKED)
     if dropout_p and training:
         raise refusal(name, RANDOM)
-    outputs, weights = F.multi_head_attention_forward(
-        _part(query),
-        _part(key),
-        _part(value),
-        embed_dim_to_check,
-        num_heads,
-        in_proj_weight,
-        in_proj_bias,
-        bias_k,
-        bias_v,
-        add_zero_attn,
-        0.0,
-        out_proj_weight,
-        out_proj_bias,
-        training,
-        None,
-        need_weights,
-        attn_mask,
-        **options,
+    apart = _shares_batch_alone(query, key, value, 1 if query.dim() == 3 else None)
+    if apart and not _differs(attn_mask, key_padding_mask):
+        q, k, v = (x.local for x in (query, key, value) if isinstance(x, SpatialTensor))
+        y, weights = F.multi_head_attention_forward(
+            q, k, v, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn, 0.0,
+            out_proj_weight, out_proj_bias, training, None, need_weights, attn_mask, use_separate_proj_weight,
+            q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v, average_attn_weights, is_causal,
+        )  # fmt: skip
+        assert isinstance(query, SpatialTensor)
+        first = query.layout.moved(lambda dim: 0)
+        return wrap(y, query.layout), None if weights is None else wrap(weights, first)
+    if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
+        raise refusal(name, "keys or values are added to those of the tokens")
+    if query.dim() == 2:
+        args = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, None, None, False, 0.0)
+        y, weights = multi_head_attention_forward(
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *args, out_proj_weight, out_proj_bias, training,
+            None if key_padding_mask is None else key_padding_mask.unsqueeze(0), need_weights, attn_mask,
+            use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, None, None, average_attn_weights,
+            is_causal,
+        )  # fmt: skip
+        return y.squeeze(1), None if weights is None else weights.squeeze(0)
+    if use_separate_proj_weight:
+        kernels = [q_proj_weight, k_proj_weight, v_proj_weight]
+    else:
+        assert in_proj_weight is not None
+        kernels = list(in_proj_weight.chunk(3))
+    shifts = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
+    q, k, v = (
+        F.linear(x, kernel, shift).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)  # type: ignore[arg-type]
+        for x, kernel, shift in zip((query, key, value), kernels, shifts, strict=True)
     )
-    if weights is None:
-        return wrap(outputs, layout), None
-    batch = layout.dims[0]
-    return wrap(outputs, layout), wrap(weights, layout.with_dims((None if batch is None else 0, None, None)))
+    mask = _merged_mask(attn_mask, key_padding_mask, num_heads, q)
+    if need_weights:
+        scores = (q * (1 / math.sqrt(q.shape[-1]))) @ _with_all_tokens(k).mT
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        y = weights @ _with_all_tokens(v)
+    else:
+        weights = None
+        causal = is_causal and key_padding_mask is None
+        y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, 0.0, causal)
+    y = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    return y, weights if weights is None or not average_attn_weights else weights.mean(1)
+
+
+def _shares_batch_alone(query: Tensor, key: Tensor, value: Tensor, batch: int | None) -> bool:
+    """Whether ranks have images of their own, whole, all three alike."""
+    layouts = [x.layout for x in (query, key, value) if isinstance(x, SpatialTensor)]
+    alike = len(layouts) == 3 and all(layout == layouts[0] for layout in layouts)
+    return alike and all(dim in (None, batch) for dim in layouts[0].dims) and not layouts[0].flat
+
+
+def _differs(mask: Tensor | None, padding: Tensor | None) -> bool:
+    """Whether a mask is one of each image."""
+    return padding is not None or (mask is not None and (isinstance(mask, SpatialTensor) or mask.dim() > 2))
+
+
+def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q: Tensor) -> Tensor | None:
+    """What is added to scores (batch, heads, queries, keys), of a mask (queries, keys), or one for each head of each
+    image, and of the keys (batch, keys) that are only padding.
+    """
+
+    def added(flags: Tensor) -> Tensor:
+        if flags.dtype != torch.bool:
+            return flags
+        return torch.zeros_like(flags, dtype=q.dtype).masked_fill(flags, float("-inf"))
+
+    found = None if mask is None else added(mask)
+    if found is not None and found.dim() == 3:
+        found = found.unflatten(0, (-1, num_heads)) if found.shape[0] != 1 else found.unsqueeze(0)
+    if padding is None:
+        return found
+    without = added(padding).unsqueeze(1).unsqueeze(1)
+    return without if found is None else found + without

@@ -55,22 +55,22 @@ def _of_the_part(function: Any) -> Any:
 
 
 for function in OF_THE_WHOLE:
-    register(function)(_of_the_whole(function))
+    register(function, flat=True)(_of_the_whole(function))
 for function in OF_THE_PART:
-    register(function)(_of_the_part(function))
+    register(function, flat=True)(_of_the_part(function))
 
 
-@register(Tensor.__format__)
+@register(Tensor.__format__, flat=True)
 def format_(x: SpatialTensor, specification: str) -> str:
     return repr(x)
 
 
-@register(Tensor.requires_grad_)
+@register(Tensor.requires_grad_, flat=True)
 def requires_grad_(x: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
     x.local.requires_grad_(requires_grad)
     return x
 
 
-@register(Tensor.data.__get__)  # type: ignore[attr-defined]
+@register(Tensor.data.__get__, flat=True)  # type: ignore[attr-defined]
 def data(x: SpatialTensor) -> SpatialTensor:
     return x.like(x.local.data)

@@ -10,10 +10,19 @@ from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
-from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.halo import gather_axes, part
 from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.rearranging import choose
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    copied,
+    function_name,
+    named,
+    place_of,
+    refusal,
+    register,
+    wrap,
+)
 
 SELECTS_PIXELS = "a mask or a tensor of indices selects pixels"
 
@@ -50,6 +59,8 @@ def choose_by_lists(x: Tensor, lists: Mapping[int, Tensor]) -> Tensor:
     chosen = _indices(x, lists)
     if not isinstance(x, SpatialTensor):
         return x[_everywhere(chosen, x.dim())]
+    if x.layout.flat:
+        return copied(choose_by_lists(gather_axes(x, ()), lists), x)
     if any(x.layout.axis(dim) is not None for dim in chosen):
         (dim, index), *others = chosen.items()
         if others or index.dim() != 1:

@@ -6,6 +6,7 @@ Dims of the operands that go together have one label, as in einsum. An axis of t
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.nn import functional as F
 from mpi4dl.comm import collectives
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Split, Tiling
-from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.flattening import Unlike, part_along
+from mpi4dl.parallel.spatial.grid import Flat, Layout
+from mpi4dl.parallel.spatial.halo import gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
 
 Labels = Sequence[Hashable]
@@ -27,7 +29,20 @@ def contract(
     name: str, function: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels
 ) -> Tensor:
     """`function` of the operands, whose dims have these labels; those that `result` has not are summed over."""
+    try:
+        return _contract(name, function, operands, labels, result)
+    except Unlike as unlike:
+        opened = [without_flat_dims(x) for x in operands]
+        if all(x is y for x, y in zip(opened, operands, strict=True)):
+            raise refusal(name, str(unlike)) from None
+    return contract(name, function, opened, labels, result)
+
+
+def _contract(
+    name: str, function: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels
+) -> Tensor:
     operands = [_one_pixel_gathered(x, i, operands, labels) for i, x in enumerate(operands)]
+    operands = _under_one_label(operands, labels, result)
     lead = next((x for x in operands if isinstance(x, SpatialTensor)), None)
     if lead is None:
         return function(*operands)
@@ -37,21 +52,76 @@ def contract(
             if dim is not None:
                 split = x.layout.tiling.splits[axis]  # type: ignore[attr-defined]
                 label, known = held.setdefault(axis, (names[dim], split))
+                if known.size != split.size:
+                    raise Unlike("operands have an axis of the image in other units")
                 if label != names[dim] or names.count(label) > 1:
-                    raise refusal(name, "an axis of the image would be multiplied with another dim")
+                    raise Unlike("an axis of the image would be multiplied with another dim")
                 if known != split or label not in result:
                     held[axis] = label, known.narrow()
-    if len({label for label, _ in held.values()}) < len(held):
-        raise refusal(name, "two axes of the image are multiplied with each other")
+    flats = _flats(operands, labels, held, result)
     layout = _tiling_of(lead.layout, held)
-    y = function(*(_part(x, names, held, layout) for x, names in zip(operands, labels, strict=True)))
+    y = function(*(_part(x, names, held, layout, flats) for x, names in zip(operands, labels, strict=True)))
     summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
     if any(layout.grid.shape[axis] > 1 for axis in summed):
         y = collectives.all_reduce(y, layout.grid.along(summed))
     dims = [
         list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in layout.grid.axes
     ]
-    return wrap(y, layout.with_dims(dims))
+    layout = layout.with_dims(dims)
+    kept = [flat._replace(dim=list(result).index(label)) for label, flat in flats.items() if label in result]
+    return wrap(y, replace(layout, flat=tuple(kept)))
+
+
+def _flats(
+    operands: Sequence[Tensor],
+    labels: Sequence[Labels],
+    held: dict[int, tuple[Hashable, Split]],
+    result: Labels,
+) -> dict[Hashable, Flat]:
+    """The flat dims by their labels. All operands that share such a dim have it alike."""
+    found: dict[Hashable, Flat] = {}
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, SpatialTensor):
+            for flat in x.layout.flat:
+                known = found.setdefault(names[flat.dim], flat)
+                if (known.factors, known.prefix) != (flat.factors, flat.prefix):
+                    raise Unlike("operands have different axes of the image in a dim")
+                if flat.prefix and names[flat.dim] not in result:
+                    raise Unlike("what every rank has in a dim that is summed would be counted by all")
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, SpatialTensor):
+            for axis, dim in enumerate(x.layout.dims):
+                if (
+                    dim is not None
+                    and names[dim] in found
+                    and x.layout.flat_at(dim) is None
+                    and x.layout.grid.shape[axis] > 1
+                ):
+                    raise Unlike("operands have different axes of the image in a dim")
+    together = [label for label, _ in held.values() if label not in found]
+    if len(set(together)) < len(together):
+        raise Unlike("two axes of the image are multiplied with each other")
+    return found
+
+
+def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels) -> list[Tensor]:
+    """The operands, where an axis that stands under several labels, as in q @ k.T, is gathered under all but one.
+
+    It is kept where the result has it, or else in the first operand.
+    """
+    kept: dict[int, Hashable] = {}
+    for wanted in (True, False):
+        for x, names in zip(operands, labels, strict=True):
+            for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
+                if dim is not None and (names[dim] in result or not wanted):
+                    kept.setdefault(axis, names[dim])
+    found = []
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, SpatialTensor):
+            axes = [axis for axis, dim in enumerate(x.layout.dims) if dim is not None and names[dim] != kept[axis]]
+            x = gather_axes(x, axes) if axes else x
+        found.append(x)
+    return found
 
 
 def _tiling_of(lead: Layout, held: dict[int, tuple[Hashable, Split]]) -> Layout:
@@ -75,7 +145,13 @@ def _one_pixel_gathered(x: Tensor, i: int, operands: Sequence[Tensor], labels: S
     return gather_axes(x, single) if single else x
 
 
-def _part(x: Tensor, names: Labels, held: dict[int, tuple[Hashable, Split]], layout: Layout) -> Tensor:
+def _part(
+    x: Tensor,
+    names: Labels,
+    held: dict[int, tuple[Hashable, Split]],
+    layout: Layout,
+    flats: dict[Hashable, Flat],
+) -> Tensor:
     """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others."""
     present: tuple[int | None, ...] = (None,) * len(layout.dims)
     if isinstance(x, SpatialTensor):
@@ -85,8 +161,15 @@ def _part(x: Tensor, names: Labels, held: dict[int, tuple[Hashable, Split]], lay
                 tiling = tiling.replace(axis, held[axis][1])
         x = retile(x, tiling).local
     crop: list[int | None] = [None] * len(layout.dims)
+    for label, flat in flats.items():
+        if label in names and not any(
+            present[factor.axis] is not None for factor in flat.factors if factor.axis is not None
+        ):
+            dim = names.index(label)
+            if x.shape[dim] != 1:
+                x = part_along(x, dim, layout, flat)
     for axis, (label, split) in held.items():
-        if present[axis] is None and label in names:
+        if present[axis] is None and label in names and label not in flats:
             dim = names.index(label)
             if x.shape[dim] == split.size:
                 crop[axis] = dim
@@ -129,10 +212,10 @@ def _check(name: str, operands: Sequence[Tensor], labels: Sequence[Labels]) -> N
 
 
 for function in [*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__]:
-    register(function)(_product(function))
+    register(function, flat=True)(_product(function))
 
 
-@register(Tensor.__rmatmul__)
+@register(Tensor.__rmatmul__, flat=True)
 def rmatmul(input: Tensor, other: Tensor) -> Tensor:
     return torch.matmul(other, input)
 
@@ -151,10 +234,10 @@ def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 for names, product in (("addmm", torch.mm), ("baddbmm", torch.bmm), ("addmv", torch.mv)):
     for function in named(names):
-        register(function)(_added(product))
+        register(function, flat=True)(_added(product))
 
 
-@register(F.linear)
+@register(F.linear, flat=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up."""
     name = "torch.nn.functional.linear"
@@ -188,7 +271,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + bias
 
 
-@register(torch.einsum)
+@register(torch.einsum, flat=True)
 def einsum(equation: Any, *operands: Any) -> Tensor:
     """An equation in letters, with `...` for dims that broadcast; over axes that the result lacks all ranks add up."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)

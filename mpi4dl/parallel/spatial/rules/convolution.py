@@ -126,7 +126,7 @@ def _convolution(
     groups: int = 1,
 ) -> Tensor:
     x = check_image(input, f"torch.conv{count}d", count)
-    if x.dim() == count + 1:
+    if x.local.dim() == count + 1:
         y = _convolution(count, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return y.squeeze(0)
     kernel, stride, dilation = weight.shape[2:], each(stride, count), each(dilation, count)
@@ -164,7 +164,7 @@ def _transposed_convolution(
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     x = check_image(input, f"torch.conv_transpose{count}d", count)
-    if x.dim() == count + 1:
+    if x.local.dim() == count + 1:
         args = stride, padding, output_padding, groups, dilation
         return _transposed_convolution(count, x.unsqueeze(0), weight, bias, *args).squeeze(0)
     stride, padding, output_padding, dilation = (each(n, count) for n in (stride, padding, output_padding, dilation))

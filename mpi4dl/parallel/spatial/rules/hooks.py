@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm.exchange import narrow
+from mpi4dl.parallel.spatial.flattening import cut_out
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -28,6 +29,10 @@ class _Gradient:
     """The gradient of a tensor of this layout. Collective, and so are its methods."""
 
     def __init__(self, layout: Layout) -> None:
+        if any(flat.prefix for flat in layout.flat):
+            raise refusal("a hook", "of some entries of the tensor every rank has a share of the gradient")
+        if layout.flat and layout.wide:
+            raise refusal("a hook", "the tensor has several axes in one dim, and halos")
         self.layout = layout
         absent = tuple(axis for axis, dim in enumerate(layout.dims) if dim is None and layout.grid.shape[axis] > 1)
         self.holders = layout.grid.along(absent) if absent else None
@@ -47,10 +52,7 @@ class _Gradient:
         if whole.shape != layout.global_shape(tuple(share.shape)):
             shape = layout.global_shape(tuple(share.shape))
             raise ValueError(f"a hook got a gradient of shape {tuple(shape)}, but returned one of {tuple(whole.shape)}")
-        if isinstance(whole, SpatialTensor):
-            mine = retile(whole, layout.tiling).local
-        else:
-            mine = narrow(whole, layout.dims, layout.tiling.whole, layout.owned)
+        mine = retile(whole, layout.tiling).local if isinstance(whole, SpatialTensor) else cut_out(whole, layout)
         if self.holders is not None:
             mine = mine / self.holders.size
         if not self.layout.wide:
@@ -83,12 +85,12 @@ class _Gradient:
         local.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(give))
 
 
-@register(Tensor.register_hook)
+@register(Tensor.register_hook, flat=True)
 def register_hook(x: SpatialTensor, hook: Hook) -> Any:
     return x.local.register_hook(_Gradient(x.layout).seen_by(hook))
 
 
-@register(Tensor.retain_grad)
+@register(Tensor.retain_grad, flat=True)
 def retain_grad(x: SpatialTensor) -> None:
     found = weakref.ref(x)
 
@@ -100,7 +102,7 @@ def retain_grad(x: SpatialTensor) -> None:
     _Gradient(x.layout).keep(x.local, store)
 
 
-@register(Tensor.grad.__get__)  # type: ignore[union-attr]
+@register(Tensor.grad.__get__, flat=True)  # type: ignore[union-attr]
 def grad(x: SpatialTensor) -> Tensor | None:
     if x.retained is not None or x.local.grad is None:
         return x.retained

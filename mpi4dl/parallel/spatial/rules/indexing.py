@@ -1,6 +1,7 @@
 """Indexing: slices of rows and columns are windows of one pixel, other dims are local."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, Window
-from mpi4dl.parallel.spatial.halo import gather, reach
+from mpi4dl.parallel.spatial.grid import Flat
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, reach
 from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up, write_by_lists
 from mpi4dl.parallel.spatial.rules.rearranging import choose, one_row
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
@@ -24,6 +26,9 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     length = len(range(start, stop, step))
     if length == x.shape[dim]:
         return x
+    flat = x.layout.flat_at(dim)
+    if flat is not None:
+        return _of_flat(x, flat, start, stop, step)
     if axis == BATCH or step < 1 or length == 0:
         raise refusal("Tensor.__getitem__", f"a slice of {length} of {x.shape[dim]} along dim {dim}, which is spread")
     last = start + (length - 1) * step
@@ -33,7 +38,21 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     return result if reached.exchange is None else copied(result, x)
 
 
-@register(Tensor.__getitem__)
+def _of_flat(x: SpatialTensor, flat: Flat, start: int, stop: int, step: int) -> Tensor:
+    """A slice of a flat dim: of the entries that every rank has, or all that are spread; of others gathered."""
+    dim, prefix = flat.dim, flat.prefix
+    if 0 < start == prefix and stop == x.shape[dim] and step == 1:
+        rest = x.local.narrow(dim, prefix, x.local.shape[dim] - prefix)
+        others = tuple(each for each in x.layout.flat if each != flat)
+        behind = (flat._replace(prefix=0),) if len(flat.factors) > 1 else ()
+        return wrap(rest, replace(x.layout, flat=tuple(sorted((*others, *behind)))))
+    if step > 0 and stop <= prefix:
+        index = (slice(None),) * dim + (slice(start, stop, step),)
+        return wrap(x.local[index], reduced_layout(x.layout, [dim], True))
+    return copied(gather_axes(x, ())[(slice(None),) * dim + (slice(start, stop, step),)], x)
+
+
+@register(Tensor.__getitem__, flat=True)
 def getitem(input: Tensor, index: Any) -> Tensor:
     """Integers, slices, None and `...`, then what lists and tensors of indices choose."""
     indices = list(index) if isinstance(index, tuple) else [index]
@@ -82,7 +101,7 @@ def _parted(x: Tensor, indices: Sequence[Any], rows: bool = False) -> tuple[list
     return parted, lists
 
 
-@register(*named("narrow"))
+@register(*named("narrow"), flat=True)
 def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
     start = start + input.shape[dim] if start < 0 else start
     if start + length > input.shape[dim]:
@@ -90,15 +109,18 @@ def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
     return crop(input, dim % input.dim(), slice(start, start + length))
 
 
-@register(*named("select"))
+@register(*named("select"), flat=True)
 def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
     dim %= input.dim()
-    if input.layout.cut(dim):
+    flat = input.layout.flat_at(dim)
+    if flat is not None and not 0 <= index < flat.prefix:
+        return copied(gather_axes(input, ()).select(dim, index), input)
+    if flat is None and input.layout.cut(dim):
         return one_row(input, dim, index)
     return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))
 
 
-@register(*named("unbind"))
+@register(*named("unbind"), flat=True)
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(select(input, dim, i) for i in range(input.shape[dim]))
 
@@ -117,7 +139,7 @@ def _pieces(function: Any) -> Any:
 
 
 for function in named("split", "chunk", "tensor_split", "split_with_sizes"):
-    register(function)(_pieces(function))
+    register(function, flat=True)(_pieces(function))
 
 
 @register(*named("index_select"))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mpi4dl.geometry import Interval, Split
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import part
-from mpi4dl.parallel.spatial.rules.pointwise import align, shift
+from mpi4dl.parallel.spatial.halo import gather_axes, part
+from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     function_name,
@@ -48,27 +48,44 @@ def _along_image(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return wrap(torch.cat(pieces, dim), Layout(grid, tiling.replace(axis, output), lead.layout.dims))
 
 
+def _along_flat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Entries that every rank has, such as a class token, in front of those that are spread; else all is gathered."""
+    *before, last = tensors
+    flat = last.layout.flat_at(dim) if isinstance(last, SpatialTensor) else None
+    if flat is None or any(isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None for x in before):
+        return torch.cat([gather_axes(x, ()) if isinstance(x, SpatialTensor) else x for x in tensors], dim)
+    assert isinstance(last, SpatialTensor)
+    layout = last.layout
+    carried = {factor.axis for each in layout.flat for factor in each.factors}
+    beside = layout.with_dims(None if axis in carried else known for axis, known in enumerate(layout.dims))
+    local = torch.cat([*(part(x, beside) for x in before), last.local], dim)
+    longer = flat._replace(prefix=flat.prefix + sum(x.shape[dim] for x in before))
+    return wrap(local, replace(layout, flat=tuple(longer if each == flat else each for each in layout.flat)))
+
+
 def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tensor:
     name = function_name(function)
     ndim = max(x.dim() for x in tensors) + (1 if new else 0)
     dim = place_of(dim, ndim)
     tensors = [x for x in tensors if x.shape != (0,)]
+    if not new and any(isinstance(x, SpatialTensor) and x.layout.flat_at(dim) for x in tensors):
+        return _along_flat(tensors, dim)
     if not new and any(isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None for x in tensors):
         return _along_image(tensors, dim)
     parts, layout = align(tensors, name)
     y = function(parts, dim)
-    y = wrap(y, replace(layout, dims=shift(layout.dims, dim, 1)) if new else layout)
+    y = wrap(y, layout.moved(lambda d: d + (d >= dim)) if new else layout)
     return provided_by(y, providers_of(tensors))
 
 
-@register(torch.cat, torch.concat, torch.concatenate)
+@register(torch.cat, torch.concat, torch.concatenate, flat=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
     if kwargs.get("out") is not None:
         raise refusal("torch.cat", "it was given out=")
     return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
 
 
-@register(torch.stack)
+@register(torch.stack, flat=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _join(torch.stack, tensors, dim, new=True)
 

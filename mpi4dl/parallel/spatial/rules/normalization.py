@@ -170,7 +170,7 @@ def local_response_norm(input: SpatialTensor, size: int, *args: Any, **kwargs: A
     return wrap(F.local_response_norm(input.local, size, *args, **kwargs), input.layout)
 
 
-@register(F.layer_norm, torch.layer_norm)
+@register(F.layer_norm, torch.layer_norm, flat=True)
 def layer_norm(
     input: SpatialTensor,
     normalized_shape: list[int],
@@ -188,7 +188,7 @@ def layer_norm(
     return _affine(_by_root_mean_square(x - x.mean(tuple(last), True), last, eps), weight, bias, None).to(input.dtype)
 
 
-@register(F.rms_norm, torch.rms_norm)
+@register(F.rms_norm, torch.rms_norm, flat=True)
 def rms_norm(
     input: SpatialTensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:

@@ -57,6 +57,8 @@ def norm_over(x: Tensor, order: float, dim: Dims, keepdim: bool = False, dtype: 
     if not any(x.layout.cut(d) for d in dims):
         y = torch.linalg.vector_norm(x.local, order, dims, keepdim, dtype=dtype)
         return wrap(y, reduced_layout(x.layout, dims, keepdim))
+    if x.layout.flat:
+        return norm_over(gather_axes(x, ()), order, dim, keepdim, dtype)
     if order in (torch.inf, -torch.inf):
         values = x.abs() if dtype is None else x.abs().to(dtype)
         return values.amax(dims, keepdim) if order > 0 else values.amin(dims, keepdim)
@@ -93,7 +95,7 @@ def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = Fa
     return norm_over(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype)
 
 
-@register(F.normalize)
+@register(F.normalize, flat=True)
 def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
     if out is not None:
         raise refusal("torch.nn.functional.normalize", "it was given out=")

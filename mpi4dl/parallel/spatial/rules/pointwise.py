@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Box, Interval, Split, Tiling, cut_alike
+from mpi4dl.parallel.spatial.flattening import Unlike, part_along
 from mpi4dl.parallel.spatial.grid import Dims, Layout
-from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.memory import writes
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
@@ -71,6 +72,19 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     SpatialTensors that are cut elsewhere than the first are cut anew; plain tensors, which every rank has whole, are
     cropped. With `keep_first` the first one, which is written in place, is not cut anew, but may come to hold less.
     """
+    try:
+        return _align(operands, function, keep_first)
+    except Unlike as unlike:
+        opened = [x if keep_first and x is operands[0] else without_flat_dims(x) for x in operands]
+        if all(x is y for x, y in zip(opened, operands, strict=True)):
+            raise refusal(function, str(unlike)) from None
+    if any(isinstance(x, SpatialTensor) for x in opened):
+        return align(opened, function, keep_first)
+    grid = next(x.layout.grid for x in operands if isinstance(x, SpatialTensor))
+    return opened, Layout.of_copies(grid)
+
+
+def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple[list[Tensor], Layout]:
     ndim = max(x.dim() for x in operands)
     first = next(x for x in operands if isinstance(x, SpatialTensor))
     operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
@@ -92,7 +106,9 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
             if place[axis] is None:
                 place[axis], splits[axis] = dim, split
             elif place[axis] != dim:
-                raise refusal(function, f"operands have an axis of the image in dims {place[axis]} and {dim}")
+                raise Unlike(f"operands have an axis of the image in dims {place[axis]} and {dim}")
+            elif splits[axis].size != split.size and (x.layout.flat or lead.layout.flat):
+                raise Unlike(f"operands have an axis of the image in other units in dim {dim}")
             elif splits[axis].size != split.size:
                 raise RuntimeError(f"{function}: sizes {splits[axis].size} and {split.size} of dim {dim} must match")
             elif splits[axis].cuts == split.cuts:
@@ -100,12 +116,24 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
                 splits[axis] = Split(split.cuts, tuple(both))
             else:
                 splits[axis] = splits[axis].narrow()
-    layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place))
+    flats = {flat.dim + ndim - x.dim(): flat for x in spread for flat in x.layout.flat}
+    for dim, flat in flats.items():
+        for x in spread:
+            at = dim - ndim + x.dim()
+            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != (flat.factors, flat.prefix) and x.layout.cut(at):
+                raise Unlike(f"operands have different axes of the image in dim {dim}")
+    together = tuple(flat._replace(dim=dim) for dim, flat in sorted(flats.items()))
+    layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place), together)
     if keep_first and lead is operands[0] and layout != lead.layout:
         if layout.dims != lead.layout.dims or not cut_alike(layout.tiling, lead.layout.tiling):
             raise refusal(function, "its first operand is written in place, but the others hold other pixels")
         lead.hold_less(layout.tiling)
-    return [_part(x, layout, ndim, function) for x in operands], layout
+    return [part_of(x, layout, ndim, function) for x in operands], layout
+
+
+def _made_of(x: SpatialTensor, dim: int) -> Any:
+    flat = x.layout.flat_at(dim)
+    return flat and (flat.factors, flat.prefix)
 
 
 def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:
@@ -119,7 +147,7 @@ def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:
     return gather_axes(x, single) if single else x
 
 
-def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
+def part_of(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
     """The part of an operand that broadcasts against a local tensor of this layout."""
     offset = ndim - x.dim()
     if isinstance(x, SpatialTensor):
@@ -133,8 +161,18 @@ def _part(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
         present = (None,) * len(layout.dims)
         part = x
     crop: list[int | None] = [None] * len(layout.dims)
+    for flat in layout.flat:
+        dim = flat.dim - offset
+        if (
+            dim >= 0
+            and part.shape[dim] != 1
+            and all(present[factor.axis] is None for factor in flat.factors if factor.axis is not None)
+        ):
+            part = part_along(part, dim, layout, flat)
     for axis, dim in enumerate(layout.dims):
         size = layout.tiling.splits[axis].size
+        if dim is not None and layout.flat_at(dim):
+            continue
         if dim is None or present[axis] is not None or dim < offset or (part.shape[dim - offset] == 1 and size != 1):
             continue
         if part.shape[dim - offset] != size:
@@ -182,10 +220,7 @@ def _has_pixels_of(y: Any, layout: Layout) -> bool:
     """Whether a result has the local part's pixels: some functions share their name with a pointwise operator."""
     if not isinstance(y, Tensor):
         return isinstance(y, str)  # what Tensor.type() returns
-    return all(
-        dim is None or (dim < y.dim() and y.shape[dim] == layout.held[axis].length)
-        for axis, dim in enumerate(layout.dims)
-    )
+    return all(dim is None or dim < y.dim() for dim in layout.dims) and tuple(y.shape) == layout.local_shape(y.shape)
 
 
 @register_fallback
@@ -194,14 +229,14 @@ def choose(function: Any) -> Rule | None:
 
 
 for function in named(*UNTAGGED):
-    register(function)(pointwise(function))
+    register(function, flat=True)(pointwise(function))
 
 
 for function in (Tensor.__floordiv__, Tensor.__rfloordiv__, *named("floor_divide")):
-    register(function)(pointwise(function))
+    register(function, flat=True)(pointwise(function))
 
 
-@register(torch.where)
+@register(torch.where, flat=True)
 def where(condition: Tensor, *choices: Any, **kwargs: Any) -> Tensor:
     if not choices and not kwargs:
         raise refusal("torch.where(condition)", "how many indices there are depends on the pixels")

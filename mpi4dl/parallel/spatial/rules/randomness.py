@@ -25,7 +25,7 @@ def _tile_generator(x: SpatialTensor) -> torch.Generator | None:
     return torch.Generator(x.local.device).manual_seed((seed + 0x9E3779B97F4A7C15 * (place + 1)) % 2**63)
 
 
-@register(F.dropout, torch.dropout)
+@register(F.dropout, torch.dropout, flat=True)
 def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
@@ -34,7 +34,13 @@ def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace
             input.hold_less(input.layout.narrow.tiling)
         else:
             input = retile(input, input.layout.narrow.tiling)
-    keep = torch.empty_like(input.local).bernoulli_(1 - p, generator=_tile_generator(input))
+    generator, keep = _tile_generator(input), torch.empty_like(input.local)
+    for flat in input.layout.flat:  # what every rank has is dropped alike
+        keep.narrow(flat.dim, 0, flat.prefix).bernoulli_(1 - p)
+    behind = keep
+    for flat in input.layout.flat:
+        behind = behind.narrow(flat.dim, flat.prefix, behind.shape[flat.dim] - flat.prefix)
+    behind.bernoulli_(1 - p, generator=generator)
     scaled = keep.div_(1 - p) if p < 1 else keep
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
 

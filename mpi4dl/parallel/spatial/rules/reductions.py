@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpi4dl.comm import collectives
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, register, wrap
 
 DimsArgument = int | Sequence[int] | None
@@ -27,12 +27,12 @@ def normalize_dims(x: Tensor, dim: DimsArgument) -> tuple[int, ...]:
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
     """The layout of what is left: an axis that was reduced is gone from the tensor."""
 
-    def moved(dim: int | None) -> int | None:
-        if dim is None or dim in dims:
+    def moved(dim: int) -> int | None:
+        if dim in dims:
             return None
         return dim if keepdim else dim - sum(d < dim for d in dims)
 
-    return layout.with_dims(map(moved, layout.dims))
+    return layout.moved(moved)
 
 
 def check_reduction(function: Any, x: SpatialTensor, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +51,11 @@ def total(
 
     Where several ranks add up, 16 bits neither overflow nor are rounded in between: PyTorch adds in float32 too.
     """
+    if any(flat.prefix and flat.dim in dims for flat in x.layout.flat):
+        whole = gather_axes(x, ())  # what every rank has would be counted by all
+        if not isinstance(whole, SpatialTensor):
+            return add(whole, tuple(dims), keepdim=keepdim, dtype=dtype)
+        x = whole
     axes = reduced_axes(x.layout, dims)
     part = owned_along(x, axes)
     if not any(x.layout.grid.shape[axis] > 1 for axis in axes):
@@ -71,12 +76,12 @@ def owned_along(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     return retile(x, tiling).local
 
 
-@register(*named("sum"))
+@register(*named("sum"), flat=True)
 def sum_(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return total(input, normalize_dims(input, dim), keepdim, dtype)
 
 
-@register(*named("mean"))
+@register(*named("mean"), flat=True)
 def mean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     dims = normalize_dims(input, dim)
     dtype = dtype or input.dtype

@@ -172,8 +172,11 @@ def choose(
     options: ConvolutionOptions,
 ) -> Way:
     """The faster way to a convolution of `windows` along the last dims of x, of which this rank has `local`."""
-    exchange, axes = reached.exchange, axes_of(x, len(windows))
-    if exchange is None or None in axes or not _pays(exchange, local, weight):
+    exchange = reached.exchange
+    if exchange is None or not _pays(exchange, local, weight):
+        return Joined(exchange, options)
+    axes = axes_of(x, len(windows))
+    if None in axes:
         return Joined(exchange, options)
     along = tuple((axis, window) for axis, window in zip(axes, windows, strict=True) if axis is not None)
     found = _borders(exchange.plan, exchange.dims, reached.output.held, along)

@@ -8,43 +8,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes
-from mpi4dl.parallel.spatial.rules.pointwise import shift
+from mpi4dl.parallel.spatial.flattening import cuts_that_divide, regroup, regrouped
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.rules.rearranging import numbers
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
 
 
-@register(*named("permute"))
+@register(*named("permute"), flat=True)
 def permute(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
     order = [place_of(d, input.dim()) for d in numbers(dims or tuple(named_dims.values()))]
-    dims = tuple(None if dim is None else order.index(dim) for dim in input.layout.dims)
-    return wrap(input.local.permute(order), Layout(input.layout.grid, input.layout.tiling, dims))
+    return wrap(input.local.permute(order), input.layout.moved(order.index))
 
 
-@register(*named("transpose", "swapaxes", "swapdims"))
+@register(*named("transpose", "swapaxes", "swapdims"), flat=True)
 def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(input.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(input, order)
 
 
-@register(Tensor.mT.__get__)  # type: ignore[attr-defined]
+@register(Tensor.mT.__get__, flat=True)  # type: ignore[attr-defined]
 def mT(input: SpatialTensor) -> Tensor:
     return transpose(input, -2, -1)
 
 
-@register(*named("movedim", "moveaxis"))
+@register(*named("movedim", "moveaxis"), flat=True)
 def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
     places = torch.empty(tuple(range(2, 2 + input.dim())), device="meta").movedim(source, destination).shape
     return permute(input, [n - 2 for n in places])
 
 
 def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape of the whole, with every axis of the image still a dim of its own; gathered if it is not.
+    """x in another shape of the whole: dims that become one carry their axes together, and part again.
 
-    Where an axis of one pixel went among dims of one cannot be told: it is gathered, which is one pixel.
+    What ranks then have is a view of what they had, but where an axis is cut within what is to be one entry, such as
+    the windows of a transformer: first its cuts are moved. An axis that would begin within a dim is gathered; and where
+    one of one pixel went among dims of one cannot be told: it is gathered, which is one pixel.
     """
     shape = list(shape)
     if -1 in shape:
@@ -54,6 +54,16 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         raise RuntimeError(f"shape {shape} is invalid for a tensor of shape {tuple(x.shape)}")
     if shape == list(x.shape):
         return wrap(x.local.reshape(x.local.shape), x.layout)
+    grouped = regroup(x.layout, x.shape, shape)
+    if grouped is not None:
+        tiling = cuts_that_divide(x.layout, grouped)
+        cut = retile(x, tiling)
+        layout = regrouped(cut.layout, grouped)
+        y = wrap(cut.local.reshape(layout.local_shape(tuple(shape))), layout)
+        return y if cut is x else copied(y, x)
+    if x.layout.flat:
+        whole = gather_axes(x, ())
+        return copied(whole.reshape(shape), x)
     places: list[int | None] = [None] * len(x.layout.dims)
     lost = []
     for axis, dim in enumerate(x.layout.dims):
@@ -84,26 +94,26 @@ def _gathered(x: SpatialTensor, axes: Sequence[int], shape: list[int]) -> Tensor
     return copied(y, x)
 
 
-@register(Tensor.view, Tensor.reshape, torch.reshape)
+@register(Tensor.view, Tensor.reshape, torch.reshape, flat=True)
 def reshape(input: SpatialTensor, *shape: Any, **kwargs: Any) -> Tensor:
     if shape and isinstance(shape[0], torch.dtype):
         raise refusal("Tensor.view", "it reinterprets bytes")
     return reshape_local(input, numbers(shape) or numbers(tuple(kwargs.values())))
 
 
-@register(Tensor.view_as, Tensor.reshape_as)
+@register(Tensor.view_as, Tensor.reshape_as, flat=True)
 def view_as(input: Tensor, other: Tensor) -> Tensor:
     return input.reshape(other.shape)
 
 
-@register(*named("flatten"))
+@register(*named("flatten"), flat=True)
 def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     start, end = place_of(start_dim, input.dim()), place_of(end_dim, input.dim())
     shape = list(input.shape)
     return reshape_local(input, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
-@register(*named("unflatten"))
+@register(*named("unflatten"), flat=True)
 def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
     dim = place_of(dim, input.dim())
     shape, sizes = list(input.shape), list(sizes)
@@ -112,14 +122,13 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return reshape_local(input, [*shape[:dim], *sizes, *shape[dim + 1 :]])
 
 
-@register(*named("unsqueeze"))
+@register(*named("unsqueeze"), flat=True)
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
     dim = place_of(dim, input.dim() + 1)
-    layout = input.layout
-    return wrap(input.local.unsqueeze(dim), Layout(layout.grid, layout.tiling, shift(layout.dims, dim, 1)))
+    return wrap(input.local.unsqueeze(dim), input.layout.moved(lambda d: d + (d >= dim)))
 
 
-@register(*named("squeeze"))
+@register(*named("squeeze"), flat=True)
 def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     wanted = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [place_of(d, input.dim()) for d in wanted if input.shape[d] == 1]
@@ -131,20 +140,19 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     return wrap(input.local.squeeze(tuple(ones)), reduced_layout(input.layout, ones, False))
 
 
-@register(Tensor.expand, *named("broadcast_to"))
+@register(Tensor.expand, *named("broadcast_to"), flat=True)
 def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
     shape = numbers(sizes)
     new = len(shape) - input.dim()
-    dims = shift(input.layout.dims, 0, new)
-    for dim in dims:
+    layout = input.layout.moved(lambda d: d + new)
+    for dim in layout.dims:
         if dim is not None and shape[dim] not in (-1, input.shape[dim - new]):
             raise refusal("Tensor.expand", f"dim {dim} is spread over ranks")
-    layout = Layout(input.layout.grid, input.layout.tiling, dims)
     whole = [input.shape[d - new] if n == -1 else n for d, n in enumerate(shape)]
     return wrap(input.local.expand(layout.local_shape(tuple(whole))), layout)
 
 
-@register(Tensor.expand_as)
+@register(Tensor.expand_as, flat=True)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
     return input.expand(*other.shape)
 

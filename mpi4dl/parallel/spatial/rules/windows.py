@@ -4,11 +4,13 @@ Windows slide along the last dims of a tensor: one of sequences, two of images, 
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpi4dl.comm.exchange import Dims
 from mpi4dl.geometry import BATCH, AxisMap, Interval
 from mpi4dl.parallel.spatial.halo import Reach, reach
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal
@@ -28,19 +30,24 @@ def check_image(x: Tensor, function: str, count: int = 2) -> SpatialTensor:
     """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
-    first = x.dim() - count
-    for axis, dim in enumerate(x.layout.dims):
+    dims, first = x.layout.dims, x.local.dim() - count
+    for axis, dim in enumerate(dims):
         if dim is not None and (dim != 0 or first == 0 if axis == BATCH else dim < first):
             raise refusal(
                 function,
-                f"it slides along the last {count} dims, but those of {x.layout.grid.names} are {x.layout.dims}",
+                f"it slides along the last {count} dims, but those of {x.layout.grid.names} are {dims}",
             )
     return x
 
 
 def axes_of(x: SpatialTensor, count: int) -> tuple[int | None, ...]:
     """The axes that the last `count` dims of x are."""
-    return tuple(x.layout.axis(dim) for dim in range(x.dim() - count, x.dim()))
+    return _axes_of(x.layout.dims, x.local.dim(), count)
+
+
+@lru_cache(maxsize=1024)
+def _axes_of(dims: Dims, ndim: int, count: int) -> tuple[int | None, ...]:
+    return tuple(dims.index(dim) if dim in dims else None for dim in range(ndim - count, ndim))
 
 
 def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[Reach, tuple[bool, ...]]:
@@ -48,8 +55,8 @@ def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tu
 
     An axis that is not cut is: there the operator adds its own padding, and nothing is copied.
     """
-    axes = axes_of(x, len(windows))
-    own = tuple(axis is None or x.layout.grid.shape[axis] == 1 for axis in axes)
+    axes, parts = axes_of(x, len(windows)), x.layout.grid.shape
+    own = tuple(axis is None or parts[axis] == 1 for axis in axes)
     maps = {axis: window for axis, window in zip(axes, windows, strict=True) if axis is not None}
     uncut = tuple(axis for axis, itself in zip(axes, own, strict=True) if itself and axis is not None)
     return reach(x, maps, fill, uncut), own
@@ -57,10 +64,10 @@ def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tu
 
 def output_spans(reached: Reach, x: SpatialTensor, windows: Sequence[AxisMap]) -> list[Interval]:
     """Which rows along each of its last dims this rank's part of the output of an operator with these windows holds."""
-    held = reached.output.held
+    held, axes = reached.output.held, axes_of(x, len(windows))
     return [
-        Interval(0, window.output_size(x.shape[dim])) if axis is None else held[axis]
-        for dim, axis, window in zip(range(-len(windows), 0), axes_of(x, len(windows)), windows, strict=True)
+        Interval(0, window.output_size(x.local.shape[dim])) if axis is None else held[axis]
+        for dim, (axis, window) in enumerate(zip(axes, windows, strict=True), -len(windows))
     ]
 
 

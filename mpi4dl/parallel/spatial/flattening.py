@@ -1,0 +1,205 @@
+"""Dims that several axes became: how they are opened again, so that each axis is a dim of its own, and closed.
+
+(N, C, H, W)  --reshape-->  (N, C, H * W)          the layout says (rows, cols) of the last dim; a rank's part is
+  rank's box                its flattened box       the flattening of its box, and nothing is sent
+
+reshape works on the factors that all dims are made of: it groups them anew. Within a dim an axis takes what
+follows it as its own: H / w windows of w rows are H rows again, cut where the windows were.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import Box, Split, Tiling
+from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
+
+
+class Unlike(Exception):
+    """Operands that have several axes in one dim, and not alike: with these gathered they can be what they are."""
+
+
+class Regrouped(NamedTuple):
+    """The layout of a tensor in another shape, and how it is to be cut before that, if ranks cannot share it as it is.
+
+    `units`: of how many pixels a unit of each axis consists afterwards, as a fraction of before: splits are multiplied
+    by the first number and divided by the second.
+    """
+
+    groups: tuple[Flat, ...]
+    units: dict[int, tuple[int, int]]
+
+
+def regroup(layout: Layout, shape: Sequence[int], target: Sequence[int]) -> Regrouped | None:
+    """How a tensor of this global shape is made of the same factors in shape `target`; None if it cannot be told.
+
+    It cannot where an axis would begin within a dim, and of axes of one pixel among what changes. A dim with a prefix
+    stays as it is.
+    """
+    both = min(len(shape), len(target))
+    lead = next((i for i in range(both) if shape[i] != target[i]), both)  # so many dims, and so many last, stay
+    last = next((i for i in range(both - lead) if shape[-1 - i] != target[-1 - i]), both - lead)
+    inner = range(lead, len(shape) - last)
+    pending = _factors(layout, shape, inner)
+    if any(size < 2 for _, size in pending):
+        return None
+    units: dict[int, tuple[int, int]] = {}
+    groups = [_as_it_is(layout, dim, shape[dim]) for dim in range(lead)]
+    for size in target[lead : len(target) - last]:
+        found: list[tuple[int | None, int]] = []
+        left = size
+        while left > 1:
+            if not pending:
+                return None
+            axis, first = pending.pop(0)
+            if isinstance(axis, Flat):
+                if left != first or found:
+                    return None
+                groups.append(axis)
+                break
+            if left % first == 0:
+                found.append((axis, first))
+                left //= first
+            elif first % left == 0:  # the first so many units of it; what a unit is made of comes after
+                axis = axis if axis is not None and layout.grid.shape[axis] > 1 else None
+                found.append((axis, left))
+                pending.insert(0, (None, first // left))
+                if axis is not None:
+                    times, by = units.get(axis, (1, 1))
+                    units[axis] = times, by * (first // left)
+                left = 1
+            else:
+                return None
+        else:
+            groups.append(_joined(layout, found, units))
+    groups += [_as_it_is(layout, dim, shape[dim]) for dim in range(inner.stop, len(shape))]
+    return None if pending else Regrouped(tuple(groups), units)
+
+
+def _as_it_is(layout: Layout, dim: int, size: int) -> Flat:
+    axis = layout.axis(dim)
+    return layout.flat_at(dim) or Flat(dim, (Factor(axis, 0 if axis is not None else size),))
+
+
+def _factors(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> list[tuple[int | Flat | None, int]]:
+    """What these dims are made of, in order, with sizes: axes, ordinary entries, and flat dims that stay whole."""
+    found: list[tuple[int | Flat | None, int]] = []
+    for dim in dims:
+        flat, axis, size = layout.flat_at(dim), layout.axis(dim), shape[dim]
+        if flat is not None and flat.prefix:
+            found.append((flat, size))
+        elif flat is not None:
+            sizes = layout.sizes(flat, layout.tiling.whole)
+            found += [(factor.axis, n) for factor, n in zip(flat.factors, sizes, strict=True)]
+        else:
+            found.append((axis, size))
+    return [(axis, size) for axis, size in found if size != 1 or axis is not None]
+
+
+def _joined(layout: Layout, found: list[tuple[int | None, int]], units: dict[int, tuple[int, int]]) -> Flat:
+    """The factors of a dim, with what follows an axis, or an ordinary factor, joined to it."""
+    if len(found) > 1:  # of an axis that is not cut every rank has all
+        found = [(axis if axis is not None and layout.grid.shape[axis] > 1 else None, n) for axis, n in found]
+    group: list[Factor] = []
+    for axis, size in found:
+        if axis is None and group:
+            last = group[-1]
+            if last.axis is None:
+                group[-1] = Factor(None, last.size * size)
+            else:
+                times, by = units.get(last.axis, (1, 1))
+                units[last.axis] = times * size, by
+        else:
+            group.append(Factor(axis, 0 if axis is not None else size))
+    return Flat(0, tuple(group) or (Factor(None, 1),))
+
+
+def cuts_that_divide(layout: Layout, found: Regrouped) -> Tiling:
+    """The tiling in which ranks can share a tensor of `layout` so: without halos, and cut where units end."""
+    tiling = layout.tiling
+    flat = {factor.axis for group in found.groups if len(group.factors) > 1 for factor in group.factors}
+    for axis in layout.grid.axes:
+        if axis in flat or axis in found.units:
+            split, (_, by) = tiling.splits[axis], found.units.get(axis, (1, 1))
+            inner = (min(split.size, (cut + by // 2) // by * by) for cut in split.cuts[1:-1])
+            tiling = tiling.replace(axis, Split.at([0, *inner, split.size]))
+    return tiling
+
+
+def regrouped(layout: Layout, found: Regrouped) -> Layout:
+    """The layout in the new shape, of a tensor whose cuts divide already."""
+    tiling = layout.tiling
+    for axis, (times, by) in found.units.items():
+        tiling = tiling.replace(axis, Split.at([cut // by * times for cut in tiling.splits[axis].cuts]))
+    dims: list[int | None] = [None] * len(layout.dims)
+    flats = []
+    for dim, group in enumerate(found.groups):
+        for factor in group.factors:
+            if factor.axis is not None:
+                dims[factor.axis] = dim
+        if len(group.factors) > 1 or group.prefix:
+            flats.append(group._replace(dim=dim))
+    for axis, known in enumerate(layout.dims):
+        if known is not None and dims[axis] is None:
+            tiling = tiling.drop(axis)
+    return Layout(layout.grid, tiling, tuple(dims), tuple(flats))
+
+
+def opened(layout: Layout) -> Layout:
+    """The layout in which each axis of a flat dim is a dim of its own; without the prefixes."""
+    place: dict[int, int] = {}
+    dims = list(layout.dims)
+    shift, last = 0, max((dim for dim in layout.dims if dim is not None), default=-1)
+    for dim in range(last + 1):
+        place[dim] = dim + shift
+        flat = layout.flat_at(dim)
+        for i, factor in enumerate(flat.factors if flat else ()):
+            if factor.axis is not None:
+                dims[factor.axis] = dim + shift + i
+        shift += len(flat.factors) - 1 if flat else 0
+    carried = {factor.axis for flat in layout.flat for factor in flat.factors}
+    for axis, before in enumerate(layout.dims):
+        if before is not None and axis not in carried:
+            dims[axis] = place[before]
+    return replace(layout, dims=tuple(dims), flat=())
+
+
+def open_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
+    """This box of a tensor of that layout, without its prefixes, with a dim for each axis."""
+    for flat in sorted(layout.flat, reverse=True):
+        x = x.narrow(flat.dim, flat.prefix, x.shape[flat.dim] - flat.prefix) if flat.prefix else x
+        x = x.unflatten(flat.dim, layout.sizes(flat, box))
+    return x
+
+
+def close_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
+    """The way back, still without prefixes."""
+    for flat in sorted(layout.flat):
+        sizes = layout.sizes(flat, box)
+        x = x.reshape(*x.shape[: flat.dim], prod(sizes), *x.shape[flat.dim + len(sizes) :])
+    return x
+
+
+def part_along(x: Tensor, dim: int, layout: Layout, flat: Flat) -> Tensor:
+    """Of a plain tensor whose `dim` is whole, this rank's part of it as of the flat one: prefix and all."""
+    whole = layout.tiling.whole
+    axes = [None if factor.axis is None else factor.axis for factor in flat.factors]
+    rest = x.narrow(dim, flat.prefix, x.shape[dim] - flat.prefix).unflatten(dim, layout.sizes(flat, whole))
+    where = [dim + axes.index(axis) if axis in axes else None for axis in range(len(layout.dims))]
+    rest = narrow(rest, where, whole, layout.held)
+    rest = rest.flatten(dim, dim + len(axes) - 1)
+    return torch.cat([x.narrow(dim, 0, flat.prefix), rest], dim) if flat.prefix else rest
+
+
+def cut_out(whole: Tensor, layout: Layout) -> Tensor:
+    """This rank's part, by its layout, of a tensor that it has whole."""
+    for flat in layout.flat:
+        whole = part_along(whole, flat.dim, layout, flat)
+    carried = {flat.dim for flat in layout.flat}
+    dims = [None if dim in carried else dim for dim in layout.dims]
+    return narrow(whole, dims, layout.tiling.whole, layout.held)
