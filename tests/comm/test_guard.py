@@ -69,7 +69,8 @@ import sys
 from mpi4dl.comm import guard, world
 
 def let_go():
-    print(f"{comm.rank} lets go", flush=True)
+    sys.stdout.write(f"{comm.rank} lets go\\n")  # at once, so that the lines of two ranks do not mix
+    sys.stdout.flush()
 
 def end():
     if comm.rank == 0:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
@@ -21,7 +21,8 @@ class Grid:
 
     Ranks are numbered in the order of the axes, the last fastest. Those that share the batch are data replicas, or the
     ways in which a stage splits its batch. `tracks_batch`: tensors know which of their dims is the batch; it is so
-    wherever the batch is cut.
+    wherever the batch is cut. `attention`: to "gather" keys and values of all tokens, or to let them go round the ranks
+    in a "ring", which "auto" does where there are many.
 
     Raises:
         ValueError: the grid and `comm` differ in size, or tokens were given beside rows, columns or depth.
@@ -75,6 +76,7 @@ class Grid:
         self.tracks_batch = tracks_batch or shape.batch > 1
         self.coordinates = shape.coordinates(comm.rank)
         self.foresight = Foresight()
+        self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
 
     def __repr__(self) -> str:

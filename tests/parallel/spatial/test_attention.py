@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, arrange
+from mpi4dl.parallel.spatial.rules import attention, ring
+from tests.parallel.spatial.comparing import Arrangement, arrange, grid_of
 from tests.pool.ranks import Ranks
 
 BATCH, TOKENS, FEATURES = 3, 6, 4  # of 3 images, ranks have 1 and 2
@@ -99,7 +100,7 @@ ARRANGEMENTS = [
 ]
 
 
-def compare(comm: Communicator, name: str, training: bool, arrangement: Arrangement) -> None:
+def compare(comm: Communicator, name: str, training: bool, arrangement: Arrangement, way: Any = "auto") -> None:
     """Outputs, and the gradients of the image and of all parameters."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
@@ -119,7 +120,9 @@ def compare(comm: Communicator, name: str, training: bool, arrangement: Arrangem
 
     source = image
     expected = run(image, 1)
-    tiles = arrange(image, comm, arrangement)
+    grid = grid_of(comm, arrangement)
+    grid.attention = way
+    tiles = arrange(image, comm, arrangement, grid)
     found = run(tiles, comm.size)
     num_outputs = len(expected) - 1 - len(parameters)
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -136,6 +139,36 @@ def compare_all(comm: Communicator, training: bool, arrangement: Arrangement) ->
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_is_that_of_the_whole_batch(ranks: Ranks, training: bool, arrangement: Arrangement) -> None:
     ranks(arrangement.size).run(compare_all, training, arrangement)
+
+
+ROUND = ("sdpa", "sdpa, heads", "sdpa, causal", "mha", "mha, causal", "mha, tokens first")
+
+
+def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) -> int:
+    """How often keys and values went round the ranks."""
+    rounds = []
+
+    class Counted(ring.RingAttention):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            rounds.append(args)
+            return ring.RingAttention.forward(ctx, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "RingAttention", Counted)
+        patch.setattr(ring, "_has_kernel", lambda q: kernel)
+        patch.setattr(ring, "CHUNK", 2)
+        for name in ROUND:
+            compare(comm, name, True, arrangement, "ring")
+    return len(rounds)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("arrangement", [each for each in ARRANGEMENTS if each.rows * (each.cols or 1) > 1], ids=str)
+def test_keys_and_values_that_go_round_the_ranks(ranks: Ranks, arrangement: Arrangement, kernel: bool) -> None:
+    """What is causal goes round where each rank has tokens one after the other: rows of all columns."""
+    one_after_another = arrangement.cols == 1
+    assert set(ranks(arrangement.size).run(compare_round, arrangement, kernel)) == {6 if one_after_another else 4}
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -1,8 +1,8 @@
 """Attention: each rank's own tokens ask, and everybody's keys and values come to them.
 
 Where ranks share the tokens, of a sequence or of an image, keys and values are gathered, once in forward and once more
-in backward, so that what a rank keeps of them in between is its own part. Where they share the batch alone, nothing is
-sent.
+in backward, so that what a rank keeps of them in between is its own part; many go round the ranks instead (`ring`).
+Where ranks share the batch alone, nothing is sent.
 """
 
 import math
@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import part_of
+from mpi4dl.parallel.spatial.rules.ring import Ring, RingAttention
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
+# So many tokens are not gathered, unless `Grid.attention` says so.
+MANY_TOKENS = 4096
 RANDOM = "it drops out by a mask for the whole batch: choose a dropout of 0 within attention"
 FEATURES = "features are spread over ranks"
 
@@ -51,6 +54,11 @@ def scaled_dot_product_attention(
         raise refusal(name, RANDOM)
     if any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (query, key, value)):
         raise refusal(name, FEATURES)
+    around = None if attn_mask is not None else _ring(query, key, value, is_causal, options)
+    if around is not None and isinstance(query, SpatialTensor):
+        local = [x.local for x in (query, key, value) if isinstance(x, SpatialTensor)]
+        heads = [x.reshape(math.prod(x.shape[:-3]), *(1, *x.shape)[-3:]) for x in local]
+        return query.like(RingAttention.apply(*heads, around).reshape(local[0].shape))
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
     if is_causal and spread:
@@ -78,6 +86,26 @@ def scaled_dot_product_attention(
     else:
         outputs = attend(own, *parts)
     return wrap(outputs, asking)
+
+
+def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict[str, Any]) -> Ring | None:
+    """The ranks round which keys and values go, where that is possible and asked for, or there are many tokens."""
+    if not isinstance(query, SpatialTensor):
+        return None
+    layout, tokens = query.layout, query.dim() - 2
+    others = [x for x in (key, value) if isinstance(x, SpatialTensor) and x.layout == layout and x.shape == query.shape]
+    flat, way = layout.flat_at(tokens), layout.grid.attention
+    many = query.shape[-2] >= MANY_TOKENS if way == "auto" else way == "ring"
+    if len(others) < 2 or not many or not layout.cut(tokens) or layout.wide or options.get("enable_gqa"):
+        return None
+    if flat is not None and (flat.prefix or causal):
+        return None
+    axes = tuple(axis for axis in _axes_at(query, tokens) if layout.grid.shape[axis] > 1)
+    boxes = [layout.tiling.owned(rank) for rank in layout.grid.ranks_along(axes)]
+    factors = flat.factors if flat is not None else (Factor(_axes_at(query, tokens)[0]),)
+    lengths = tuple(math.prod(layout.sizes(Flat(tokens, factors), box)) for box in boxes)
+    scale = options.get("scale") or 1 / math.sqrt(query.shape[-1])
+    return Ring(layout.grid.along(axes), lengths, scale, causal)
 
 
 def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
