@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeVar
 
 BATCH = 0  # of all axes the first
 # What the axes of space are called, by their number: first the slowest in memory, as in NCDHW.
@@ -51,27 +51,36 @@ class Interval(NamedTuple):
         return Interval(self.start - before, self.stop + after)
 
 
-class Box(tuple[Interval, ...]):
+T = TypeVar("T")
+
+
+class PerAxis(tuple[T, ...]):
+    """One of something for each axis: the batch first, then the axes of space."""
+
+    __slots__ = ()
+
+    def __new__(cls, *each: T) -> Self:
+        return super().__new__(cls, each)
+
+    def __getnewargs__(self) -> tuple[T, ...]:
+        return tuple(self)
+
+    @property
+    def batch(self) -> T:
+        return self[BATCH]
+
+    @property
+    def space(self) -> tuple[T, ...]:
+        return self[BATCH + 1 :]
+
+
+class Box(PerAxis[Interval]):
     """A block of a batch of images: which samples, then which pixels along each axis of space."""
 
     __slots__ = ()
 
-    def __new__(cls, *intervals: Interval) -> "Box":
-        return super().__new__(cls, intervals)
-
-    def __getnewargs__(self) -> tuple[Interval, ...]:
-        return tuple(self)
-
     def __repr__(self) -> str:
         return f"Box({', '.join(f'{start}:{stop}' for start, stop in self)})"
-
-    @property
-    def batch(self) -> Interval:
-        return self[BATCH]
-
-    @property
-    def space(self) -> tuple[Interval, ...]:
-        return self[BATCH + 1 :]
 
     @property
     def rows(self) -> Interval:
@@ -96,27 +105,13 @@ class Box(tuple[Interval, ...]):
         return other.empty or all(a.covers(b) for a, b in zip(self, other, strict=True))
 
 
-class GridShape(tuple[int, ...]):
-    """How many ranks share each axis, the batch first; ranks are numbered in that order, the last axis fastest."""
+class GridShape(PerAxis[int]):
+    """How many ranks share each axis; ranks are numbered in the order of the axes, the last one fastest."""
 
     __slots__ = ()
 
-    def __new__(cls, *parts: int) -> "GridShape":
-        return super().__new__(cls, parts)
-
-    def __getnewargs__(self) -> tuple[int, ...]:
-        return tuple(self)
-
     def __repr__(self) -> str:
         return f"GridShape({', '.join(map(str, self))})"
-
-    @property
-    def batch(self) -> int:
-        return self[BATCH]
-
-    @property
-    def space(self) -> tuple[int, ...]:
-        return self[BATCH + 1 :]
 
     @property
     def size(self) -> int:

@@ -32,8 +32,23 @@ def check_window(kernel: int, stride: int, dilation: int) -> None:
         raise ValueError(f"kernel, stride and dilation must be positive, but are {kernel}, {stride} and {dilation}")
 
 
+class _Kernel:
+    """What a window has that slides over the input, and one that slides over the output."""
+
+    kernel: int
+    stride: int
+    dilation: int
+
+    def __post_init__(self) -> None:
+        check_window(self.kernel, self.stride, self.dilation)
+
+    @property
+    def extent(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+
 @dataclass(frozen=True)
-class Window:
+class Window(_Kernel):
     """A sliding window: convolution, pooling, and with `kernel=1` cropping (negative padding) and strided slicing.
 
     Output row o reads input rows o * stride - before + dilation * (0 .. kernel - 1).
@@ -45,13 +60,6 @@ class Window:
     after: int = 0
     dilation: int = 1
     ceil_mode: bool = False
-
-    def __post_init__(self) -> None:
-        check_window(self.kernel, self.stride, self.dilation)
-
-    @property
-    def extent(self) -> int:
-        return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int) -> int:
         free = size + self.before + self.after - self.extent
@@ -84,7 +92,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(_Kernel):
     """A transposed convolution: input row i adds to output rows i * stride - padding + dilation * (0 .. kernel - 1)."""
 
     kernel: int
@@ -92,13 +100,6 @@ class TransposedWindow:
     padding: int = 0
     output_padding: int = 0
     dilation: int = 1
-
-    def __post_init__(self) -> None:
-        check_window(self.kernel, self.stride, self.dilation)
-
-    @property
-    def extent(self) -> int:
-        return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int) -> int:
         return (size - 1) * self.stride - 2 * self.padding + self.extent + self.output_padding
