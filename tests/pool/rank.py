@@ -4,6 +4,7 @@ Every rank has a connection of its own, so that idle ranks sleep in a read inste
 rank that fails can say so while the others still wait for it.
 """
 
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -12,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,7 +73,14 @@ def serve(connection: Connection, node: Node, stack: TextIO) -> None:
         comm.family.free()
         comm.mpi.Free()
         node.underway.clear()
+        give_memory_back()
         faulthandler.cancel_dump_traceback_later()
+
+
+def give_memory_back() -> None:
+    """What a body freed: a pool's ranks would all keep what the largest body took."""
+    with suppress(AttributeError):  # without glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def main(address: str, folder: str) -> None:

@@ -38,14 +38,20 @@ class Regrouped(NamedTuple):
 def regroup(layout: Layout, shape: Sequence[int], target: Sequence[int]) -> Regrouped | None:
     """How a tensor of this global shape is made of the same factors in shape `target`; None if it cannot be told.
 
-    It cannot where an axis would begin within a dim, and of axes of one pixel among what changes. A dim with a prefix
-    stays as it is.
+    It cannot where a cut axis would begin within a dim, and of cut axes of one pixel among what changes. One that is
+    not cut is then no axis any more. A dim with a prefix stays as it is.
     """
+    uncut = [axis for axis in layout.grid.axes if layout.grid.shape[axis] == 1]
+    return _regroup(layout, shape, target, []) or _regroup(layout, shape, target, uncut)
+
+
+def _regroup(layout: Layout, shape: Sequence[int], target: Sequence[int], ordinary: list[int]) -> Regrouped | None:
+    """The same, with these axes as ordinary entries."""
     both = min(len(shape), len(target))
     lead = next((i for i in range(both) if shape[i] != target[i]), both)  # so many dims, and so many last, stay
     last = next((i for i in range(both - lead) if shape[-1 - i] != target[-1 - i]), both - lead)
     inner = range(lead, len(shape) - last)
-    pending = _factors(layout, shape, inner)
+    pending = _factors(layout, shape, inner, ordinary)
     if any(size < 2 for _, size in pending):
         return None
     units: dict[int, tuple[int, int]] = {}
@@ -86,7 +92,9 @@ def _as_it_is(layout: Layout, dim: int, size: int) -> Flat:
     return layout.flat_at(dim) or Flat(dim, (Factor(axis, 0 if axis is not None else size),))
 
 
-def _factors(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> list[tuple[int | Flat | None, int]]:
+def _factors(
+    layout: Layout, shape: Sequence[int], dims: Iterable[int], ordinary: list[int]
+) -> list[tuple[int | Flat | None, int]]:
     """What these dims are made of, in order, with sizes: axes, ordinary entries, and flat dims that stay whole."""
     found: list[tuple[int | Flat | None, int]] = []
     for dim in dims:
@@ -98,7 +106,16 @@ def _factors(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> list[
             found += [(factor.axis, n) for factor, n in zip(flat.factors, sizes, strict=True)]
         else:
             found.append((axis, size))
-    return [(axis, size) for axis, size in found if size != 1 or axis is not None]
+    merged: list[tuple[int | Flat | None, int]] = []
+    for part, size in found:
+        single = size == 1 and isinstance(part, int) and layout.grid.shape[part] == 1
+        if part is not None and part not in ordinary and not single:
+            merged.append((part, size))
+        elif merged and merged[-1][0] is None:
+            merged[-1] = None, merged[-1][1] * size
+        elif size != 1:
+            merged.append((None, size))
+    return merged
 
 
 def _joined(layout: Layout, found: list[tuple[int | None, int]], units: dict[int, tuple[int, int]]) -> Flat:

@@ -44,6 +44,7 @@ SPREAD: dict[str, Function] = {
     "tokens": tokens,
     "tokens and back": lambda x: F.avg_pool2d(image(tokens(x) * 2), 3, 1, 1),
     "reshape": lambda x: x.reshape(3, 4, H * W),
+    "ordinary dims regrouped": lambda x: x.unsqueeze(1).expand(3, 3, 4, H, W).reshape(3, 6, 2, H, W) * 2,
     "unflatten": lambda x: x.flatten(2).unflatten(2, (H, W)).roll(1, 2),
     "linear": lambda x: F.linear(tokens(x), WEIGHT).tanh(),
     "layer norm": lambda x: F.layer_norm(tokens(x), (4,)),
@@ -85,6 +86,9 @@ WHOLE: dict[str, Function] = {
     ),
     "other windows": lambda x: windows(x, 2).reshape(3, -1, 4) + windows(x, 4).reshape(3, -1, 4),
     "windows across": lambda x: windows(x, 4).reshape(3, -1).tanh().view(3, 6, 16, 4)[:, 2:4],
+    "one row": lambda x: x[:, :, :1].reshape(3, 4, W),
+    "one row among ones": lambda x: x[:, :1, :1].reshape(3, 1, 1, W, 1) * 2,
+    "axis begins within": lambda x: x.reshape(3, H, 4, W).tanh(),
     "uneven reshape": lambda x: x.reshape(3, 2, -1).cumsum(-1),
 }
 CASES: dict[str, Case] = {

@@ -43,8 +43,8 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     """x in another shape of the whole: dims that become one carry their axes together, and part again.
 
     What ranks then have is a view of what they had, but where an axis is cut within what is to be one entry, such as
-    the windows of a transformer: first its cuts are moved. An axis that would begin within a dim is gathered; and where
-    one of one pixel went among dims of one cannot be told: it is gathered, which is one pixel.
+    the windows of a transformer: first its cuts are moved. Where one of one pixel went among dims of one cannot be
+    told: it is gathered, which is one pixel; all are where one would begin within a dim.
     """
     shape = list(shape)
     if -1 in shape:
@@ -61,31 +61,9 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         layout = regrouped(cut.layout, grouped)
         y = wrap(cut.local.reshape(layout.local_shape(tuple(shape))), layout)
         return y if cut is x else copied(y, x)
-    if x.layout.flat:
-        whole = gather_axes(x, ())
-        return copied(whole.reshape(shape), x)
-    places: list[int | None] = [None] * len(x.layout.dims)
-    lost = []
-    for axis, dim in enumerate(x.layout.dims):
-        if dim is None:
-            continue
-        before = prod(x.shape[:dim])
-        found = [i for i, n in enumerate(shape) if n == x.shape[dim] and prod(shape[:i]) == before]
-        if len(found) == 1 and x.shape[dim] != 1 and x.numel():
-            places[axis] = found[0]
-        elif x.layout.cut(dim):
-            lost.append(axis)
-    if any(x.shape[x.layout.dims[axis] or 0] != 1 for axis in lost):
-        return _gathered(x, x.layout.grid.axes, shape)
-    if lost:
-        return _gathered(x, lost, shape)
-    layout = x.layout.with_dims(places)
-    return wrap(x.local.reshape(layout.local_shape(tuple(shape))), layout)
-
-
-def _gathered(x: SpatialTensor, axes: Sequence[int], shape: list[int]) -> Tensor:
-    """x in another shape, after these axes were gathered: a copy, also where PyTorch makes a view."""
-    y = gather_axes(x, axes).reshape(shape)
+    grid, pixels = x.layout.grid, x.layout.tiling.whole
+    single = [axis for axis in grid.axes if x.layout.dims[axis] is not None and pixels[axis].length == 1]
+    y = gather_axes(x, [axis for axis in single if grid.shape[axis] > 1] or grid.axes).reshape(shape)
     order = sorted(range(x.dim()), key=lambda dim: -x.local.stride()[dim])
     try:
         torch.empty_permuted(x.shape, order, dtype=x.dtype, device="meta").view(shape)
