@@ -1,6 +1,6 @@
 """Attention where ranks share the batch, or the tokens of an image, equals attention on the whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import attention, ring
 from tests.parallel.spatial.comparing import Arrangement, arrange, grid_of
@@ -171,17 +172,141 @@ def test_keys_and_values_that_go_round_the_ranks(ranks: Ranks, arrangement: Arra
     assert set(ranks(arrangement.size).run(compare_round, arrangement, kernel)) == {6 if one_after_another else 4}
 
 
+def sequences(comm: Communicator, lengths: list[int], causal: bool) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """What attention over a sequence finds and should find, and how many pairs of tokens this rank compares."""
+    torch.set_default_dtype(torch.float64)
+    grid = spatial.Grid(comm, tokens=len(lengths), batch=comm.size // len(lengths))
+    grid.attention = "ring"
+    cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    shape = (2, 3 * 4, cuts[-1])
+    whole = Tiling.even(grid.shape, (2, cuts[-1])).replace(1, Split.at(cuts))
+    plain = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    box, work = whole.owned(comm.rank), []
+
+    def own(x: Tensor) -> Tensor:
+        return x[box.batch.start : box.batch.stop, :, box.space[0].start : box.space[0].stop]
+
+    def attend(x: Sequence[Tensor]) -> Tensor:
+        heads = [each.unflatten(1, (3, 4)).transpose(2, 3) for each in x]
+        return sdpa(*heads, is_causal=causal, scale=0.0 if lengths[0] == 0 and not causal else None)
+
+    ask = ring._ask
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> Any:
+        work.append(len(q) * q.shape[1] * k.shape[1] / (2 if diagonal else 1))
+        return ask(q, k, v, diagonal, scale)
+
+    layout = spatial.Layout(grid, whole, (0, 2))
+    parts = [own(x.detach()).clone().requires_grad_() for x in plain]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_ask", counted)
+        patch.setattr(ring, "BLOCK_BYTES", 2 * max(lengths) * 4 * 8)  # two heads at once
+        ours = attend([spatial.SpatialTensor(x, layout) for x in parts])
+    assert isinstance(ours, spatial.SpatialTensor)
+    theirs = attend(plain)
+    weights = torch.linspace(-1, 1, theirs.numel()).view(theirs.shape).cos()
+    (theirs * weights).sum().backward()
+    ours.local.backward(own(weights.transpose(2, 3).flatten(1, 2)).unflatten(1, (3, 4)).transpose(2, 3))
+    pairs = [(ours.local.transpose(2, 3).flatten(1, 2), own(theirs.detach().transpose(2, 3).flatten(1, 2)))]
+    pairs += [
+        (x.grad, own(y.grad)) for x, y in zip(parts, plain, strict=True) if x.grad is not None and y.grad is not None
+    ]
+    return [(a.detach(), b) for a, b in pairs], int(sum(work))
+
+
+LENGTHS = {
+    "2": [6, 6],
+    "3": [4, 4, 4],
+    "4": [4, 4, 4, 4],
+    "4, odd": [5, 5, 4, 4],
+    "3, uneven": [7, 1, 2],
+    "4, empty": [0, 5, 0, 3],
+    "2, two replicas": [4, 4],
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_go_round_with_as_much_work_for_each_rank(ranks: Ranks, name: str, causal: bool) -> None:
+    lengths = LENGTHS[name]
+    found = ranks(len(lengths) * (2 if "replicas" in name else 1)).run(sequences, lengths, causal)
+    for pairs, _ in found:
+        assert len(pairs) == 4
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    if len(set(lengths)) == 1:
+        assert len({work for _, work in found}) == 1
+
+
+def halves(comm: Communicator) -> tuple[torch.dtype, float]:
+    """Under autocast keys and values travel, and scores are, in 16 bits; as far from float64 as plain PyTorch's."""
+    q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
+    tiles = spatial.Grid(comm, tokens=2)
+    tiles.attention = "ring"
+    layout = spatial.Layout(tiles, Tiling.even(tiles.shape, (1, 64)), (None, 2))
+    mine = slice(32 * comm.rank, 32 * (comm.rank + 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sdpa(*(spatial.SpatialTensor(x[:, :, mine], layout) for x in (q, k, v)))
+        plain = sdpa(q, k, v)
+    exact = sdpa(q.double(), k.double(), v.double())
+    assert plain.dtype == found.dtype
+    error = float((plain - exact).abs().max())
+    return found.dtype, float((spatial.gather(found) - exact).abs().max()) / error
+
+
+def test_autocast_holds_for_what_goes_round(ranks: Ranks) -> None:
+    for dtype, ratio in ranks(2).run(halves):
+        assert dtype == torch.bfloat16
+        assert ratio < 2
+
+
+UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
+    "sdpa": lambda x: sdpa(sequence(x) * 0, sequence(x), x.new_ones(BATCH, TOKENS, 1), dropout_p=0.5),
+    "causal": lambda x: sdpa(sequence(x) * 0, sequence(x), sequence(x) * 0 + 1, dropout_p=0.5, is_causal=True),
+    "grouped": lambda x: sdpa(
+        sequence(x).unflatten(2, (2, 2)).transpose(1, 2) * 0,
+        *(sequence(x)[..., :2].unsqueeze(1),) * 2,
+        dropout_p=1.0,
+        enable_gqa=True,
+    ),
+    "masked": lambda x: sdpa(
+        sequence(x), sequence(x), sequence(x), attn_mask=torch.zeros(TOKENS, TOKENS, dtype=torch.bool), dropout_p=0.5
+    ),
+}
+
+
+def drop(comm: Communicator, arrangement: Arrangement) -> dict[str, Tensor]:
+    image = torch.randn(BATCH, FEATURES, 2, 3)
+    tiles = arrange(image, comm, arrangement)
+    encoder = nn.TransformerEncoderLayer(FEATURES, 2, 8, 0.1, batch_first=True)
+    assert spatial.gather(encoder(sequence(tiles))).isfinite().all()
+    ours, plain = (spatial.gather(encoder.eval()(sequence(x))) for x in (tiles, image))
+    torch.testing.assert_close(ours, plain)
+    return {name: spatial.gather(function(tiles)) for name, function in UNIFORM.items()}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+def test_weights_are_dropped_one_by_one(ranks: Ranks, arrangement: Arrangement) -> None:
+    """Equal weights of a row of ones: what remains is twice the share of those that were kept."""
+    for found in ranks(arrangement.size).run(drop, arrangement):
+        kept = found["sdpa"] * TOKENS / 2
+        torch.testing.assert_close(kept, kept.round())
+        assert 0.2 < float(kept.mean()) / TOKENS < 0.8
+        assert len(kept.unique()) > 2
+        first = found["causal"][:, 0]  # asks one token
+        assert set(first.unique().tolist()) <= {0.0, 2.0}
+        assert not found["grouped"].any()
+        assert not found["masked"].any()
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_attention_where_ranks_share_the_batch_alone(ranks: Ranks, name: str) -> None:
     ranks(2).run(compare, name, True, Arrangement(1, 1, batch=2))
 
 
-DROPS = "choose a dropout of 0 within attention"
-TILES, SHARED = Arrangement(1, 2), Arrangement(1, 1, batch=2)
+TILES = Arrangement(1, 2)
 REFUSED: dict[str, tuple[Arrangement, Callable[[Tensor], Any], str]] = {
     "sdpa, features": (TILES, lambda x: sdpa(x, x, x), "features are spread over ranks"),
-    "sdpa, dropout": (SHARED, lambda x: sdpa(x, x, x, dropout_p=0.1), DROPS),
-    "mha, dropout": (SHARED, Attention({}, batch_first=True, dropout=0.1), DROPS),
     "mha, biases": (TILES, Attention({}, batch_first=True, add_bias_kv=True), "keys or values are added"),
 }
 

@@ -2,7 +2,7 @@
 
 Where ranks share the tokens, of a sequence or of an image, keys and values are gathered, once in forward and once more
 in backward, so that what a rank keeps of them in between is its own part; many go round the ranks instead (`ring`).
-Where ranks share the batch alone, nothing is sent.
+Where ranks share the batch alone, nothing is sent. Weights that are dropped, or asked for, are there one by one.
 """
 
 import math
@@ -17,11 +17,11 @@ from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import part_of
 from mpi4dl.parallel.spatial.rules.ring import Ring, RingAttention
+from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 # So many tokens are not gathered, unless `Grid.attention` says so.
 MANY_TOKENS = 4096
-RANDOM = "it drops out by a mask for the whole batch: choose a dropout of 0 within attention"
 FEATURES = "features are spread over ranks"
 
 
@@ -50,20 +50,22 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Dims: batch and heads, any number of them, then tokens and features. The output is spread as the query is."""
     name = "torch.nn.functional.scaled_dot_product_attention"
-    if dropout_p:
-        raise refusal(name, RANDOM)
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(f"{name}: a mask is given, and is_causal as well")
     if any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (query, key, value)):
         raise refusal(name, FEATURES)
-    around = None if attn_mask is not None else _ring(query, key, value, is_causal, options)
+    around = None if attn_mask is not None or dropout_p else _ring(query, key, value, is_causal, options)
     if around is not None and isinstance(query, SpatialTensor):
-        local = [x.local for x in (query, key, value) if isinstance(x, SpatialTensor)]
-        heads = [x.reshape(math.prod(x.shape[:-3]), *(1, *x.shape)[-3:]) for x in local]
+        local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
+        heads = [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in local]
         return query.like(RingAttention.apply(*heads, around).reshape(local[0].shape))
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     spread = isinstance(query, SpatialTensor) and query.layout.cut(query.dim() - 2)
-    if is_causal and spread:
+    if is_causal and (spread or dropout_p):
         attn_mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
         is_causal = False
+    if dropout_p:
+        return _dropping(query, key, value, attn_mask, dropout_p, **options)
     lead = next((x for x in (query, key, value) if isinstance(x, SpatialTensor)), attn_mask)
     assert isinstance(lead, SpatialTensor)
     asking = _layout_of_queries(name, query, lead)
@@ -93,7 +95,11 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     if not isinstance(query, SpatialTensor):
         return None
     layout, tokens = query.layout, query.dim() - 2
-    others = [x for x in (key, value) if isinstance(x, SpatialTensor) and x.layout == layout and x.shape == query.shape]
+    others = [
+        x
+        for x in (key, value)
+        if isinstance(x, SpatialTensor) and (x.layout, x.shape, x.dtype) == (layout, query.shape, query.dtype)
+    ]
     flat, way = layout.flat_at(tokens), layout.grid.attention
     many = query.shape[-2] >= MANY_TOKENS if way == "auto" else way == "ring"
     if len(others) < 2 or not many or not layout.cut(tokens) or layout.wide or options.get("enable_gqa"):
@@ -101,11 +107,45 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     if flat is not None and (flat.prefix or causal):
         return None
     axes = tuple(axis for axis in _axes_at(query, tokens) if layout.grid.shape[axis] > 1)
-    boxes = [layout.tiling.owned(rank) for rank in layout.grid.ranks_along(axes)]
+    ranks = layout.grid.ranks_along(axes)
+    boxes = [layout.tiling.owned(rank) for rank in ranks]
     factors = flat.factors if flat is not None else (Factor(_axes_at(query, tokens)[0]),)
     lengths = tuple(math.prod(layout.sizes(Flat(tokens, factors), box)) for box in boxes)
-    scale = options.get("scale") or 1 / math.sqrt(query.shape[-1])
-    return Ring(layout.grid.along(axes), lengths, scale, causal)
+    return Ring(layout.grid.along(axes), ranks.index(layout.grid.rank), lengths, _scale(query, **options), causal)
+
+
+def _scale(query: Tensor, scale: float | None = None, **options: Any) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _dropping(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, **options: Any) -> Tensor:
+    """Attention with weights of which some are dropped, as `dropout` drops what is spread."""
+    if options.get("enable_gqa"):
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (
+            x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3) for x in (key, value)
+        )
+    nobody = None
+    if mask is not None:
+        mask = _added(~mask if mask.dtype == torch.bool else mask, query)
+        nobody = (mask == float("-inf")).all(-1, keepdim=True)
+        mask = mask.masked_fill(nobody, 0.0)
+    weights = _weights(query * _scale(query, **options), key, mask)
+    weights = weights if nobody is None else weights.masked_fill(nobody, 0.0)  # as PyTorch has it
+    return F.dropout(weights, p) @ _with_all_tokens(value)
+
+
+def _weights(asking: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Those of all keys, for queries that were scaled; `mask` is added to scores."""
+    scores = asking @ _with_all_tokens(key).mT
+    return (scores if mask is None else scores + mask).softmax(-1)
+
+
+def _added(flags: Tensor, like: Tensor) -> Tensor:
+    """What is added to scores of a mask: of flags, minus infinity where they are true."""
+    if flags.dtype != torch.bool:
+        return flags
+    return torch.zeros_like(flags, dtype=like.dtype).masked_fill(flags, float("-inf"))
 
 
 def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
@@ -148,10 +188,9 @@ def multi_head_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Dims: tokens, batch, features; or tokens and features of one image."""
     name = "torch.nn.functional.multi_head_attention_forward"
-    if dropout_p and training:
-        raise refusal(name, RANDOM)
+    dropout_p = dropout_p if training else 0.0
     apart = _shares_batch_alone(query, key, value, 1 if query.dim() == 3 else None)
-    if apart and not _differs(attn_mask, key_padding_mask):
+    if apart and not dropout_p and not _differs(attn_mask, key_padding_mask):
         q, k, v = (x.local for x in (query, key, value) if isinstance(x, SpatialTensor))
         y, weights = F.multi_head_attention_forward(
             q, k, v, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn, 0.0,
@@ -164,7 +203,7 @@ def multi_head_attention_forward(
     if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
         raise refusal(name, "keys or values are added to those of the tokens")
     if query.dim() == 2:
-        args = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, None, None, False, 0.0)
+        args = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, None, None, False, dropout_p)
         y, weights = multi_head_attention_forward(
             query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *args, out_proj_weight, out_proj_bias, training,
             None if key_padding_mask is None else key_padding_mask.unsqueeze(0), need_weights, attn_mask,
@@ -184,13 +223,12 @@ def multi_head_attention_forward(
     )
     mask = _merged_mask(attn_mask, key_padding_mask, num_heads, q)
     if need_weights:
-        scores = (q * (1 / math.sqrt(q.shape[-1]))) @ _with_all_tokens(k).mT
-        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = F.dropout(_weights(q * _scale(q), k, mask), dropout_p)
         y = weights @ _with_all_tokens(v)
     else:
         weights = None
         causal = is_causal and key_padding_mask is None
-        y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, 0.0, causal)
+        y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout_p, causal)
     y = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     return y, weights if weights is None or not average_attn_weights else weights.mean(1)
 
@@ -212,15 +250,10 @@ def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q:
     image, and of the keys (batch, keys) that are only padding.
     """
 
-    def added(flags: Tensor) -> Tensor:
-        if flags.dtype != torch.bool:
-            return flags
-        return torch.zeros_like(flags, dtype=q.dtype).masked_fill(flags, float("-inf"))
-
-    found = None if mask is None else added(mask)
+    found = None if mask is None else _added(mask, q)
     if found is not None and found.dim() == 3:
         found = found.unflatten(0, (-1, num_heads)) if found.shape[0] != 1 else found.unsqueeze(0)
     if padding is None:
         return found
-    without = added(padding).unsqueeze(1).unsqueeze(1)
+    without = _added(padding, q).unsqueeze(1).unsqueeze(1)
     return without if found is None else found + without
