@@ -28,7 +28,7 @@ def test_an_example_names_what_exists(file: Path) -> None:
     config = configured(file)
     assert config != Config()
     assert config.model.model in models.names(torchvision=True)
-    model = build.build_model(config, NUM_CLASSES)
+    model = build.build_model(config, NUM_CLASSES, 3)
     optimizer = build.build_optimizer(config, model.parameters())
     build.build_schedule(config, optimizer)
     assert type(optimizer).__name__ == config.optimizer.optimizer

@@ -9,21 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage
+from mpi4dl.datasets.base import DatasetError, Image, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import open_regular
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
 _NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
 _CHANNELS = (1, 3, 4)
+_SIDES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
 class ArrayDataset:
-    """uint8 images (count, height, width, channels) and their labels (count,)."""
+    """Images (count, height, width, channels), or with other axes of space, and their labels (count,)."""
 
-    def __init__(self, images: Pixels, labels: npt.NDArray[np.int64], classes: tuple[str, ...]) -> None:
+    def __init__(self, images: npt.NDArray[Any], labels: npt.NDArray[np.int64], classes: tuple[str, ...]) -> None:
         self.classes = classes
-        self.channels: int = images.shape[3]
+        self.channels: int = images.shape[-1]
         self._images, self._labels = images, labels
 
     def __len__(self) -> int:
@@ -46,11 +47,11 @@ class ArrayDataset:
         return WholeImage(self._images[index])
 
 
-def load_npz(path: Path) -> tuple[ArrayDataset, ArrayDataset | None]:
+def load_npz(path: Path, num_axes: int = 2) -> tuple[ArrayDataset, ArrayDataset | None]:
     """The training and the test arrays of an .npz file; None for the latter where it has only x and y.
 
     Images are (count, height, width), or with 1, 3 or 4 channels in the last place or in the second; labels are
-    integers (count,) or (count, 1).
+    integers (count,) or (count, 1). Volumes have three axes of space, sequences one: `num_axes`.
 
     Raises:
         DatasetError: no such file, a damaged one, other arrays, or arrays that do not fit each other.
@@ -61,7 +62,7 @@ def load_npz(path: Path) -> tuple[ArrayDataset, ArrayDataset | None]:
     if missing:
         found = ", ".join(sorted(arrays)) or "nothing"
         raise DatasetError(f"{path}: has no {', '.join(missing)}; {NPZ_LAYOUT}; found {found}")
-    images = [_images(path, x, arrays[x]) for x, _ in names]
+    images = [_images(path, x, arrays[x], num_axes) for x, _ in names]
     labels = [_labels(path, y, arrays[y]) for _, y in names]
     classes = tuple(str(i) for i in range(max(2, 1 + max(int(found.max()) for found in labels))))
     for (x, y), xs, ys in zip(names, images, labels, strict=True):
@@ -86,17 +87,22 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise DatasetError(f"{path}: is no readable .npz file, it is damaged or something else: {error}") from error
 
 
-def _images(path: Path, name: str, images: npt.NDArray[Any]) -> Pixels:
-    if images.ndim == 3:
+def _images(path: Path, name: str, images: npt.NDArray[Any], num_axes: int) -> npt.NDArray[Any]:
+    dims = num_axes + 2
+    if images.ndim == dims - 1:
         images = images[..., None]
-    elif images.ndim == 4 and images.shape[3] not in _CHANNELS and images.shape[1] in _CHANNELS:
-        images = np.moveaxis(images, 1, 3)
-    if images.ndim != 4 or images.shape[3] not in _CHANNELS or images.size == 0:
+    elif images.ndim == dims and images.shape[-1] not in _CHANNELS and images.shape[1] in _CHANNELS:
+        images = np.moveaxis(images, 1, -1)
+    if images.ndim != dims or images.shape[-1] not in _CHANNELS or images.size == 0:
+        sides = ", ".join(_SIDES[num_axes])
         raise DatasetError(
-            f"{path}: {name} has shape {images.shape}; expected (count, height, width) or "
-            "(count, height, width, channels), with 1, 3 or 4 channels and at least one image"
+            f"{path}: {name} has shape {images.shape}; expected (count, {sides}) or "
+            f"(count, {sides}, channels), with 1, 3 or 4 channels and at least one image"
         )
     try:
+        if num_axes != 2:  # pictures are bytes; others keep what their values mean
+            unit_values(images[:0])
+            return np.ascontiguousarray(images)
         return np.ascontiguousarray(bytes_of(images))
     except ValueError as error:
         raise DatasetError(f"{path}: {name} {error}") from error

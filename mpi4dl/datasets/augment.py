@@ -4,12 +4,13 @@ What happens to a sample follows from (seed, epoch, sample) alone, and each outp
 input: ranks that hold tiles of one image need not speak to each other to agree.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import Pixels
+from mpi4dl.datasets.base import Values
 
 # Keeps the random numbers of augmentation and shuffling apart where their seeds are equal.
 AUGMENT_STREAM, SHUFFLE_STREAM = 1, 2
@@ -23,7 +24,7 @@ class Variation:
     """What is done to one image. The default is what validation does: the centre, and nothing else.
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
-    resized images and of slides. `brightness`, `contrast` and `saturation` are factors.
+    resized images and of slides, and `deep` that of volumes. `brightness`, `contrast` and `saturation` are factors.
     """
 
     crop: float = 1.0
@@ -34,6 +35,16 @@ class Variation:
     brightness: float = 1.0
     contrast: float = 1.0
     saturation: float = 1.0
+    deep: float = 0.5
+    flip_depth: bool = False
+
+    def places(self, num_axes: int) -> tuple[float, ...]:
+        """Where the crop is along each of the axes of an image of so many."""
+        return (self.deep, self.down, self.across)[-num_axes:]
+
+    def flips(self, num_axes: int) -> tuple[bool, ...]:
+        """Which of them are turned."""
+        return (self.flip_depth, self.flip_rows, self.flip_cols)[-num_axes:]
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,8 @@ class Augmentation:
     """From which ranges a `Variation` is drawn; images that are cropped are also cropped at a random place.
 
     `crop` is the smallest share of each side that is kept where an image is resized (1: all of it). `flip_rows` turns
-    half of the images upside down, `flip_cols` mirrors half of them left to right. A colour strength s draws its
-    factor from [1 - s, 1 + s].
+    half of the images upside down, `flip_cols` mirrors half of them left to right, `flip_depth` turns half of the
+    volumes front to back. A colour strength s draws its factor from [1 - s, 1 + s].
 
     Raises:
         ValueError: a strength outside [0, 1], or a `crop` outside (0, 1].
@@ -54,6 +65,7 @@ class Augmentation:
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
+    flip_depth: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.crop <= 1.0:
@@ -66,7 +78,7 @@ class Augmentation:
     def draw(self, seed: int, epoch: int, index: int) -> Variation:
         """What happens to sample `index` in `epoch`: the same on every rank, in every order."""
         # Every number is drawn whether it is used or not, so that one option does not change another's numbers.
-        u = np.random.default_rng((AUGMENT_STREAM, seed, epoch, index)).random(8).tolist()
+        u = np.random.default_rng((AUGMENT_STREAM, seed, epoch, index)).random(10).tolist()
         return Variation(
             crop=1.0 - (1.0 - self.crop) * u[0],
             down=u[1],
@@ -76,6 +88,8 @@ class Augmentation:
             brightness=_factor(self.brightness, u[5]),
             contrast=_factor(self.contrast, u[6]),
             saturation=_factor(self.saturation, u[7]),
+            deep=u[8],
+            flip_depth=self.flip_depth and u[9] < 0.5,
         )
 
 
@@ -84,20 +98,32 @@ def _factor(strength: float, u: float) -> float:
 
 
 def vary_colour(
-    pixels: Pixels, variation: Variation, out: npt.NDArray[np.float32] | None = None
+    pixels: Values,
+    variation: Variation,
+    mean: Sequence[float] = (),
+    out: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Change saturation, then contrast about mid-grey, then brightness, and limit the result to [0, 255] once.
+    """The planes of an image with its colours changed.
 
-    Takes uint8 (rows, columns, channels), returns float32 (channels, rows, columns) in [0, 255], in `out` if given.
+    Of bytes saturation, then contrast about mid-grey, then brightness are changed, and the result is limited to
+    [0, 255] once. Floating point has neither a grey nor limits: its contrast changes about `mean`.
+
+    Takes (rows, columns, channels), returns float32 (channels, rows, columns), in `out` if given; of volumes and
+    sequences likewise.
 
     Raises:
-        ValueError: a saturation other than 1 for images that have not three channels.
+        ValueError: a saturation other than 1 for bytes that have not three channels.
     """
-    planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.float32) if out is None else out
-    planes[...] = np.moveaxis(pixels, 2, 0)
+    planes = np.empty((pixels.shape[-1], *pixels.shape[:-1]), np.float32) if out is None else out
+    planes[...] = np.moveaxis(pixels, -1, 0)
     if (variation.brightness, variation.contrast, variation.saturation) == (1.0, 1.0, 1.0):
         return planes
     gain = np.float32(variation.brightness * variation.contrast)
+    if pixels.dtype != np.uint8:
+        planes *= gain
+        for plane, middle in zip(planes, mean, strict=True):
+            plane += np.float32(variation.brightness * middle * (1.0 - variation.contrast))
+        return planes
     offset = np.float32(variation.brightness * _GREY * (1.0 - variation.contrast))
     if variation.saturation == 1.0:
         planes *= gain

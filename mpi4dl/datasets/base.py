@@ -1,4 +1,7 @@
-"""What every dataset of labelled images answers, and the two errors that reading images can raise."""
+"""What every dataset of labelled images answers, and the two errors that reading images can raise.
+
+An image has rows and columns, or a depth before them, and is a volume then, or columns alone, a sequence.
+"""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +12,7 @@ import numpy.typing as npt
 from mpi4dl.geometry import Interval
 
 Pixels = npt.NDArray[np.uint8]
+Values = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 class DatasetError(ValueError):
@@ -48,13 +52,11 @@ class Image(Protocol):
     """One image, of which any box can be read. It is made for one reading thread and dropped after use."""
 
     @property
-    def height(self) -> int: ...
+    def size(self) -> tuple[int, ...]:
+        """Of each axis of space, such as (height, width)."""
 
-    @property
-    def width(self) -> int: ...
-
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
-        """The pixels of a box inside the image: uint8, (rows, columns, channels).
+    def read(self, *space: Interval) -> Values:
+        """The pixels of a box inside the image, (rows, columns, channels): uint8, or float32 whose range is 0 to 1.
 
         Raises:
             BadImage: the file cannot be decoded.
@@ -87,18 +89,28 @@ class Dataset(Protocol):
 
 
 class WholeImage:
-    """An image whose pixels are all in memory: uint8, (height, width, channels)."""
+    """An image whose pixels are all in an array: (height, width, channels), or with other axes of space."""
 
-    def __init__(self, pixels: Pixels) -> None:
+    def __init__(self, pixels: npt.NDArray[Any]) -> None:
         self._pixels = pixels
 
     @property
-    def height(self) -> int:
-        return self._pixels.shape[0]
+    def size(self) -> tuple[int, ...]:
+        return self._pixels.shape[:-1]
 
-    @property
-    def width(self) -> int:
-        return self._pixels.shape[1]
+    def read(self, *space: Interval) -> Values:
+        return unit_values(self._pixels[tuple(slice(*interval) for interval in space)])
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
-        return self._pixels[rows.start : rows.stop, cols.start : cols.stop]
+
+def unit_values(values: npt.NDArray[Any]) -> Values:
+    """Bytes as they are; else float32: integers over the largest of their type, and floating point as it is.
+
+    Raises:
+        ValueError: values that are no real numbers.
+    """
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"holds values of type {values.dtype}: expected integers or floating point")
+    scale = np.iinfo(values.dtype).max if values.dtype.kind in "iu" else 1
+    return (values / scale).astype(np.float32) if scale > 1 else values.astype(np.float32)

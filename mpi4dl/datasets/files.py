@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mpi4dl.datasets import tiff
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values
 from mpi4dl.datasets.pillow import open_picture
 from mpi4dl.datasets.tiff_colour import Unsupported
 from mpi4dl.datasets.vendor import OpenSlideImage
@@ -52,13 +52,14 @@ class _ImageFile:
 
     def __init__(self, path: Path, image: Image) -> None:
         self._path, self._image = path, image
-        self.height, self.width = image.height, image.width
+        self.size = image.size
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
+    def read(self, *space: Interval) -> Values:
         with blaming(self._path):
-            pixels = self._image.read(rows, cols)
-            if pixels.dtype != np.uint8 or pixels.shape != (rows.length, cols.length, 3):
-                raise BadImage(self._path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {rows} x {cols}")
+            pixels = self._image.read(*space)
+            if pixels.dtype != np.uint8 or pixels.shape != (*(interval.length for interval in space), 3):
+                asked = " x ".join(map(str, space))
+                raise BadImage(self._path, f"gives {pixels.dtype} pixels of shape {pixels.shape} for {asked}")
         return pixels
 
 

@@ -1,4 +1,4 @@
-"""A folder of images, one sub-folder per class, listed once; sizes and formats may be mixed.
+"""A folder of images or volumes, one sub-folder per class, listed once; sizes and formats may be mixed.
 
 A list is made by one rank for all. Whoever opens a file sees to it that it is the one that was listed: on a rank that
 sees another file system, a path may be another picture.
@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpi4dl.datasets.base import DatasetError, Image
+from mpi4dl.datasets.base import BadImage, DatasetError, Image
 from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
 from mpi4dl.datasets.layout import LAYOUT, TRAINING, class_folders, visible
+from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 
 PROBE_BYTES = 4096
 UNKNOWN = -1
@@ -34,18 +35,20 @@ class OtherFile(DatasetError):
 class ImageFolder:
     """The images under `root/<class>/`, classes and files in alphabetical order, the same on every machine.
 
-    `classes` fixes the classes and their order, for a validation folder that has to agree with the training one.
+    `classes` fixes the classes and their order, for a validation folder that has to agree with the training one. With
+    `volumes`, each file is one. They have as many channels as the first that can be read.
 
     Raises:
         DatasetError: no such folder, no classes or only one, a class without images, or a class not in `classes`.
     """
 
-    channels = 3
-
-    def __init__(self, root: Path, classes: tuple[str, ...] | None = None) -> None:
+    def __init__(self, root: Path, classes: tuple[str, ...] | None = None, volumes: bool = False) -> None:
+        self.volumes = volumes
+        suffixes = tuple(VOLUME_SUFFIXES) if volumes else SUFFIXES
         found = class_folders(root)
         if not found:
-            loose = "; it has images of its own: move them into one sub-folder per class" if _has_images(root) else ""
+            own = any(visible(path.name) and path.name.lower().endswith(suffixes) for path in root.iterdir())
+            loose = "; it has images of its own: move them into one sub-folder per class" if own else ""
             raise DatasetError(f"{root}: has no class folders{loose}; {LAYOUT}")
         if classes is None and len(found) < 2:
             hint = f": add {root / 'val'}, or give {root / found[0]}" if found[0].casefold() in TRAINING else ""
@@ -60,17 +63,18 @@ class ImageFolder:
             )
         files: list[File] = []
         for name in found:
-            images = sorted(_images(root / name))
+            images = sorted(_images(root / name, suffixes))
             if not images:
                 raise DatasetError(
                     f"{root / name}: this class has no images: add some, or remove the folder; "
-                    f"files count as images if they end in {' '.join(SUFFIXES)}"
+                    f"files count as {'volumes' if volumes else 'images'} if they end in {' '.join(suffixes)}"
                 )
             label = self.classes.index(name)
             files += [File(path.relative_to(root).as_posix(), size, label) for path, size in images]
         self.files = tuple(files)
         self._prints: Sequence[int | None] = ()
         self._reader = "here"
+        self.channels = self._channels() if volumes else 3
 
     def __len__(self) -> int:
         return len(self.files)
@@ -97,7 +101,21 @@ class ImageFolder:
                 f"{self.path(index)}: has other content {self._reader} than elsewhere, though as many bytes: "
                 f"{_SAME_FILES}"
             )
-        return open_image(self.path(index))
+        if not self.volumes:
+            return open_image(self.path(index))
+        volume = open_volume(self.path(index))
+        if volume.channels != self.channels:
+            raise BadImage(self.path(index), f"has {volume.channels} channels where others have {self.channels}")
+        return volume
+
+    def _channels(self) -> int:
+        """Those of the first volume that can be read."""
+        for index in range(len(self)):
+            try:
+                return open_volume(self.path(index)).channels
+            except BadImage:
+                continue
+        return 1
 
     def prints(self, part: slice, reader: str) -> list[int | None]:
         """A checksum of some bytes of each file of a part of the list; None of what cannot be read.
@@ -147,17 +165,13 @@ class ImageFolder:
 _SAME_FILES = "all ranks must see the same files, and they must stay as they are"
 
 
-def _has_images(folder: Path) -> bool:
-    return any(visible(path.name) and path.name.lower().endswith(SUFFIXES) for path in folder.iterdir())
-
-
-def _images(folder: Path) -> Iterator[tuple[Path, int]]:
+def _images(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, int]]:
     """The images below a folder, and their sizes in bytes."""
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
         folders[:] = [name for name in folders if visible(name)]
         for name in names:
-            if visible(name) and name.lower().endswith(SUFFIXES):
+            if visible(name) and name.lower().endswith(suffixes):
                 path = Path(parent, name)
                 try:
                     size = path.stat().st_size

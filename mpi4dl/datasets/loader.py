@@ -15,7 +15,7 @@ from mpi4dl.datasets.prefetch import Prefetcher
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
 
-MASK_DIMS = 2  # labels of so many dims or more are masks
+MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of as many as these
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Loader:
         tiles = tuple(self._tile(box, indices, labels, epoch, errors, problems) for box in self._boxes_of(len(indices)))
         shown = [
             torch.from_numpy(self._view.mask(label.numpy(), self._view.variation(index, epoch)))
-            if label.dim() >= MASK_DIMS
+            if self._is_mask(label)
             else label
             for index, label in zip(indices, labels, strict=True)
         ]
@@ -157,14 +157,15 @@ class Loader:
         errors: dict[int, str],
         problems: list[str],
     ) -> torch.Tensor:
-        samples, height, width = box.shape
-        tile = torch.zeros((samples, self._dataset.channels, height, width))
+        samples, *space = box.shape
+        tile = torch.zeros((samples, self._dataset.channels, *space))
         for position in range(*box.batch) if not box.empty else ():
             index, out = indices[position], tile[position - box.batch.start]
             try:
                 image = self._dataset.image(index)
-                _check_mask(labels[position], image, index)
-                self._view.tile(image, box.rows, box.cols, self._view.variation(index, epoch), out.numpy())
+                self._check_mask(labels[position], image, index)
+                variation = self._view.variation(index, epoch)
+                self._view.tile(image, *box.space, variation=variation, out=out.numpy())
             except DatasetError as error:
                 if not self._reports:
                     raise
@@ -175,13 +176,16 @@ class Loader:
                 out.zero_()
         return tile
 
+    def _is_mask(self, label: torch.Tensor) -> bool:
+        return label.dim() >= max(MASK_DIMS, len(self._view.size))
 
-def _check_mask(label: torch.Tensor, image: Image, index: int) -> None:
-    if label.dim() >= MASK_DIMS and label.shape[-2:] != (image.height, image.width):
-        raise ValueError(
-            f"the label of sample {index} has shape {tuple(label.shape)}, but its image {image.height} x {image.width} "
-            "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
-        )
+    def _check_mask(self, label: torch.Tensor, image: Image, index: int) -> None:
+        if self._is_mask(label) and label.shape[-len(image.size) :] != image.size:
+            size = " x ".join(map(str, image.size))
+            raise ValueError(
+                f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
+                "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
+            )
 
 
 def _label(dataset: Dataset, index: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Pictures that were stored turned or mirrored, as their EXIF or TIFF tag says, shown upright."""
 
-from mpi4dl.datasets.base import Image, Pixels
+from mpi4dl.datasets.base import Image, Values
 from mpi4dl.geometry import Interval
 
 TAG = 274  # of EXIF and of TIFF
@@ -28,12 +28,13 @@ class _Upright:
     def __init__(self, stored: Image, exchanged: bool, flip_rows: bool, flip_cols: bool) -> None:
         self._stored, self._exchanged = stored, exchanged
         self._flip_rows, self._flip_cols = flip_rows, flip_cols
-        self.height, self.width = (stored.width, stored.height) if exchanged else (stored.height, stored.width)
+        self.size = stored.size[::-1] if exchanged else stored.size
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
+    def read(self, *space: Interval) -> Values:
+        (height, width), (rows, cols) = self.size, space
         if self._flip_rows:
-            rows = Interval(self.height - rows.stop, self.height - rows.start)
+            rows = Interval(height - rows.stop, height - rows.start)
         if self._flip_cols:
-            cols = Interval(self.width - cols.stop, self.width - cols.start)
+            cols = Interval(width - cols.stop, width - cols.start)
         pixels = self._stored.read(cols, rows).swapaxes(0, 1) if self._exchanged else self._stored.read(rows, cols)
         return pixels[:: -1 if self._flip_rows else 1, :: -1 if self._flip_cols else 1]

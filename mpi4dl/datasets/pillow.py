@@ -42,17 +42,18 @@ def open_picture(path: Path) -> Image:
 class _Picture:
     def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self._path = path
-        self.width, self.height = size
+        self.size = size[::-1]
 
     @cached_property
     def _decoded(self) -> PIL.Image.Image:
         with PIL.Image.open(self._path) as image:
             image.load()
-        if image.size != (self.width, self.height):
-            raise BadImage(self._path, f"has {image.size} pixels where its header says {(self.width, self.height)}")
+        if image.size != self.size[::-1]:
+            raise BadImage(self._path, f"has {image.size} pixels where its header says {self.size[::-1]}")
         return image
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
+    def read(self, *space: Interval) -> Pixels:
+        rows, cols = space
         pixels = np.empty((rows.length, cols.length, 3), np.uint8)
         if pixels.size == 0:
             return pixels

@@ -17,7 +17,7 @@ SYNTHETIC = "synthetic"
 def open(
     source: str | Path,
     *,
-    size: tuple[int, int] = (1024, 1024),
+    size: tuple[int, ...] = (1024, 1024),
     num_classes: int = 10,
     num_train: int = 1000,
     num_val: int = 200,
@@ -34,6 +34,9 @@ def open(
     - CIFAR's folder of python batches: its training and its test images.
     - an .npz file with x_train, y_train, x_test, y_test: these; with x and y: split as above.
 
+    With a `size` of three numbers all of these are volumes, and files of folders one volume each: .npy, .npz, stacks of
+    TIFF pages, NIfTI. With one, synthetic images and .npz files are sequences.
+
     Raises:
         DatasetError: the source does not exist or does not hold what it should.
     """
@@ -44,14 +47,17 @@ def open(
         return Subset(images, range(num_train)), Subset(images, range(num_train, num_train + num_val))
     path = Path(source).expanduser()
     if path.suffix == ".npz":
-        training, test = load_npz(path)
+        training, test = load_npz(path, len(size))
         return (training, test) if test else split(training, validation_fraction, seed, validating or {})
-    if is_cifar(path):
+    if len(size) == 2 and is_cifar(path):
         return load_cifar(path)
     if not path.exists():
         raise DatasetError(f"{source}: no such file or folder; expected {SYNTHETIC!r}, a folder of images or an .npz")
     found = parts(path)
+    if len(size) == 1:
+        raise DatasetError(f"{source}: folders hold images and volumes; sequences are synthetic, or in an .npz file")
+    volumes = len(size) > 2
     if found is None:
-        return split(ImageFolder(path), validation_fraction, seed, validating or {})
-    train = ImageFolder(path / found.training)
-    return train, ImageFolder(path / found.validation, train.classes)
+        return split(ImageFolder(path, volumes=volumes), validation_fraction, seed, validating or {})
+    train = ImageFolder(path / found.training, volumes=volumes)
+    return train, ImageFolder(path / found.validation, train.classes, volumes)

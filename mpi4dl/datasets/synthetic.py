@@ -1,5 +1,6 @@
 """Images computed from a formula: any number, any size, no files, and labels that can be learnt."""
 
+from functools import reduce
 from math import cos, pi, sin
 
 import numpy as np
@@ -18,16 +19,18 @@ _NOISE_BITS = 6
 class Synthetic:
     """Noisy stripes whose direction and tint tell the class; class i % num_classes for image i.
 
+    In a volume they lean along its depth too; of a sequence it is how close they are that tells the class.
+
     Raises:
         DatasetError: no images, fewer than two classes, or an empty size.
     """
 
     channels = 3
 
-    def __init__(self, length: int, size: tuple[int, int], num_classes: int = 10, seed: int = 0) -> None:
+    def __init__(self, length: int, size: tuple[int, ...], num_classes: int = 10, seed: int = 0) -> None:
         if length < 1 or num_classes < 2 or min(size) < 1:
-            asked = f"{length} synthetic images of {size[0]} x {size[1]} pixels in {num_classes} classes"
-            raise DatasetError(f"{asked}: needs at least 1 image, 1 x 1 pixels and 2 classes")
+            asked = f"{length} synthetic images of {' x '.join(map(str, size))} pixels in {num_classes} classes"
+            raise DatasetError(f"{asked}: needs at least 1 image, {' x '.join('1' * len(size))} pixels and 2 classes")
         self.classes = tuple(f"class {i}" for i in range(num_classes))
         self._length, self._size, self._seed = length, size, seed
 
@@ -45,20 +48,24 @@ class Synthetic:
 
 
 class _Stripes:
-    def __init__(self, size: tuple[int, int], label: int, num_classes: int, key: tuple[int, int]) -> None:
-        self.height, self.width = size
+    def __init__(self, size: tuple[int, ...], label: int, num_classes: int, key: tuple[int, int]) -> None:
+        self.size = size
         random = np.random.default_rng(key)
         self._start = int(random.integers(_PHASES))
-        self._keys = [np.uint32(k) for k in random.integers(1 << 32, size=2)]
+        dims = len(size)
+        self._keys = [np.uint32(k) for k in random.integers(1 << 32, size=max(2, dims))]
         angle, frequency = pi * label / num_classes, _PHASES / _STRIPE_PERIOD_PX
-        self._down, self._across = round(frequency * sin(angle)), round(frequency * cos(angle))
+        steps = (round(frequency * sin(angle) / 2), round(frequency * sin(angle)), round(frequency * cos(angle)))
+        self._steps = steps[-dims:] if dims > 1 else (_PHASES * (label + 1) // (_STRIPE_PERIOD_PX + num_classes),)
         self._tint = [round(32 * cos(2 * angle + 2 * pi * channel / 3)) for channel in range(3)]
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
-        row, col = np.arange(*rows, dtype=np.int64)[:, None], np.arange(*cols, dtype=np.int64)
-        stripes = _WAVE[(self._start + self._down * row + self._across * col) % _PHASES]
-        noise = _mix(_mix(row.astype(np.uint32) + self._keys[0]) ^ _mix(col.astype(np.uint32) + self._keys[1]))
-        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+    def read(self, *space: Interval) -> Pixels:
+        places = np.ix_(*(np.arange(*interval, dtype=np.int64) for interval in space))
+        phases = sum(step * place for step, place in zip(self._steps, places, strict=True))
+        stripes = _WAVE[(phases + self._start) % _PHASES]
+        scattered = [_mix(place.astype(np.uint32) + key) for place, key in zip(places, self._keys, strict=False)]
+        noise = _mix(reduce(np.bitwise_xor, scattered))
+        pixels = np.empty((*noise.shape, 3), np.uint8)
         for channel, tint in enumerate(self._tint):
             # Bytes 0, 1, 2 of one hash are the noise of the three channels.
             grain = (noise >> np.uint32(8 * channel)).astype(np.uint8) >> (8 - _NOISE_BITS)

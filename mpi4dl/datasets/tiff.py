@@ -74,6 +74,7 @@ class _Tiff:
         self.width: int = first.imagewidth
         self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
         self._tile_width: int = first.tilewidth if first.is_tiled else self.width
+        self.size = self.height, self.width
         sides = (self.height, self.width, self._tile_height, self._tile_width)
         if min(sides) < 1 or first.imagedepth != 1:
             raise BadImage(path, f"has {self.height} x {self.width} x {first.imagedepth} pixels: it is damaged")
@@ -90,7 +91,8 @@ class _Tiff:
                 found = f"lists {len(page.dataoffsets)} tiles where its size needs {expected}"
                 raise BadImage(path, f"{found}: it is damaged")
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
+    def read(self, *space: Interval) -> Pixels:
+        rows, cols = space
         pixels = np.full((rows.length, cols.length, 3), WHITE, np.uint8)
         descriptor = os.open(self._path, os.O_RDONLY)
         try:

@@ -31,9 +31,10 @@ class OpenSlideImage:
         if "error" in answer:
             reason = "the file is damaged, or its extension is wrong"
             raise BadImage(path, f"is no slide that OpenSlide can open ({answer['error']}): {reason}")
-        self.width, self.height = answer["size"]
+        self.size = answer["size"][1], answer["size"][0]
 
-    def read(self, rows: Interval, cols: Interval) -> Pixels:
+    def read(self, *space: Interval) -> Pixels:
+        rows, cols = space
         pixels = np.empty((rows.length, cols.length, 3), np.uint8)
         if pixels.size == 0:
             return pixels

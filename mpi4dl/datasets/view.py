@@ -1,6 +1,7 @@
 """How a sample becomes an image of the training size, of which any rank reads its own box."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 
 from mpi4dl.datasets import fit
 from mpi4dl.datasets.augment import Augmentation, Variation, vary_colour
-from mpi4dl.datasets.base import Image, Pixels
+from mpi4dl.datasets.base import Image, Values
 from mpi4dl.geometry import Interval
 
 Fit = Literal["resize", "crop"]
@@ -24,15 +25,19 @@ IGNORED = -100  # the default of `ignore_index` in PyTorch's losses
 class View:
     """The frame of `size` (height, width) pixels in which every sample is shown, and how it is normalised.
 
+    Volumes have a size of three numbers, the depth first, sequences one. `mean` and `std` are of values between 0 and
+    1: of bytes over 255, of other integers over the largest of their type, of floating point as it is.
+
+
     `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
-    size (padded with white where the image is smaller). Without an `augmentation` the view is the centre, unchanged:
-    what validation wants.
+    size (padded where the image is smaller, pictures with white, others with 0). Without an `augmentation` the view is
+    the centre, unchanged: what validation wants.
 
     Raises:
         ValueError: a size, a fit, or a mean and std that cannot be.
     """
 
-    size: tuple[int, int]
+    size: tuple[int, ...]
     fit: Fit = "resize"
     augmentation: Augmentation | None = None
     seed: int = 0
@@ -41,7 +46,7 @@ class View:
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
-            raise ValueError(f"size={self.size}: height and width must be at least 1 pixel")
+            raise ValueError(f"size={self.size}: each side must be at least 1 pixel")
         if self.fit not in get_args(Fit):
             raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(get_args(Fit))}")
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
@@ -54,8 +59,7 @@ class View:
     def tile(
         self,
         image: Image,
-        rows: Interval,
-        cols: Interval,
+        *space: Interval,
         variation: Variation | None = None,
         out: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
@@ -67,34 +71,35 @@ class View:
             BadImage: the file cannot be decoded.
             ValueError: the box lies outside the frame, or mean and std are for another number of channels.
         """
-        pixels = self.pixels(image, rows, cols, variation)
-        if pixels.shape[2] != len(self.mean):
-            raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[2]}")
-        planes = vary_colour(pixels, variation or Variation(), out)
+        pixels, variation = self.pixels(image, *space, variation=variation), variation or Variation()
+        if pixels.shape[-1] != len(self.mean):
+            raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[-1]}")
+        planes, top = vary_colour(pixels, variation, self.mean, out), 255.0 if pixels.dtype == np.uint8 else 1.0
         for plane, mean, std in zip(planes, self.mean, self.std, strict=True):
-            plane *= np.float32(1.0 / (255.0 * std))
+            plane *= np.float32(1.0 / (top * std))
             plane -= np.float32(mean / std)
         return planes
 
-    def pixels(self, image: Image, rows: Interval, cols: Interval, variation: Variation | None = None) -> Pixels:
-        """A box of the fitted and flipped image, its colours untouched: uint8, (rows, columns, channels)."""
-        height, width = self.size
-        if not (Interval(0, height).covers(rows) and Interval(0, width).covers(cols)):
-            raise ValueError(f"the box rows {rows}, columns {cols} lies outside the frame of {height} x {width} pixels")
-        variation = variation or Variation()
-        if variation.flip_rows:
-            rows = Interval(height - rows.stop, height - rows.start)
-        if variation.flip_cols:
-            cols = Interval(width - cols.stop, width - cols.start)
+    def pixels(self, image: Image, *space: Interval, variation: Variation | None = None) -> Values:
+        """A box of the fitted and flipped image, its colours untouched, (rows, columns, channels), as `Image.read`."""
+        num_axes, variation = len(self.size), variation or Variation()
+        if len(space) != num_axes or len(image.size) != num_axes:
+            raise ValueError(f"a box of {len(space)} and an image of {len(image.size)} axes, in a frame of {num_axes}")
+        if not all(Interval(0, size).covers(interval) for size, interval in zip(self.size, space, strict=True)):
+            frame = " x ".join(map(str, self.size))
+            raise ValueError(f"the box {' x '.join(map(str, space))} lies outside the frame of {frame} pixels")
+        flips, places = variation.flips(num_axes), variation.places(num_axes)
+        turned = [
+            Interval(size - interval.stop, size - interval.start) if flip else interval
+            for size, interval, flip in zip(self.size, space, flips, strict=True)
+        ]
+        sides = list(zip(self.size, image.size, places, strict=True))
         if self.fit == "crop":
-            top = _corner(image.height - height, variation.down)
-            left = _corner(image.width - width, variation.across)
-            pixels = fit.crop(image, top, left, rows, cols)
+            pixels = fit.crop(image, [_corner(source - size, place) for size, source, place in sides], turned)
         else:
-            down = _frame(height, image.height, variation.crop, variation.down)
-            across = _frame(width, image.width, variation.crop, variation.across)
-            pixels = fit.resize(image, down, across, rows, cols)
-        return pixels[:: -1 if variation.flip_rows else 1, :: -1 if variation.flip_cols else 1]
+            frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
+            pixels = fit.resize(image, frames, turned)
+        return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
 
     def mask(self, mask: npt.NDArray[Any], variation: Variation | None = None) -> npt.NDArray[Any]:
         """What an image's mask, (..., height, width) of the image, is beside the varied image: (..., *size).
@@ -103,12 +108,17 @@ class View:
         is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses ignore, and
         floating point is not-a-number.
         """
-        variation, (height, width) = variation or Variation(), self.size
-        rows = self._sources(height, mask.shape[-2], variation.down, variation)
-        cols = self._sources(width, mask.shape[-1], variation.across, variation)
-        rows, cols = rows[:: -1 if variation.flip_rows else 1, None], cols[:: -1 if variation.flip_cols else 1]
-        inside = (rows >= 0) & (rows < mask.shape[-2]) & (cols >= 0) & (cols < mask.shape[-1])
-        shown = mask[..., np.clip(rows, 0, mask.shape[-2] - 1), np.clip(cols, 0, mask.shape[-1] - 1)]
+        variation, num_axes = variation or Variation(), len(self.size)
+        sides = mask.shape[-num_axes:]
+        places, flips = variation.places(num_axes), variation.flips(num_axes)
+        sources = [
+            self._sources(size, source, place, variation)[:: -1 if flip else 1]
+            for size, source, place, flip in zip(self.size, sides, places, flips, strict=True)
+        ]
+        insides = [(found >= 0) & (found < source) for found, source in zip(sources, sides, strict=True)]
+        clipped = [np.clip(found, 0, source - 1) for found, source in zip(sources, sides, strict=True)]
+        shown = mask[(Ellipsis, *np.ix_(*clipped))]  # type: ignore[arg-type]
+        inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
         return shown if inside.all() else np.where(inside, shown, IGNORED if mask.dtype.kind == "i" else np.nan)
 
     def _sources(self, size: int, source: int, position: float, variation: Variation) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.models.amoebanet import amoebanetd
-from mpi4dl.models.resnet import resnet_v1, resnet_v2
+from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2
 from mpi4dl.models.small import small_resnet
 from mpi4dl.models.unet import UNet
 
@@ -27,12 +27,15 @@ class Entry:
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
         "amoebanetd": Entry(amoebanetd),
-        "resnet_v1": Entry(resnet_v1),
+        "resnet_v1": Entry(resnet_v1, {"dims": 2}),
         "resnet_v2": Entry(resnet_v2),
         "resnet110_v2": Entry(resnet_v2, {"depth": 110}),
         "resnet1001_v2": Entry(resnet_v2, {"depth": 1001}),
         "small_resnet": Entry(small_resnet),
-        "unet": Entry(UNet),
+        "resnet1d": Entry(resnet1d),
+        "resnet3d": Entry(resnet3d),
+        "unet": Entry(UNet, {"dims": 2}),
+        "unet3d": Entry(UNet, {"dims": 3}),
     }
 )
 
@@ -40,6 +43,11 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
 def names(torchvision: bool = False) -> list[str]:
     """Return the names that `build` knows, sorted: our own and, if `torchvision` (which imports it), its names too."""
     return sorted({*OWN_MODELS, *(import_torchvision().models.list_models() if torchvision else ())})
+
+
+def takes_channels(name: str) -> bool:
+    """Whether a model of this name is built for a number of channels, by its option `in_channels`."""
+    return name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder)
 
 
 def build(name: str, num_classes: int | None = None, **options: object) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The deep residual networks made for CIFAR, v1 and v2, of any depth that their blocks allow.
+"""The deep residual networks made for CIFAR, v1 and v2, of any depth that their blocks allow, and for any dims.
 
 Both are an `nn.Sequential` of a stem, three stages of n blocks and a head, flat, so that a pipeline can cut it between
 any two blocks. Every stage after the first halves H and W (rounded up) and doubles the number of filters.
@@ -9,26 +9,26 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.models.layers import ClassifierHead, initialize_convolutions
+from mpi4dl.models.layers import CONVOLUTIONS, NORMS, ClassifierHead, check_dims, initialize_convolutions
 
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut: (batch, in_channels, H, W) to (batch, channels, H / stride, W / stride).
 
-    Where the shape changes, the shortcut is a 1x1 convolution (the paper's option B).
+    `dims` is the number of sides of what it is for, such as 3 for volumes. Where the shape changes, the shortcut is a
+    1x1 convolution (the paper's option B).
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, dims: int = 2) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
+        convolution, norm = CONVOLUTIONS[dims], NORMS[dims]
+        self.conv1 = convolution(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = norm(channels)
+        self.conv2 = convolution(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = norm(channels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
+            self.shortcut = nn.Sequential(convolution(in_channels, channels, 1, stride, bias=False), norm(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.norm1(self.conv1(x)))
@@ -67,25 +67,40 @@ class PreactivationBottleneck(nn.Module):
         return residual + shortcut
 
 
-def resnet_v1(depth: int = 110, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
+def resnet_v1(
+    depth: int = 110, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3, dims: int = 2
+) -> nn.Sequential:
     """Build the original residual network of depth 6n+2: images (batch, in_channels, H, W) to logits.
+
+    With `dims` 3 it is for volumes (batch, in_channels, D, H, W), with 1 for sequences (batch, in_channels, L).
 
     He et al. 2015, "Deep Residual Learning for Image Recognition", section 4.2, https://arxiv.org/abs/1512.03385.
 
     Raises:
-        ValueError: `depth` is not 6n+2 for an n of at least 1.
+        ValueError: `depth` is not 6n+2 for an n of at least 1, or `dims` not 1, 2 or 3.
     """
+    check_dims(dims)
     blocks_per_stage = _blocks_per_stage("resnet_v1", depth, layers_per_round=6)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["stem"] = nn.Sequential(
-        nn.Conv2d(in_channels, num_filters, 3, padding=1, bias=False), nn.BatchNorm2d(num_filters), nn.ReLU()
+        CONVOLUTIONS[dims](in_channels, num_filters, 3, padding=1, bias=False), NORMS[dims](num_filters), nn.ReLU()
     )
     width = num_filters
     for stage, block, channels, stride in _block_shapes(num_filters, blocks_per_stage):
-        layers[f"stage{stage}_block{block}"] = BasicBlock(width, channels, stride)
+        layers[f"stage{stage}_block{block}"] = BasicBlock(width, channels, stride, dims)
         width = channels
-    layers["head"] = ClassifierHead(width, num_classes)
+    layers["head"] = ClassifierHead(width, num_classes, dims=dims)
     return _initialized(layers)
+
+
+def resnet3d(depth: int = 20, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
+    """Build `resnet_v1` for volumes (batch, in_channels, D, H, W), less deep."""
+    return resnet_v1(depth, num_classes, num_filters, in_channels, dims=3)
+
+
+def resnet1d(depth: int = 20, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:
+    """Build `resnet_v1` for sequences (batch, in_channels, L), less deep."""
+    return resnet_v1(depth, num_classes, num_filters, in_channels, dims=1)
 
 
 def resnet_v2(depth: int = 110, num_classes: int = 10, num_filters: int = 16, in_channels: int = 3) -> nn.Sequential:

@@ -16,37 +16,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.models.layers import initialize_convolutions
+from mpi4dl.models.layers import CONVOLUTIONS, MAX_POOLS, NORMS, TRANSPOSED, check_dims, initialize_convolutions
 
 
 class UNet(nn.Module):
     """U-Net with batch norm: images (batch, in_channels, H, W) to logits (batch, num_classes, H, W).
 
-    `depth` is the number of times that the encoder halves the image, `num_filters` the width at full size; every
-    halving doubles it. Unlike the paper's, the convolutions are padded.
+    With `dims` 3 it is for volumes (batch, in_channels, D, H, W), as that of Cicek et al. 2016, "3D U-Net: Learning
+    Dense Volumetric Segmentation from Sparse Annotation", https://arxiv.org/abs/1606.06650. `depth` is the number of
+    times that the encoder halves the image, `num_filters` the width at full size; every halving doubles it. Unlike the
+    papers', the convolutions are padded.
 
     Ronneberger et al. 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation",
     https://arxiv.org/abs/1505.04597.
 
     Raises:
-        ValueError: `depth` or `num_filters` is less than 1.
+        ValueError: `depth` or `num_filters` is less than 1, or `dims` not 1, 2 or 3.
     """
 
-    def __init__(self, num_classes: int = 2, in_channels: int = 3, num_filters: int = 64, depth: int = 4) -> None:
+    def __init__(
+        self, num_classes: int = 2, in_channels: int = 3, num_filters: int = 64, depth: int = 4, dims: int = 2
+    ) -> None:
         super().__init__()
+        check_dims(dims)
         if depth < 1 or num_filters < 1:
             raise ValueError(f"depth={depth} and num_filters={num_filters} must both be at least 1 in a U-Net")
+        self.dims = dims
         widths = [num_filters * 2**level for level in range(depth + 1)]
-        self.pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.pool = MAX_POOLS[dims](2, ceil_mode=True)
         self.encoder = nn.ModuleList(
-            _conv_block(above, width) for above, width in zip([in_channels, *widths[:-2]], widths[:-1], strict=True)
+            _conv_block(above, width, dims)
+            for above, width in zip([in_channels, *widths[:-2]], widths[:-1], strict=True)
         )
-        self.bottom = _conv_block(widths[-2], widths[-1])
+        self.bottom = _conv_block(widths[-2], widths[-1], dims)
         self.upsample = nn.ModuleList(
-            nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
+            TRANSPOSED[dims](2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
         )
-        self.decoder = nn.ModuleList(_conv_block(2 * width, width) for width in reversed(widths[:-1]))
-        self.classifier = nn.Conv2d(num_filters, num_classes, 1)
+        self.decoder = nn.ModuleList(_conv_block(2 * width, width, dims) for width in reversed(widths[:-1]))
+        self.classifier = CONVOLUTIONS[dims](num_filters, num_classes, 1)
         initialize_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,20 +64,22 @@ class UNet(nn.Module):
             x = self.pool(x)
         x = self.bottom(x)
         for upsample, block, skip in zip(self.upsample, self.decoder, reversed(skips), strict=True):
-            x = block(torch.cat([skip, _cropped_to(skip, upsample(x))], dim=1))
+            x = block(torch.cat([skip, _cropped_to(skip, upsample(x), self.dims)], dim=1))
         return self.classifier(x)
 
 
-def _conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+def _conv_block(in_channels: int, out_channels: int, dims: int) -> nn.Sequential:
+    convolution, norm = CONVOLUTIONS[dims], NORMS[dims]
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels),
+        convolution(in_channels, out_channels, 3, padding=1, bias=False),
+        norm(out_channels),
         nn.ReLU(),
-        nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels),
+        convolution(out_channels, out_channels, 3, padding=1, bias=False),
+        norm(out_channels),
         nn.ReLU(),
     )
 
 
-def _cropped_to(skip: Tensor, x: Tensor) -> Tensor:
-    return F.pad(x, (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2]))
+def _cropped_to(skip: Tensor, x: Tensor, dims: int) -> Tensor:
+    free = [side for dim in range(dims + 1, 1, -1) for side in (0, skip.shape[dim] - x.shape[dim])]
+    return F.pad(x, free)

@@ -214,6 +214,10 @@ class Plan:
         if self.num_ranks != num_ranks:
             return self.wrong_world(num_ranks)
         tiles = self.tiles[0]
+        if len(tiles) != len(image_size) and (len(tiles), len(image_size)) != (2, 3):
+            size = "x".join(map(str, image_size))
+            names = ", ".join(SPACE[len(tiles)])
+            return f"--tiles {grid_name(tiles)} cuts along {names}, but what is trained on has the size {size}"
         for name, parts, pixels in zip(SPACE[len(tiles)], tiles, image_size[-len(tiles) :], strict=True):
             if parts > pixels:
                 asked = f"--tiles {grid_name(tiles)}"

@@ -15,6 +15,7 @@ from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.view import Fit
+from mpi4dl.models.registry import takes_channels
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
@@ -23,6 +24,7 @@ from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.options import nearest
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
+RGB = ("red", "green", "blue")
 
 
 def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **options: Any) -> Any:
@@ -102,7 +104,8 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         flip_cols=data.flip,
         brightness=data.jitter,
         contrast=data.jitter,
-        saturation=data.jitter,
+        saturation=data.jitter if channels == len(RGB) else 0.0,
+        flip_depth=data.flip,
     )
     common: Mapping[str, Any] = {"fit": fit, "mean": (data.mean,) * channels, "std": (data.std,) * channels}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
@@ -115,10 +118,12 @@ def number_of_steps(config: Config, num_batches: int) -> int:
     return steps if limit is None else min(steps, limit)
 
 
-def build_model(config: Config, num_classes: int) -> nn.Module:
-    """The whole model, the same on every rank that uses the same seed."""
+def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
+    """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option."""
     torch.manual_seed(config.training.seed)
     name, options = config.model.model, config.model.model_options
+    if takes_channels(name):
+        options = {"in_channels": channels, **options}
     try:
         return models.build(name, num_classes, **options)
     except TypeError as error:
@@ -134,11 +139,11 @@ def hold_model(
     """
     torch.manual_seed(config.training.seed)
     if plan.num_stages == 1:
-        return Held.whole(build_model(config, num_classes).to(device), plan, comm)
+        return Held.whole(build_model(config, num_classes, channels).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)
     try:
         return split(
-            lambda: build_model(config, num_classes),
+            lambda: build_model(config, num_classes, channels),
             plan,
             comm,
             device=device,
@@ -166,7 +171,7 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
         raise Refusal(f"--model {name}: {problem}") from problem
     except (RuntimeError, AssertionError) as problem:
         samples = max(1, config.data.batch_size // plan.num_microbatches)
-        model = outline(lambda: build_model(config, num_classes))
+        model = outline(lambda: build_model(config, num_classes, channels))
         reason = unfit(model, (samples, channels, *config.data.image_size))
         if reason is None:
             raise

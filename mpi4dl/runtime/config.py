@@ -6,7 +6,7 @@ reads `run.toml`, whose tables are the sections below, and lets flags override i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpi4dl.runtime.kinds import (
@@ -49,8 +49,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    images: str = option("synthetic", "a folder with one subfolder per class, an .npz file, or synthetic", NAME)
-    image_size: tuple[int, int] = option((224, 224), "the height and width of every image, in pixels", IMAGE_SIZE)
+    images: str = option(
+        "synthetic",
+        "a folder with one subfolder per class, of images or volumes, an .npz file, or synthetic",
+        NAME,
+    )
+    image_size: tuple[int, ...] = option(
+        (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
+    )
     batch_size: int = option(4, "images per step, over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
     val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
@@ -72,7 +78,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Parallel:
-    tiles: tuple[tuple[int, int], ...] = option(
+    tiles: tuple[tuple[int, ...], ...] = option(
         ((1, 1),), "the grid of tiles that every image is cut into, one per rank: for all stages, or for each", GRIDS
     )
     stages: int = option(1, "into how many stages the model is cut, one behind the other", COUNT)
@@ -186,6 +192,17 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        """A size of one number is that of all sides, of as many as tiles have; tiles of rows and columns keep all of
+        the depth of volumes.
+        """
+        size, tiles = self.data.image_size, self.parallel.tiles
+        if len(size) == 1:
+            object.__setattr__(self, "data", replace(self.data, image_size=size * len(tiles[0])))
+        elif len(size) == 3:
+            deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
+            object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
 
 
 def parse(argv: Sequence[str]) -> Config:

@@ -16,10 +16,10 @@ from mpi4dl.runtime.wording import counted
 
 def title(config: Config, engine: Any) -> str:
     """What is trained, and how, in one line."""
-    height, width = config.data.image_size
+    size = " x ".join(map(str, config.data.image_size))
     return (
         f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
-        f"{engine.plan.describe()}, images of {height} x {width} px, batches of {config.data.batch_size}, "
+        f"{engine.plan.describe()}, images of {size} px, batches of {config.data.batch_size}, "
         f"{engine.device.type}"
     )
 
@@ -47,7 +47,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
     chosen = engine_options(config)
     return overview(
         config.model.model,
-        lambda: build_model(config, num_classes),
+        lambda: build_model(config, num_classes, channels),
         plan,
         (config.data.batch_size, channels, *config.data.image_size),
         optimizer=partial(build_optimizer, config),
@@ -64,9 +64,9 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
     """
     if plan.num_stages > 1 or plan.is_plain(0):
         return
-    shape = (samples_of(plan, (config.data.batch_size, channels, 0, 0)), channels, *config.data.image_size)
+    shape = (samples_of(plan, (config.data.batch_size, channels)), channels, *config.data.image_size)
     try:
-        spatial.require_rules(outline(lambda: build_model(config, num_classes)).train(), shape, plan.shape(0))
+        spatial.require_rules(outline(lambda: build_model(config, num_classes, channels)).train(), shape, plan.shape(0))
     except (spatial.NoRule, ValueError) as problem:
         raise ValueError(f"--model {config.model.model}: {problem}") from problem
 

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def _describe(
     return fit, tuple(datasets.printable(remark) for remark in remarks)
 
 
-def _sizes(dataset: Named) -> Iterator[tuple[int, int]]:
+def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
     """The sizes of some images, from the first to the last; of those that can be read."""
     count = min(LOOKED_AT, len(dataset))
     for number in range(count):
@@ -151,16 +152,16 @@ def _sizes(dataset: Named) -> Iterator[tuple[int, int]]:
             image = dataset.image(number * (len(dataset) - 1) // max(1, count - 1))
         except datasets.BadImage:
             continue
-        yield image.height, image.width
+        yield image.size
 
 
-def _fit(asked: str, sizes: Sequence[tuple[int, int]], recorded: ImageLists | None) -> Fit:
+def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | None) -> Fit:
     """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
     if asked != "auto":
         return "crop" if asked == "crop" else "resize"
     if recorded is not None:
         return recorded.fit
-    slides = [height * width > SLIDE_PIXELS for height, width in sizes]
+    slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
     if any(slides) and not all(slides):
         raise ConfigError(
             f"--fit auto cannot choose for images of {_range(sizes)} px: say --fit resize, or --fit crop for windows "
@@ -192,22 +193,23 @@ def _folders_read(source: str) -> list[str]:
     return [f"trained on {path / found.training}, validated with {path / found.validation}{unused}"]
 
 
-def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, int]], count: int) -> str:
+def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: int) -> str:
     """How images are brought to the image size, in words."""
-    height, width = config.data.image_size
+    size = config.data.image_size
+    frame = "x".join(map(str, size))
     what = f"images of {_range(sizes)} px" if sizes else "images"
     if count > LOOKED_AT:
         what += f" ({len(sizes)} of {count} looked at)"
-    if sizes and set(sizes) == {(height, width)} and not (fit == "resize" and config.data.random_crop):
+    if sizes and set(sizes) == {size} and not (fit == "resize" and config.data.random_crop):
         return f"{what} are shown as they are"
     if fit == "resize":
         crops = " from random crops, validated whole" if config.data.random_crop else ""
-        return f"{what} are resized to {height}x{width}{crops}; --fit crop would show windows of that size"
-    white = any(h < height or w < width for h, w in sizes)
-    padded = ", white where they are smaller" if white else ""
-    return f"{what} are cropped to {height}x{width} at random{padded}; validated on the centre"
+        return f"{what} are resized to {frame}{crops}; --fit crop would show windows of that size"
+    smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
+    padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
+    return f"{what} are cropped to {frame} at random{padded}; validated on the centre"
 
 
-def _range(sizes: Sequence[tuple[int, int]]) -> str:
-    least, most = min(sizes, key=lambda s: s[0] * s[1]), max(sizes, key=lambda s: s[0] * s[1])
+def _range(sizes: Sequence[tuple[int, ...]]) -> str:
+    least, most = min(sizes, key=prod), max(sizes, key=prod)
     return "x".join(map(str, least)) + ("" if least == most else " to " + "x".join(map(str, most)))

@@ -108,26 +108,8 @@ def optional(kind: Kind) -> Kind:
     )
 
 
-def _pair(value: Any, pattern: str) -> tuple[int, int]:
-    match = re.fullmatch(pattern, str(value), re.ASCII) if isinstance(value, str | int) else None
-    if match is None:
-        raise ValueError
-    height, width = (int(number or match[1]) for number in match.groups())
-    if not height or not width:
-        raise ValueError
-    return height, width
-
-
 def _joined(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
-
-
-IMAGE_SIZE = Kind(
-    "a size in pixels such as 1024, or 768x1024 (height x width)",
-    "HxW",
-    lambda value: _pair(value, r"(\d+)(?:x(\d+))?"),
-    raw=_joined,
-)
 
 
 def _list_of(value: Any, entry: Callable[[str], Any]) -> tuple[Any, ...]:
@@ -142,18 +124,27 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _grid(text: str) -> tuple[int, ...]:
-    numbers = tuple(map(_positive, text.split("x")))
-    if len(numbers) not in SPACE:
+def _sides(value: Any) -> tuple[int, ...]:
+    """A number for each axis of space, such as 2x2."""
+    if not isinstance(value, str | int) or isinstance(value, bool):
         raise ValueError
-    return numbers
+    found = tuple(map(_positive, str(value).split("x")))
+    if len(found) not in SPACE:
+        raise ValueError
+    return found
 
 
+IMAGE_SIZE = Kind(
+    "a size in pixels such as 768x1024 (height x width), 96x96x64 (depth first), or 1024 of all sides",
+    "HxW",
+    _sides,
+    raw=_joined,
+)
 GRIDS = Kind(
     "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
     "such as 2x2,1x2,1x1",
     "RxC,...",
-    lambda value: _list_of(value, _grid),
+    lambda value: _list_of(value, _sides),
     raw=lambda grids: ",".join(map(_joined, grids)),
 )
 COUNTS = Kind(

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl.geometry import Interval
+from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.parallel.pipeline import balance as costing
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
-from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.tables.checker import Report, check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan for a model and a batch of images of shape `image` (N, C, H, W), and what it comes to; `str` writes it.
+    """A plan for a model and a batch of images of shape `image`, and what it comes to; `str` writes it.
 
     `work` has one entry a stage; `costs`, `report` and `simulation` are those of the ranks of one replica.
     `assumption` says where the seconds come from, `command` what starts the training.
@@ -70,11 +70,11 @@ class Overview:
 
     def title(self) -> list[str]:
         """The model, the plan, the images, and how to start."""
-        plan, (batch_size, _, height, width) = self.plan, self.image
+        plan, (batch_size, _, *size) = self.plan, self.image
         ranks = counted(plan.num_ranks, "rank")
         line = (
             f"{self.name}, {self.num_parameters:,} parameters, on {ranks}: {plan.describe()}, "
-            f"images of {height} x {width} px, batches of {batch_size}"
+            f"images of {' x '.join(map(str, size))} px, batches of {batch_size}"
         )
         return [line, *([f"start: {self.command}"] if self.command else [])]
 
@@ -88,9 +88,9 @@ class Overview:
         columns += ["FLOPs", *["cost/mean", "hands on"] * staged]
         rows = [columns]
         for stage, work in enumerate(self.work):
-            ways, grid_rows, cols = plan.shape(stage)
+            shape = plan.shape(stage)
             cells = [str(stage), *(runs(ranks[stage]) for ranks in plan.placement.holders)]
-            cells += [f"{grid_rows}x{cols}", str(ways // plan.data)]
+            cells += [grid_name(shape.space), str(shape.batch // plan.data)]
             if traced:
                 ends = dict.fromkeys((work.atoms[0], work.atoms[-1]))
                 cells.append(f"{len(work.atoms)}: {' .. '.join(ends)}")
@@ -121,14 +121,14 @@ class Overview:
         batch_size, _, *size = self.image
         microbatches = self.plan.divide(batch_size)
         for rank in range(self.plan.num_ranks):
-            samples: dict[tuple[Interval, Interval], list[Interval]] = {}
-            for read in self.plan.reads(rank, microbatches, (size[0], size[1])):
-                found = samples.setdefault((read.box.rows, read.box.cols), [])
+            samples: dict[tuple[Interval, ...], list[Interval]] = {}
+            for read in self.plan.reads(rank, microbatches, tuple(size)):
+                found = samples.setdefault(read.box.space, [])
                 adjoining = found and found[-1].stop == read.box.batch.start
                 start = found.pop().start if adjoining else read.box.batch.start
                 found.append(Interval(start, read.box.batch.stop))
             if samples:
-                yield rank, "; ".join(_box(*where, found) for where, found in samples.items())
+                yield rank, "; ".join(_box(where, found) for where, found in samples.items())
 
     def ranks(self) -> list[str]:
         """What each rank keeps, how long it is idle, and the timeline."""
@@ -190,12 +190,12 @@ def overview(
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
     """
-    batch_size, channels, height, width = image
-    problem = plan.problem(plan.num_ranks, (height, width), batch_size)
+    batch_size, channels, *size = image
+    problem = plan.problem(plan.num_ranks, size, batch_size)
     if problem:
         raise ValueError(problem)
     model = outline(build).train()
-    microbatch = (samples_of(plan, image), channels, height, width)
+    microbatch = (samples_of(plan, image), channels, *size)
     seconds: list[float] = []
     try:
         if plan.num_stages == 1:
@@ -219,7 +219,7 @@ def overview(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if seconds:
-        side = f"{min(height, MEASURED_PX)} x {min(width, MEASURED_PX)} px"
+        side = " x ".join(str(min(pixels, MEASURED_PX)) for pixels in size) + " px"
         whole = [sum(seconds[start:stop]) for start, stop in _bounds(counts)]
         forward = [total / 3 for total in whole]
         assumption = f"seconds as measured here on {side}, a third of them forward; messages take no time"
@@ -261,7 +261,7 @@ def costs_of(plan: Plan, work: Sequence[Work], forward_seconds: Sequence[float])
 def count_work(
     stages: Sequence[nn.Module],
     names: Sequence[tuple[str, ...]],
-    microbatch: tuple[int, int, int, int],
+    microbatch: tuple[int, ...],
     accept: Callable[[Any], None] = lambda outputs: None,
 ) -> tuple[Work, ...]:
     """Run the stages of a model on the meta device one after the other, and backward, and count what they do.
@@ -329,6 +329,8 @@ def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(counts, initial=0)))
 
 
-def _box(rows: Interval, cols: Interval, samples: Sequence[Interval]) -> str:
+def _box(space: Sequence[Interval], samples: Sequence[Interval]) -> str:
     shown = [f"{start}-{stop}" for start, stop in samples[:MOST_INTERVALS]] + ["..."] * (len(samples) > MOST_INTERVALS)
-    return f"rows {rows.start}-{rows.stop}, columns {cols.start}-{cols.stop} of samples {', '.join(shown)}"
+    names = ({"cols": "columns"}.get(name, name) for name in SPACE[len(space)])
+    where = ", ".join(f"{name} {start}-{stop}" for name, (start, stop) in zip(names, space, strict=True))
+    return f"{where} of samples {', '.join(shown)}"

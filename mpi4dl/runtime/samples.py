@@ -12,17 +12,20 @@ SAMPLE_IMAGES = 4
 SAMPLE_IMAGE_PX = 256
 
 
-def samples(engine: Any, tiles: Sequence[Tensor], microbatch: Any, size: tuple[int, int]) -> Tensor | None:
+def samples(engine: Any, tiles: Sequence[Tensor], microbatch: Any, size: tuple[int, ...]) -> Tensor | None:
     """The first images of a microbatch, (N, channels, H, W), of at most 256 px; None where the first stage is not.
+
+    Of volumes it is the slice in the middle, and a sequence is shown as one row.
 
     Collective over the ranks of the first stage.
     """
     part = engine.held.parts.get((0, 0))
     if part is None:
         return None
-    height, width = (min(pixels, SAMPLE_IMAGE_PX) for pixels in size)
-    small = F.adaptive_avg_pool2d(engine.images(part, tiles[0], microbatch, size), (height, width))
-    return (spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small)[:SAMPLE_IMAGES]
+    shrink: Any = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[len(size)]
+    small = shrink(engine.images(part, tiles[0], microbatch, size), [min(pixels, SAMPLE_IMAGE_PX) for pixels in size])
+    whole = (spatial.gather(small) if isinstance(small, spatial.SpatialTensor) else small)[:SAMPLE_IMAGES]
+    return whole[:, :, whole.shape[2] // 2] if len(size) == 3 else whole.unsqueeze(2) if len(size) == 1 else whole
 
 
 def show_samples(reporter: Any, engine: Any, tiles: Sequence[Tensor], microbatch: Any, data: Any) -> None:

@@ -110,7 +110,7 @@ def outcome(path: Path) -> str:
     """ "an image" or "BadImage of" the file; whatever else a reader does is raised."""
     try:
         image = open_image(path)
-        for rows, cols in _boxes(image.height, image.width):
+        for rows, cols in _boxes(*image.size):
             pixels = image.read(rows, cols)
             assert pixels.shape == (rows.length, cols.length, 3)
             assert pixels.dtype == np.uint8

@@ -20,7 +20,7 @@ def save(tmp_path, **arrays):
 
 def pixels(dataset, index):
     image = dataset.image(index)
-    return image.read(*whole(image.height, image.width))
+    return image.read(*whole(*image.size))
 
 
 def test_training_and_test_arrays(tmp_path):

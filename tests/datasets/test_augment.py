@@ -34,7 +34,7 @@ def test_turning_one_option_off_leaves_the_others_as_they_were():
 
 def test_nothing_to_vary_is_the_identity_but_for_the_place_of_crops():
     drawn = Augmentation(flip_cols=False).draw(0, 0, 0)
-    assert replace(drawn, down=0.5, across=0.5) == Variation()
+    assert replace(drawn, down=0.5, across=0.5, deep=0.5) == Variation()
 
 
 @pytest.mark.parametrize(

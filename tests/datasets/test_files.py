@@ -25,14 +25,14 @@ HEIGHT, WIDTH = 40, 50
 
 def read_all(path):
     image = open_image(path)
-    return image.read(*whole(image.height, image.width))
+    return image.read(*whole(*image.size))
 
 
 def test_png_is_read_exactly(tmp_path):
     pixels = noise_image(HEIGHT, WIDTH)
     PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
     image = open_image(tmp_path / "a.png")
-    assert (image.height, image.width) == (HEIGHT, WIDTH)
+    assert image.size == (HEIGHT, WIDTH)
     assert np.array_equal(image.read(Interval(3, 20), Interval(11, 50)), pixels[3:20, 11:50])
 
 
@@ -91,7 +91,7 @@ def test_openslide_reads_scanners_formats(tmp_path):
     pixels = noise_image(300, 200)
     tifffile.imwrite(tmp_path / "a.svs", pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     image = open_image(tmp_path / "a.svs")
-    assert (image.height, image.width) == (300, 200)
+    assert image.size == (300, 200)
     assert np.array_equal(image.read(Interval(50, 290), Interval(60, 200)), pixels[50:290, 60:200])
     assert image.read(Interval(50, 50), Interval(0, 9)).shape == (0, 9, 3)
     assert image.read(Interval(50, 59), Interval(7, 7)).shape == (9, 0, 3)

@@ -45,7 +45,7 @@ def test_sizes_and_formats_may_be_mixed(tmp_path):
     tifffile.imwrite(tmp_path / "b/4.svs", pixels, tile=(32, 32), photometric="rgb")
     dataset = ImageFolder(tmp_path)
     images = [dataset.image(i) for i in range(len(dataset))]
-    assert [(i.height, i.width) for i in images] == [
+    assert [i.size for i in images] == [
         (4, 5),
         (7, 3),
         (96, 80),
@@ -68,7 +68,7 @@ def test_a_bad_file_is_found_when_it_is_opened(tmp_path):
     put(tmp_path / "b/1.png")
     (tmp_path / "b/1.png").write_bytes(b"")
     dataset = ImageFolder(tmp_path)
-    assert dataset.image(0).height == 4
+    assert dataset.image(0).size[0] == 4
     with pytest.raises(BadImage, match=r"b/1\.png: is empty \(0 bytes\)"):
         dataset.image(1)
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_another_than_was_listed_is_refused(tmp_path):
         dataset.image(0)
     with pytest.raises(OtherFile, match=r"b/1\.png: is not there here, but was listed: all ranks must see"):
         dataset.image(1)
-    assert dataset.image(2).height == 4
+    assert dataset.image(2).size[0] == 4
 
 
 def test_other_content_of_the_same_size_is_noticed_by_its_print(tmp_path):

@@ -45,8 +45,8 @@ def test_files_are_read_upright(tmp_path, suffix, orientation):
     save(tmp_path / f"a{suffix}", pixels, orientation)
     expected = as_pillow_turns(pixels, orientation)
     image = open_image(tmp_path / f"a{suffix}")
-    assert (image.height, image.width) == expected.shape[:2]
-    for rows, cols in [whole(image.height, image.width), (Interval(3, 20), Interval(7, 31)), whole(1, 1)]:
+    assert image.size == expected.shape[:2]
+    for rows, cols in [whole(*image.size), (Interval(3, 20), Interval(7, 31)), whole(1, 1)]:
         assert np.array_equal(image.read(rows, cols), expected[rows.start : rows.stop, cols.start : cols.stop])
 
 

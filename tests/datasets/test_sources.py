@@ -24,7 +24,7 @@ def test_synthetic_images_of_training_and_validation_differ():
     assert sizes((train, val)) == (7, 4)
     assert train.classes == val.classes == ("class 0", "class 1", "class 2")
     image = train.image(0)
-    assert (image.height, image.width) == (8, 9)
+    assert image.size == (8, 9)
     assert [val.label(i) for i in range(4)] == [7 % 3, 8 % 3, 9 % 3, 10 % 3]
 
 

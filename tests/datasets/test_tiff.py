@@ -32,7 +32,7 @@ def write(path, pixels, **options):
 
 def assert_boxes_equal(path, expected):
     image = open_image(path)
-    assert (image.height, image.width) == expected.shape[:2]
+    assert image.size == expected.shape[:2]
     for rows, cols in BOXES:
         assert np.array_equal(image.read(rows, cols), expected[rows.start : rows.stop, cols.start : cols.stop])
 

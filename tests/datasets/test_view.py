@@ -32,10 +32,10 @@ def test_tiles_join_to_the_whole(data):
     )
     view = View(target, data.draw(st.sampled_from(["resize", "crop"])), data.draw(st.none() | st.just(augmentation)))
     variation = view.variation(data.draw(st.integers(0, 99)), data.draw(st.integers(0, 9)))
-    expected = view.tile(image, *whole(*target), variation)
+    expected = view.tile(image, *whole(*target), variation=variation)
     joined = np.full_like(expected, np.nan)
     for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
-        joined[:, rows.start : rows.stop, cols.start : cols.stop] = view.tile(image, rows, cols, variation)
+        joined[:, rows.start : rows.stop, cols.start : cols.stop] = view.tile(image, rows, cols, variation=variation)
     assert np.array_equal(joined, expected)
 
 
@@ -45,7 +45,7 @@ def test_flips_mirror_the_whole_image(fit):
     plain = view.pixels(image, *whole(31, 47))
     assert np.array_equal(plain, noise_image(31, 47))
     for rows, cols in ((True, False), (False, True), (True, True)):
-        flipped = view.pixels(image, *whole(31, 47), Variation(flip_rows=rows, flip_cols=cols))
+        flipped = view.pixels(image, *whole(31, 47), variation=Variation(flip_rows=rows, flip_cols=cols))
         assert np.array_equal(flipped, plain[:: -1 if rows else 1, :: -1 if cols else 1])
 
 
@@ -70,16 +70,18 @@ def test_crops_reach_every_place_and_none_outside():
     corners = set()
     for index in range(200):
         variation = view.variation(index, 0)
-        window = view.pixels(WholeImage(pixels), *whole(3, 3), variation)
+        window = view.pixels(WholeImage(pixels), *whole(3, 3), variation=variation)
         corners |= {(y, x) for y in range(3) for x in range(4) if np.array_equal(window, pixels[y : y + 3, x : x + 3])}
     assert len(corners) == 12
-    last = view.pixels(WholeImage(pixels), *whole(3, 3), Variation(down=1.0, across=1.0))
+    last = view.pixels(WholeImage(pixels), *whole(3, 3), variation=Variation(down=1.0, across=1.0))
     assert np.array_equal(last, pixels[2:, 3:])
 
 
 def test_a_partial_crop_shows_a_part_enlarged():
     pixels = noise_image(40, 40)
-    shown = View((20, 20), "resize").pixels(WholeImage(pixels), *whole(20, 20), Variation(crop=0.5, down=1.0, across=0))
+    shown = View((20, 20), "resize").pixels(
+        WholeImage(pixels), *whole(20, 20), variation=Variation(crop=0.5, down=1.0, across=0)
+    )
     assert np.array_equal(shown, pixels[20:, :20])
 
 
@@ -99,7 +101,7 @@ def test_one_channel():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"size": (0, 4)}, "size=(0, 4): height and width must be at least 1 pixel"),
+        ({"size": (0, 4)}, "size=(0, 4): each side must be at least 1 pixel"),
         ({"size": (4, 4), "fit": "squeeze"}, "fit='squeeze': expected one of resize, crop"),
         ({"size": (4, 4), "std": (1.0,)}, "one of each per channel, and every std above 0"),
         ({"size": (4, 4), "std": (1.0, 1.0, 0.0)}, "one of each per channel, and every std above 0"),
@@ -111,7 +113,7 @@ def test_views_that_cannot_be(wrong, message):
 
 
 def test_boxes_outside_the_frame_are_refused():
-    message = r"rows .*start=0, stop=5.*columns .* lies outside the frame of 4 x 4 pixels"
+    message = r"the box .*start=0, stop=5.* x .* lies outside the frame of 4 x 4 pixels"
     with pytest.raises(ValueError, match=message):
         View((4, 4)).tile(WholeImage(noise_image(9, 9)), Interval(0, 5), Interval(0, 4))
 

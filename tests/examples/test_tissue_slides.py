@@ -33,7 +33,7 @@ def test_the_folders_are_what_datasets_open_expects(out):
     assert [train.label(i) for i in range(len(train))] == [0, 0, 1, 1]
     assert [val.label(i) for i in range(len(val))] == [0, 1]
     slide = train.image(0)
-    assert (slide.height, slide.width) == (300, 300)
+    assert slide.size == (300, 300)
     assert slide.read(Interval(250, 300), Interval(0, 300)).shape == (50, 300, 3)
 
 

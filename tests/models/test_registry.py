@@ -6,7 +6,18 @@ import torch
 from mpi4dl import models
 from tests.models.counting import num_parameters
 
-OWN_NAMES = ["amoebanetd", "resnet1001_v2", "resnet110_v2", "resnet_v1", "resnet_v2", "small_resnet", "unet"]
+OWN_NAMES = [
+    "amoebanetd",
+    "resnet1001_v2",
+    "resnet110_v2",
+    "resnet1d",
+    "resnet3d",
+    "resnet_v1",
+    "resnet_v2",
+    "small_resnet",
+    "unet",
+    "unet3d",
+]
 
 
 def test_names_are_ours_and_torchvisions_when_asked():
@@ -21,8 +32,9 @@ def test_every_own_name_builds_with_its_own_and_with_another_number_of_classes(n
     with torch.device("meta"):
         models.build(name)
         model = models.build(name, num_classes=7).eval()
-        logits = model(torch.empty(1, 3, 33, 47))
-    assert logits.shape == ((1, 7, 33, 47) if name == "unet" else (1, 7))
+        size = {"1d": (33,), "3d": (9, 33, 47)}.get(name[-2:], (33, 47))
+        logits = model(torch.empty(1, 3, *size))
+    assert logits.shape == ((1, 7, *size) if name.startswith("unet") else (1, 7))
 
 
 def test_options_reach_the_model():

@@ -18,6 +18,14 @@ def test_the_output_has_the_size_of_the_image(size):
     assert model(torch.randn(2, 2, *size)).shape == (2, 3, *size)
 
 
+@pytest.mark.parametrize("size", [(19,), (9, 5, 14)])
+def test_sequences_and_volumes(size):
+    model = UNet(num_classes=3, in_channels=2, num_filters=4, depth=3, dims=len(size)).eval()
+    assert model(torch.randn(2, 2, *size)).shape == (2, 3, *size)
+    with pytest.raises(ValueError, match="dims=4 is not possible"):
+        UNet(dims=4)
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_odd_image_reaches_every_parameter(depth):
     model = UNet(num_filters=4, depth=depth)

@@ -30,7 +30,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_the_model_is_the_one_that_is_named_with_its_options() -> None:
-    model = build.build_model(configured("--model resnet_v2 --model-options depth=29,num_filters=4"), num_classes=7)
+    model = build.build_model(configured("--model resnet_v2 --model-options depth=29,num_filters=4"), 7, 3)
     assert isinstance(model, nn.Sequential)
     assert len(model) == 1 + 9 + 1
     assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 7)
@@ -40,7 +40,7 @@ def test_the_models_values_depend_on_the_seed_alone() -> None:
     found = []
     for seed, before in ((0, 1), (0, 2), (5, 1)):
         torch.manual_seed(before)
-        model = build.build_model(configured(f"--model small_resnet --seed {seed}"), 2)
+        model = build.build_model(configured(f"--model small_resnet --seed {seed}"), 2, 3)
         found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
@@ -60,7 +60,7 @@ def test_synthetic_images_of_the_size_and_number_that_were_asked() -> None:
     config = configured("--num-samples 20 --val-fraction 0.25 --image-size 12x16 --num-classes 4")
     training, validation = build.build_datasets(config)
     assert (len(training), len(validation), len(training.classes)) == (20, 5, 4)
-    assert (training.image(0).height, training.image(0).width) == (12, 16)
+    assert training.image(0).size == (12, 16)
 
 
 def test_a_folder_is_split_by_the_fraction_and_the_seed(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Which reader opens a file of one volume: arrays of NumPy, stacks of TIFF pages, NIfTI; a rank reads its own box.
+
+    .npy           mapped into memory: what is read is the box
+    .npz           unpacked whole
+    .tif, .tiff    mapped where pages are one block without compression; else the pages of the box's depth are decoded
+    .nii, .nii.gz  NIfTI by nibabel: the box, if it is not compressed; axes (x, y, z) become depth z, rows y, columns x
+
+All have the depth first, then rows and columns; channels, if there are any, are before or behind these.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
+from mpi4dl.datasets.files import blaming, open_regular
+from mpi4dl.geometry import Interval
+
+AXES = 3
+MOST_CHANNELS = 4
+Slices = tuple[slice, ...]
+
+
+def open_volume(path: Path) -> "VolumeFile":
+    """Open a file of one volume, by its extension.
+
+    Raises:
+        BadImage: the file cannot be read, is damaged, or no volume; so does `read` of what this returns.
+        DatasetError: the package that reads this format is not installed.
+    """
+    with blaming(path):
+        open_regular(path).close()
+        suffix = next(suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix))
+        return VolumeFile(path, *VOLUME_SUFFIXES[suffix](path))
+
+
+class VolumeFile:
+    """A volume of this shape, of which `read_part` gives slices of all dims."""
+
+    def __init__(self, path: Path, shape: Sequence[int], read_part: Callable[[Slices], npt.NDArray[Any]]) -> None:
+        if len(shape) not in (AXES, AXES + 1) or prod(shape) == 0:
+            raise BadImage(path, f"has shape {tuple(shape)}: expected depth, rows and columns, and perhaps channels")
+        self._path, self._read_part = path, read_part
+        self._channel: int | None = None  # which dim
+        if len(shape) > AXES:
+            self._channel = AXES if shape[AXES] <= MOST_CHANNELS else 0
+            if shape[self._channel] > MOST_CHANNELS:
+                raise BadImage(path, f"has shape {tuple(shape)}: neither the first nor the last are channels")
+        self.channels = 1 if self._channel is None else shape[self._channel]
+        self.size = tuple(n for dim, n in enumerate(shape) if dim != self._channel)
+
+    def read(self, *space: Interval) -> Values:
+        with blaming(self._path):
+            slices = [slice(*interval) for interval in space]
+            if self._channel is not None:
+                slices.insert(self._channel, slice(None))
+            part = np.asarray(self._read_part(tuple(slices)))
+            part = part[..., None] if self._channel is None else np.moveaxis(part, self._channel, -1)
+            values = unit_values(part)
+            wanted = (*(interval.length for interval in space), self.channels)
+            if values.shape != wanted:
+                raise BadImage(self._path, f"gives values of shape {values.shape} where {wanted} were asked for")
+            return values
+
+
+Opened = tuple[Sequence[int], Callable[[Slices], npt.NDArray[Any]]]
+
+
+def _open_npy(path: Path) -> Opened:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array.shape, array.__getitem__
+
+
+def _open_npz(path: Path) -> Opened:
+    with open_regular(path) as stream, np.load(stream, allow_pickle=False) as file:
+        if len(file.files) != 1:
+            raise BadImage(path, f"has {len(file.files)} arrays, {', '.join(file.files[:4])}: expected one, the volume")
+        array = file[file.files[0]]
+    return array.shape, array.__getitem__
+
+
+def _open_nifti(path: Path) -> Opened:
+    _require(path, "nibabel", "nibabel")
+    import nibabel
+
+    stored: Any = nibabel.load(path).dataobj  # type: ignore[attr-defined,unused-ignore]
+    x, y, z, *rest = stored.shape
+
+    def read_part(slices: Slices) -> npt.NDArray[Any]:
+        depth, rows, cols, *others = slices
+        part = np.asarray(stored[(cols, rows, depth, *others)])
+        return part.transpose(2, 1, 0, *range(AXES, part.ndim))
+
+    return (z, y, x, *rest), read_part
+
+
+def _open_stack(path: Path) -> Opened:
+    _require(path, "tifffile", "tifffile")
+    import tifffile
+
+    with tifffile.TiffFile(path) as tiff:
+        series = tiff.series[0]
+        shape, dtype, offset = series.shape, series.dtype, series.dataoffset
+        page_dims = len(series.keyframe.shape)
+        if offset is not None:
+            mapped = np.memmap(path, np.dtype(dtype).newbyteorder(tiff.byteorder), "r", offset, shape)
+            return shape, mapped.__getitem__
+
+    def read_part(slices: Slices) -> npt.NDArray[Any]:
+        stacked = len(shape) - page_dims  # dims of which each place is a page
+        places = np.arange(prod(shape[:stacked])).reshape(shape[:stacked])[slices[:stacked]]
+        with tifffile.TiffFile(path) as tiff:
+            pages: Any = tiff.series[0].pages
+            found = [pages[place].asarray()[slices[stacked:]] for place in places.ravel().tolist()]
+        if not found:
+            return np.empty([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)], dtype)
+        return np.stack(found).reshape(*places.shape, *found[0].shape)
+
+    return shape, read_part
+
+
+def _require(path: Path, module: str, package: str) -> None:
+    if find_spec(module) is None:
+        raise DatasetError(f"{path}: reading it needs {module}: run pip install {package}")
+
+
+VOLUME_SUFFIXES: dict[str, Callable[[Path], Opened]] = {
+    ".npy": _open_npy,
+    ".npz": _open_npz,
+    ".tif": _open_stack,
+    ".tiff": _open_stack,
+    ".nii": _open_nifti,
+    ".nii.gz": _open_nifti,
+}

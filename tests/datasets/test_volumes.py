@@ -1,0 +1,219 @@
+"""Volumes and sequences: every file kind, boxes of them, views that join without a seam, and damaged files."""
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import pytest
+import tifffile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpi4dl import datasets
+from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Variation, View, fit
+from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.synthetic import Synthetic
+from mpi4dl.datasets.volumes import open_volume
+from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+from tests.datasets.boxes import cuts
+
+SIZE = (5, 7, 6)
+BOX = (Interval(1, 4), Interval(0, 5), Interval(2, 6))
+
+
+def noise(*shape: int, dtype: Any = np.int16) -> npt.NDArray[Any]:
+    values = np.random.default_rng(0).integers(-3000, 3000, shape)
+    return (values / 3000).astype(dtype) if np.dtype(dtype).kind == "f" else values.astype(dtype)
+
+
+def save_nifti(path: Path, values: npt.NDArray[Any]) -> None:
+    nibabel.save(nibabel.Nifti1Image(values.transpose(2, 1, 0, *range(3, values.ndim)), np.eye(4)), path)
+
+
+def save_deflated(path: Path, values: npt.NDArray[Any]) -> None:
+    tifffile.imwrite(path, values, compression="zlib", photometric="minisblack")
+
+
+SAVE: dict[str, tuple[str, Callable[[Path, npt.NDArray[Any]], Any]]] = {
+    "npy": (".npy", np.save),
+    "npy, fortran order": (".npy", lambda path, values: np.save(path, np.asfortranarray(values))),
+    "npz": (".npz", lambda path, values: np.savez_compressed(path, volume=values)),
+    "tiff": (".tif", lambda path, values: tifffile.imwrite(path, values, photometric="minisblack")),
+    "tiff, big endian": (
+        ".tif",
+        lambda path, values: tifffile.imwrite(path, values, byteorder=">", photometric="minisblack"),
+    ),
+    "tiff, deflated": (".TIFF", save_deflated),
+    "tiff of ImageJ": (".tif", lambda path, values: tifffile.imwrite(path, values, imagej=True)),
+    "nifti": (".nii", save_nifti),
+    "nifti, compressed": (".nii.gz", save_nifti),
+}
+
+
+@pytest.mark.parametrize("kind", SAVE)
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "float32"])
+def test_a_box_of_each_kind_of_file(tmp_path: Path, kind: str, dtype: str) -> None:
+    suffix, save = SAVE[kind]
+    values, path = noise(*SIZE, dtype=dtype), tmp_path / f"volume{suffix}"
+    save(path, values)
+    volume = open_volume(path)
+    assert volume.size == SIZE
+    assert volume.channels == 1
+    top = {"uint8": 1, "int16": 32767, "uint16": 65535, "float32": 1}[dtype]
+    for box in (BOX, tuple(Interval(0, n) for n in SIZE), (Interval(2, 2), *BOX[1:])):
+        expected = values[tuple(slice(*interval) for interval in box)] / top
+        found = volume.read(*box)
+        assert found.dtype == (np.uint8 if dtype == "uint8" else np.float32)
+        np.testing.assert_allclose(found[..., 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["npy", "tiff, deflated", "nifti"])
+@pytest.mark.parametrize("shape", [(*SIZE, 2), (3, *SIZE)])
+def test_channels_before_or_behind_the_axes(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    suffix, save = SAVE[kind]
+    values, path = noise(*shape), tmp_path / f"volume{suffix}"
+    save(path, values if kind != "nifti" else np.moveaxis(values, shape.index(min(shape)), 3))
+    expected = np.moveaxis(values, shape.index(min(shape)), -1)
+    volume = open_volume(path)
+    assert (volume.size, volume.channels) == (SIZE, min(shape))
+    np.testing.assert_allclose(volume.read(*BOX), expected[tuple(slice(*i) for i in BOX)] / 32767, rtol=1e-6)
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("kind", SAVE)
+def test_a_file_cut_off_is_a_bad_image(tmp_path: Path, kind: str) -> None:
+    suffix, save = SAVE[kind]
+    path = tmp_path / f"volume{suffix}"
+    save(path, noise(40, 30, 20))
+    damaged(path)
+    with pytest.raises(BadImage, match="volume"):
+        open_volume(path).read(Interval(0, 40), Interval(0, 30), Interval(0, 20))
+
+
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "empty": (".npy", lambda path: path.write_bytes(b""), ""),
+    "objects": (".npy", lambda path: np.save(path, np.array([{}], object), allow_pickle=True), ""),
+    "complex": (".npy", lambda path: np.save(path, np.zeros(SIZE, np.complex64)), "complex64"),
+    "flat": (".npy", lambda path: np.save(path, np.zeros((4, 4))), "(4, 4): expected depth, rows and columns"),
+    "no channels": (".npy", lambda path: np.save(path, np.zeros((9, 8, 7, 6))), "neither the first nor the last"),
+    "nothing in it": (".npy", lambda path: np.save(path, np.zeros((0, 4, 4))), "(0, 4, 4)"),
+    "two arrays": (".npz", lambda path: np.savez(path, a=1, b=2), "has 2 arrays, a, b: expected one"),
+    "text": (".nii.gz", lambda path: path.write_bytes(gzip.compress(b"no header")), ""),
+    "folder": (".npy", lambda path: path.mkdir(), ""),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_volume_is_a_bad_image(tmp_path: Path, name: str) -> None:
+    suffix, make, message = BAD[name]
+    path = tmp_path / f"volume{suffix}"
+    make(path)
+    with pytest.raises(BadImage) as raised:
+        open_volume(path).read(*BOX)
+    assert message in str(raised.value)
+
+
+VARIED = Variation(crop=0.7, down=0.2, across=0.9, deep=0.4, flip_rows=True, flip_depth=True, contrast=1.2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_boxes_of_a_volume_join_without_a_seam(data: st.DataObject) -> None:
+    source = data.draw(st.tuples(*(st.integers(1, 14) for _ in range(3))))
+    target = data.draw(st.tuples(*(st.integers(1, 12) for _ in range(3))))
+    view = View(target, data.draw(st.sampled_from(["crop", "resize"])), mean=(0.1,), std=(0.5,))
+    image = WholeImage(noise(*source, 1, dtype=data.draw(st.sampled_from(["int16", "uint8", "float32"]))))
+    whole = view.tile(image, *(Interval(0, n) for n in target), variation=VARIED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "SLAB", data.draw(st.integers(1, 5)))
+        for depth in data.draw(cuts(target[0])):
+            for cols in data.draw(cuts(target[2])):
+                tile = view.tile(image, depth, Interval(0, target[1]), cols, variation=VARIED)
+                assert np.array_equal(tile, whole[:, slice(*depth), :, slice(*cols)])
+
+
+@pytest.mark.parametrize("target", [(9, 9, 9), (20, 31, 4), (3, 5, 40)])
+def test_volumes_are_resized_as_pillow_resizes_along_each_axis(target: tuple[int, ...]) -> None:
+    values = noise(9, 14, 11, dtype="float32")
+    expected = values
+    for axis, n in enumerate(target):
+        lines = np.moveaxis(expected, axis, 0)
+        flat = PIL.Image.fromarray(np.ascontiguousarray(lines.reshape(len(lines), -1)))
+        resized = np.asarray(flat.resize((flat.width, n), PIL.Image.Resampling.BILINEAR))
+        expected = np.moveaxis(resized.reshape(n, *lines.shape[1:]), 0, axis)
+    view = View(target, mean=(0.0,), std=(1.0,))
+    found = view.tile(WholeImage(values[..., None]), *(Interval(0, n) for n in target))
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["crop", "resize"])
+def test_masks_of_volumes_are_shown_with_them(how: Any) -> None:
+    values = np.arange(6 * 5 * 4).reshape(6, 5, 4)
+    view = View((6, 5, 4) if how == "resize" else (3, 2, 2), how, mean=(0.0,), std=(1.0,))
+    variation = Variation(down=0.8, across=0.1, deep=1.0, flip_cols=True, flip_depth=True)
+    tile = view.tile(
+        WholeImage(values.astype(np.float32)[..., None]), *(Interval(0, n) for n in view.size), variation=variation
+    )
+    np.testing.assert_allclose(tile[0], view.mask(values, variation), atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [(40,), (9, 20), (6, 9, 20)])
+def test_synthetic_volumes_and_sequences(size: tuple[int, ...]) -> None:
+    images = Synthetic(8, size, num_classes=4)
+    whole = images.image(1).read(*(Interval(0, n) for n in size))
+    assert whole.shape == (*size, 3)
+    box = [Interval(n // 4, n // 2 + 1) for n in size]
+    assert np.array_equal(images.image(1).read(*box), whole[tuple(slice(*i) for i in box)])
+    assert not np.array_equal(images.image(0).read(*box), images.image(2).read(*box))
+
+
+def test_a_folder_of_volumes_and_what_a_rank_reads_of_it(tmp_path: Path) -> None:
+    for i, (label, kind) in enumerate([("a", "npy"), ("a", "tiff"), ("b", "nifti"), ("b", "npz")]):
+        (tmp_path / label).mkdir(exist_ok=True)
+        SAVE[kind][1](tmp_path / label / f"{i}{SAVE[kind][0]}", noise(*SIZE) + i)
+    training, validation = datasets.open(tmp_path, size=SIZE, validation_fraction=0.3)
+    assert len(training) + len(validation) == 4
+    assert training.channels == 1
+    view = View(SIZE, mean=(0.0,), std=(1.0,), augmentation=Augmentation(flip_depth=True))
+    tiling = lambda n: Tiling.even(GridShape(1, 2, 1, 2), (n, *SIZE))  # noqa: E731
+    parts = [
+        next(iter(Loader(training, view, len(training), lambda n, rank=rank: [tiling(n).owned(rank)]).epoch(0)))
+        for rank in range(4)
+    ]
+    whole = next(iter(Loader(training, view, len(training), lambda n: [Box(*map(Interval, *zip(*[(0, n), *((0, s) for s in SIZE)], strict=True)))]).epoch(0)))  # fmt: skip  # noqa: E501
+    for rank, part in enumerate(parts):
+        space = tiling(len(training)).owned(rank).space
+        where = (slice(None), slice(None), *(slice(*interval) for interval in space))
+        assert np.array_equal(part.tiles[0], whole.tiles[0][where])
+    with pytest.raises(DatasetError, match=r"files count as images if they end in"):
+        datasets.open(tmp_path, size=(5, 7))
+
+
+def test_volumes_of_other_channels_are_bad_images(tmp_path: Path) -> None:
+    for label, channels in (("a", 1), ("b", 2)):
+        (tmp_path / label).mkdir()
+        np.save(tmp_path / label / "x.npy", noise(*SIZE, channels))
+        np.save(tmp_path / label / "y.npy", noise(*SIZE, channels))
+    training, _ = datasets.open(tmp_path, size=SIZE, validation_fraction=0.5)
+    assert training.channels == 1
+    other = next(n for n in range(len(training)) if training.name(n).startswith("b"))
+    with pytest.raises(BadImage, match="has 2 channels where others have 1"):
+        training.image(other)
+
+
+def test_arrays_of_volumes_and_sequences(tmp_path: Path) -> None:
+    for size in ((30,), SIZE):
+        np.savez(tmp_path / "x.npz", x=noise(6, *size), y=np.arange(6) % 2)
+        training, _ = datasets.open(tmp_path / "x.npz", size=size)
+        assert training.image(0).size == size
+        assert training.image(0).read(*(Interval(0, n) for n in size)).dtype == np.float32
+    with pytest.raises(DatasetError, match=r"expected \(count, length\)"):
+        datasets.open(tmp_path / "x.npz", size=(30,))
