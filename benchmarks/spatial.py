@@ -1,6 +1,7 @@
 """Spatial parallelism against plain PyTorch: images/s and peak memory per rank, with the same number of cores in all.
 
     python -m benchmarks.spatial --model resnet50 --size 1024 --grids 1x2,2x2 --cores 2
+    python -m benchmarks.spatial --model unet3d --size 96x96x96 --grids 1x1x2,2x1x1,2x2x1
 
 Every grid is a job of its own under mpirun; they and plain PyTorch in one process take turns. Memory is the peak of the
 process (of a rank: the largest) over a training step, weights, gradients and all, without interpreter and libraries.
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, grid_shape, median, on_grids, ratios, take_turns
+from benchmarks.turns import Contestant, answer_turns, median, on_grids, ratios, sides, take_turns
 
 PLAIN = "plain"
 ALLOCATOR_HELP = (
@@ -26,7 +27,8 @@ ALLOCATOR_HELP += "back at once; default: as the C library does"
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spatial", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="resnet50", help="a model of mpi4dl.models or torchvision")
-    parser.add_argument("--size", type=int, default=1024, help="height and width of the images, in pixels")
+    parser.add_argument("--model-options", default="", help="keyword arguments of the model, such as num_filters=16")
+    parser.add_argument("--size", default="1024", help="of all sides of the images, or of each: 96x96x64")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--grids", default="1x2,2x1,2x2", help="grids of tiles, such as 1x2,2x2")
     parser.add_argument("--cores", type=int, default=2, help="threads of plain PyTorch; the ranks share as many")
@@ -39,7 +41,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("results/spatial"), help="where to write .json and .png")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    try:
+        size, grids = sides(options.size), [sides(grid) for grid in options.grids.split(",")]
+    except ValueError:
+        parser.error(
+            f"--size {options.size} --grids {options.grids}: write them as 1024 and 1x2,2x2, or 96x96x64, 2x2x1"
+        )
+    if len({len(grid) for grid in grids}) > 1 or len(size) not in (1, len(grids[0])):
+        parser.error(f"--size {options.size} --grids {options.grids}: a size and grids are of the same axes")
+    options.size = "x".join(map(str, size * len(grids[0]) if len(size) == 1 else size))
+    return options
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    """The model, of 10 classes; a vision transformer is made for the size of the images."""
+    from mpi4dl import models
+    from mpi4dl.runtime.kinds import KEYWORDS
+
+    size = sides(options.size)
+    own = {"image_size": size[0]} if options.model.startswith("vit_") else {}
+    return models.build(options.model, 10, **own, **KEYWORDS.check(KEYWORDS.read(options.model_options)))
+
+
+def loss_of(outputs: Any, targets: Any = None) -> Any:
+    """Cross entropy of each image, or of each pixel; what is to be found is class 0."""
+    import torch
+    from torch.nn import functional as F
+
+    shape = (outputs.shape[0], *outputs.shape[2:])
+    return F.cross_entropy(outputs, torch.zeros(shape, dtype=torch.int64, device=outputs.device))
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -83,18 +114,14 @@ def worker(options: argparse.Namespace) -> None:
 
 def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], Any]:
     import torch
-    from torch.nn import functional as F
 
-    from mpi4dl import models
-
-    model = models.build(options.model, 10).to(device)
+    model = model_of(options).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    image = torch.randn(options.batch_size, 3, options.size, options.size, device=device)
-    labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
+    image = torch.randn(options.batch_size, 3, *sides(options.size), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(image), labels)
+        loss = loss_of(model(image))
         loss.backward()
         optimizer.step()
         loss.item()
@@ -104,21 +131,16 @@ def plain_step(options: argparse.Namespace, device: Any) -> Callable[[], Any]:
 
 def engine_step(options: argparse.Namespace, device: Any, comm: Any) -> Callable[[], Any]:
     import torch
-    from torch.nn import functional as F
 
-    from mpi4dl import models
     from mpi4dl.engine import Engine
     from mpi4dl.parallel.plan import Plan
 
-    rows, cols = grid_shape(options.worker)
-    model = models.build(options.model, 10).to(device)
+    model, size = model_of(options).to(device), sides(options.size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = Engine(model, Plan(((rows, cols),)), optimizer, F.cross_entropy, comm=comm)
-    size = (options.size, options.size)
+    engine = Engine(model, Plan((sides(options.worker),)), optimizer, loss_of, comm=comm)
     (read,) = engine.reads(options.batch_size, size)
-    tile = torch.randn(options.batch_size, 3, read.box.rows.length, read.box.cols.length, device=device)
-    labels = torch.zeros(options.batch_size, dtype=torch.int64)
-    return lambda: engine.step(tile, labels, size)
+    tile = torch.randn(options.batch_size, 3, *(interval.length for interval in read.box.space), device=device)
+    return lambda: engine.step(tile, torch.zeros(options.batch_size), size)
 
 
 def main() -> None:
@@ -130,9 +152,8 @@ def main() -> None:
     contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN]), *on_grids(options.grids, arguments)]
     take_turns(contestants, options.rounds)
     results = summarise(contestants)
-    title = (
-        f"{options.model}, {options.size} x {options.size} px, batch {options.batch_size}, {options.cores} cores in all"
-    )
+    shape = options.size.replace("x", " x ")
+    title = f"{options.model}, {shape} px, batch {options.batch_size}, {options.cores} cores in all"
     print(title)
     print(as_table(results))
     publish(options, {"contestants": results}, plot(results, title))

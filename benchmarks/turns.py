@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,17 @@ def grid_shape(grid: str) -> tuple[int, int]:
     return rows, cols
 
 
+def sides(text: str) -> tuple[int, ...]:
+    """Numbers such as 2x2, one for each axis. Raises ValueError for anything else, and for what is less than 1."""
+    found = tuple(map(int, text.split("x")))
+    if min(found) < 1:
+        raise ValueError(f"{text}: each side is at least 1")
+    return found
+
+
 def on_grids(grids: str, arguments: list[str]) -> list[Contestant]:
     """A contestant for each of these grids, such as 1x2,2x2: a job of as many ranks, told its grid as last argument."""
-    shapes = {grid: grid_shape(grid) for grid in grids.split(",")}
-    return [Contestant(grid, rows * cols, [*arguments, grid]) for grid, (rows, cols) in shapes.items()]
+    return [Contestant(grid, prod(sides(grid)), [*arguments, grid]) for grid in grids.split(",")]
 
 
 def numbers(text: str) -> list[int]:

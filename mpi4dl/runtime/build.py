@@ -167,15 +167,13 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
         raise
     except datasets.DatasetError as problem:  # no model's fault: a package that reads such images is not installed
         raise Refusal(str(problem)) from problem
-    except (NoRule, ValueError) as problem:  # of an operator, on all ranks alike: shapes are those of the whole
-        raise Refusal(f"--model {name}: {problem}") from problem
-    except (RuntimeError, AssertionError) as problem:
+    except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
         samples = max(1, config.data.batch_size // plan.num_microbatches)
         model = outline(lambda: build_model(config, num_classes, channels))
         reason = unfit(model, (samples, channels, *config.data.image_size))
-        if reason is None:
+        if reason is None and not isinstance(problem, NoRule | ValueError):
             raise
-        raise Refusal(f"--model {name}: {reason}") from problem
+        raise Refusal(f"--model {name}: {reason or problem}") from problem
 
 
 def without_rules(config: Config) -> AbstractContextManager[None]:

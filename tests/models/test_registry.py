@@ -61,7 +61,7 @@ def test_a_torchvision_segmenter_builds_without_downloading_its_backbone(monkeyp
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("AmoebaNet-D", "are 'amoebanetd' "), ("resnet5O", "are 'resnet50', "), ("zzzz", "are 'amoebanetd', .*'unet' ")],
+    [("AmoebaNet-D", "are 'amoebanetd' "), ("resnet5O", "are 'resnet50', "), ("zzzz", "are 'amoebanetd', .*'unet3d' ")],
 )
 def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
     with pytest.raises(ValueError, match=f"model '{name}' is unknown; the nearest names {nearest}"):

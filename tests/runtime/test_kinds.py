@@ -33,8 +33,9 @@ def through_toml(raw: Any) -> Any:
         (kinds.choice("auto", "cpu"), "cpu", "cpu"),
         (kinds.optional(kinds.COUNT), "None", None),
         (kinds.optional(kinds.COUNT), "5", 5),
-        (kinds.IMAGE_SIZE, "1024", (1024, 1024)),
+        (kinds.IMAGE_SIZE, "1024", (1024,)),
         (kinds.IMAGE_SIZE, "768x1024", (768, 1024)),
+        (kinds.IMAGE_SIZE, "96x64x32", (96, 64, 32)),
         (kinds.GRIDS, "2x3", ((2, 3),)),
         (kinds.GRIDS, "2x2, 1x2,1x1", ((2, 2), (1, 2), (1, 1))),
         (kinds.GRIDS, "2x2x1", ((2, 2, 1),)),
@@ -72,7 +73,7 @@ def test_reads_a_flag(kind: Kind, text: str, value: Any) -> None:
         (kinds.NAME, ["", "  ", "\udcff"]),
         (kinds.choice("auto", "cpu"), ["gpu", "CPU", ""]),
         (kinds.optional(kinds.COUNT), ["0", "null"]),
-        (kinds.IMAGE_SIZE, ["0", "12x", "x12", "1x2x3", "-5", "1 x 2", "2x0"]),
+        (kinds.IMAGE_SIZE, ["0", "12x", "x12", "1x2x3x4", "-5", "1 x 2", "2x0"]),
         (kinds.GRIDS, ["2x2x2x2", "0x2", "2x0", "axb", "", "1x1,", "1x1;1x1"]),
         (kinds.COUNTS, ["0", "", "1,", "a", "1.0", "-1"]),
         (kinds.counts_or("auto"), ["automatic", "3,", ""]),
@@ -106,7 +107,7 @@ def test_refuses_what_a_file_says(kind: Kind, raws: list[Any]) -> None:
 
 
 def test_a_file_may_give_an_image_size_and_a_float_as_whole_numbers() -> None:
-    assert kinds.IMAGE_SIZE.check(1024) == (1024, 1024)
+    assert kinds.IMAGE_SIZE.check(1024) == (1024,)
     value = kinds.NUMBER.check(3)
     assert value == 3.0
     assert isinstance(value, float)
