@@ -13,7 +13,7 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2
 from mpi4dl.models.small import small_resnet
-from mpi4dl.models.unet import UNet
+from mpi4dl.models.unet import UNet, unet3d
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "resnet1d": Entry(resnet1d),
         "resnet3d": Entry(resnet3d),
         "unet": Entry(UNet, {"dims": 2}),
-        "unet3d": Entry(UNet, {"dims": 3}),
+        "unet3d": Entry(unet3d),
     }
 )
 

@@ -22,10 +22,9 @@ from mpi4dl.models.layers import CONVOLUTIONS, MAX_POOLS, NORMS, TRANSPOSED, che
 class UNet(nn.Module):
     """U-Net with batch norm: images (batch, in_channels, H, W) to logits (batch, num_classes, H, W).
 
-    With `dims` 3 it is for volumes (batch, in_channels, D, H, W), as that of Cicek et al. 2016, "3D U-Net: Learning
-    Dense Volumetric Segmentation from Sparse Annotation", https://arxiv.org/abs/1606.06650. `depth` is the number of
-    times that the encoder halves the image, `num_filters` the width at full size; every halving doubles it. Unlike the
-    papers', the convolutions are padded.
+    With `dims` 3 it is for volumes (batch, in_channels, D, H, W), with 1 for sequences. `depth` is the number of times
+    that the encoder halves the image, `num_filters` the width at full size; every halving doubles it. Unlike the
+    paper's, the convolutions are padded.
 
     Ronneberger et al. 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation",
     https://arxiv.org/abs/1505.04597.
@@ -66,6 +65,15 @@ class UNet(nn.Module):
         for upsample, block, skip in zip(self.upsample, self.decoder, reversed(skips), strict=True):
             x = block(torch.cat([skip, _cropped_to(skip, upsample(x), self.dims)], dim=1))
         return self.classifier(x)
+
+
+def unet3d(num_classes: int = 2, in_channels: int = 3, num_filters: int = 32, depth: int = 3) -> UNet:
+    """Build a U-Net for volumes (batch, in_channels, D, H, W), as wide and as deep as the paper's.
+
+    Cicek et al. 2016, "3D U-Net: Learning Dense Volumetric Segmentation from Sparse Annotation",
+    https://arxiv.org/abs/1606.06650.
+    """
+    return UNet(num_classes, in_channels, num_filters, depth, dims=3)
 
 
 def _conv_block(in_channels: int, out_channels: int, dims: int) -> nn.Sequential:

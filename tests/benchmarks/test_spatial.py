@@ -63,7 +63,7 @@ def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     assert title == "small_resnet, 64 x 64 px, batch 1, 2 cores in all"
     assert saved == f"saved {out}.json and {out}.png"
     results = json.loads(Path(f"{out}.json").read_text())["results"]
-    assert results["settings"]["size"] == 64
+    assert results["settings"]["size"] == "64x64"
     assert lines == as_table(results["contestants"]).splitlines()
     plain, halves = results["contestants"]
     assert (plain["name"], plain["ranks"], halves["name"], halves["ranks"]) == ("plain", 1, "1x2", 2)

@@ -9,6 +9,8 @@ from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
+from mpi4dl.models.resnet import resnet3d
+from mpi4dl.models.unet import UNet
 from tests.parallel.spatial.comparing import Arrangement, Case, Shape, compare, grid_of, tiled
 from tests.parallel.spatial.test_memory import recording, saved_bytes
 from tests.pool.ranks import Ranks
@@ -16,7 +18,7 @@ from tests.pool.ranks import Ranks
 import_torchvision()
 from torchvision.models import maxvit, swin_transformer, video, vision_transformer  # noqa: E402
 from torchvision.models.video import resnet as video_resnet  # noqa: E402
-from torchvision.models.video.swin_transformer import SwinTransformer3d  # noqa: E402
+from torchvision.models.video.swin_transformer import SwinTransformer3d, swin3d_t  # noqa: E402
 
 
 class Network(NamedTuple):
@@ -54,8 +56,11 @@ NETWORKS = {
         lambda: SwinTransformer3d([2, 4, 4], 24, [2, 2], [2, 4], [4, 4, 4], stochastic_depth_prob=0.0, num_classes=5),
         (1, 3, 9, 64, 64),
     ),
+    "unet3d": Network(lambda: UNet(3, 2, num_filters=4, depth=2, dims=3), (2, 2, 9, 13, 11), False),
+    "resnet3d": Network(lambda: resnet3d(8, 5, num_filters=4), (2, 3, 9, 13, 11), False),
     "video resnet": Network(small_video_resnet, (2, 3, 7, 37, 42), False),
 }
+FOR_BOXES = ("video resnet", "unet3d", "resnet3d")
 BUILDERS = {
     **{
         name: Network(lambda name=name: getattr(video, name)(weights=None, num_classes=5), (2, 3, 7, 45, 38), False)
@@ -65,9 +70,16 @@ BUILDERS = {
     "vit_b_16": Network(
         lambda: vision_transformer.VisionTransformer(224, 16, 2, 12, 768, 3072, num_classes=5), (1, 3, 224, 224)
     ),
+    "swin_t": Network(lambda: swin_transformer.swin_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 224, 224)),
+    "swin_v2_t": Network(
+        lambda: swin_transformer.swin_v2_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 256, 256)
+    ),
+    "maxvit_t": Network(lambda: maxvit.maxvit_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 224, 224)),
+    "swin3d_t": Network(lambda: swin3d_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 8, 112, 112), False),
 }
 ARRANGEMENTS = [Arrangement(1, 2), Arrangement(2, 1), Arrangement(2, 2)]
-OF_VOLUMES = [Arrangement(1, 2, depth=1), Arrangement(1, 1, depth=2), Arrangement(2, 1, depth=2)]
+OF_VOLUMES = [Arrangement(1, 2, depth=1), Arrangement(1, 1, depth=2), Arrangement(2, 2, depth=1)]
+OF_VOLUMES += [Arrangement(2, 1, depth=2)]
 MOST_MEMORY = 0.35  # of plain PyTorch's, on 2 x 2 tiles
 
 
@@ -77,22 +89,24 @@ def differences(comm: Communicator, network: str, arrangement: Arrangement) -> l
     return compare(comm, Case(lambda: make().double(), (shape,), spread=False), shape, arrangement)
 
 
-@pytest.mark.parametrize("network", [name for name in NETWORKS if name != "video resnet"])
+@pytest.mark.parametrize("network", [name for name in NETWORKS if name not in FOR_BOXES])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
 def test_a_step_on_tiles_is_that_on_the_whole(ranks: Ranks, network: str, arrangement: Arrangement) -> None:
     assert ranks(arrangement.size).run(differences, network, arrangement) == [[]] * arrangement.size
 
 
+@pytest.mark.parametrize("network", FOR_BOXES)
 @pytest.mark.parametrize("arrangement", OF_VOLUMES, ids=str)
-def test_a_step_on_boxes_of_volumes_is_that_on_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
-    assert ranks(arrangement.size).run(differences, "video resnet", arrangement) == [[]] * arrangement.size
+def test_a_step_on_boxes_of_volumes_is_that_on_the_whole(ranks: Ranks, network: str, arrangement: Arrangement) -> None:
+    assert ranks(arrangement.size).run(differences, network, arrangement) == [[]] * arrangement.size
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("network", BUILDERS)
 def test_a_step_of_networks_in_their_own_sizes(ranks: Ranks, network: str) -> None:
     volumes = len(BUILDERS[network].shape) == 5
-    for arrangement in OF_VOLUMES if volumes and network != "s3d" else OF_VOLUMES[:1] if volumes else ARRANGEMENTS:
+    large = network in ("s3d", "swin3d_t")
+    for arrangement in OF_VOLUMES if volumes and not large else OF_VOLUMES[:1] if volumes else ARRANGEMENTS:
         assert ranks(arrangement.size).run(differences, network, arrangement) == [[]] * arrangement.size
 
 
@@ -109,7 +123,13 @@ def kept(comm: Communicator, network: str) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("network", [name for name, network in NETWORKS.items() if network.memory])
+MEASURED = [name for name, network in NETWORKS.items() if network.memory]
+IN_THEIR_SIZES = [
+    pytest.param(name, marks=pytest.mark.exhaustive) for name, network in BUILDERS.items() if network.memory
+]
+
+
+@pytest.mark.parametrize("network", [*MEASURED, *IN_THEIR_SIZES])
 def test_what_is_kept_for_backward_is_spread(ranks: Ranks, network: str) -> None:
     for ours, plain in ranks(4).run(kept, network):
         assert ours <= MOST_MEMORY * plain
