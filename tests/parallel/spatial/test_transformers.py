@@ -19,6 +19,7 @@ import_torchvision()
 from torchvision.models import maxvit, swin_transformer, video, vision_transformer  # noqa: E402
 from torchvision.models.video import resnet as video_resnet  # noqa: E402
 from torchvision.models.video.swin_transformer import SwinTransformer3d, swin3d_t  # noqa: E402
+from torchvision.ops import StochasticDepth  # noqa: E402
 
 
 class Network(NamedTuple):
@@ -36,6 +37,14 @@ def swin(second: bool = False, window: int = 4) -> nn.Module:
         [4, 4], 24, [2, 2], [2, 4], [window, window], stochastic_depth_prob=0.0, num_classes=5, block=block,
         downsample_layer=merging,
     )  # fmt: skip
+
+
+def undisturbed(model: nn.Module) -> nn.Module:
+    """The model without stochastic depth."""
+    for module in model.modules():
+        if isinstance(module, StochasticDepth):
+            module.p = 0.0
+    return model
 
 
 def small_video_resnet() -> nn.Module:
@@ -70,12 +79,10 @@ BUILDERS = {
     "vit_b_16": Network(
         lambda: vision_transformer.VisionTransformer(224, 16, 2, 12, 768, 3072, num_classes=5), (1, 3, 224, 224)
     ),
-    "swin_t": Network(lambda: swin_transformer.swin_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 224, 224)),
-    "swin_v2_t": Network(
-        lambda: swin_transformer.swin_v2_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 256, 256)
-    ),
-    "maxvit_t": Network(lambda: maxvit.maxvit_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 224, 224)),
-    "swin3d_t": Network(lambda: swin3d_t(stochastic_depth_prob=0.0, num_classes=5), (1, 3, 8, 112, 112), False),
+    "swin_t": Network(lambda: undisturbed(swin_transformer.swin_t(num_classes=5)), (1, 3, 224, 224)),
+    "swin_v2_t": Network(lambda: undisturbed(swin_transformer.swin_v2_t(num_classes=5)), (1, 3, 256, 256)),
+    "maxvit_t": Network(lambda: undisturbed(maxvit.maxvit_t(num_classes=5)), (1, 3, 224, 224)),
+    "swin3d_t": Network(lambda: undisturbed(swin3d_t(num_classes=5)), (1, 3, 8, 112, 112), False),
 }
 ARRANGEMENTS = [Arrangement(1, 2), Arrangement(2, 1), Arrangement(2, 2)]
 OF_VOLUMES = [Arrangement(1, 2, depth=1), Arrangement(1, 1, depth=2), Arrangement(2, 2, depth=1)]
