@@ -100,8 +100,10 @@ PLANS = [
     (TRANSFORMER, Plan(tiles=((1, 2),), data=2, zero=3)),
     (TRANSFORMER, Plan(tiles=((1, 2), (1, 1)), microbatches=2)),
     (TRANSFORMER, Plan(tiles=((2, 1), (1, 2)))),
+    (TRANSFORMER, Plan(tiles=((2, 2), (2, 2)), microbatches=2)),
     (WINDOWS, Plan(tiles=((2, 2),))),
     (WINDOWS, Plan(tiles=((1, 3), (1, 1)))),
+    (WINDOWS, Plan(tiles=((2, 2), (1, 3)))),
     (WINDOWS, Plan(tiles=((2, 1),), data=2, zero=1)),
 ]
 

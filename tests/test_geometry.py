@@ -213,6 +213,15 @@ def test_a_transposed_window_needs_every_row_that_adds_to_its_output(
     assert set(range(*needed)) == slab(window, output, size)
 
 
+@thorough
+@given(transposed_windows(), st.integers(0, 80), st.integers(0, 20))
+def test_a_transposed_window_adds_to_its_taps(window: TransposedWindow, start: int, length: int) -> None:
+    sources, taps = range(start, start + length), range(0, window.extent, window.dilation)
+    rows = [i * window.stride - window.padding + tap for i in sources for tap in taps]
+    found = window.adds_to(Interval(start, start + length))
+    assert found.empty if not rows else found == Interval(min(rows), max(rows) + 1)
+
+
 @quick
 @given(st.data(), sizes, st.integers(0, 299), st.integers(1, 20))
 def test_a_resampling_needs_every_row_that_it_reads(data: st.DataObject, size: int, start: int, length: int) -> None:

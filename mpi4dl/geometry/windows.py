@@ -112,6 +112,11 @@ class TransposedWindow(_Kernel):
         last = (output.stop - 1 + self.padding) // self.stride
         return Interval(first, last + 1).intersect(Interval(0, size))
 
+    def adds_to(self, source: Interval) -> Interval:
+        """The output rows that these input rows add to, from the first to the last. It may reach into the padding."""
+        start = source.start * self.stride - self.padding
+        return Interval(start, start if source.empty else start + (source.length - 1) * self.stride + self.extent)
+
 
 def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -> Interval:
     """The longest run of output rows in `output` and around it that the rows in `held` suffice for.

@@ -10,6 +10,7 @@ in any order, as those for the next microbatch are while what a present one of a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.exchange import Dims, Exchange, ExchangePlan, Incoming, Like, Slab, plan_exchange
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
-from mpi4dl.parallel.pipeline.handover import Header, pack, unpack
+from mpi4dl.parallel.pipeline.handover import Header, TensorSpec, pack, unpack
+from mpi4dl.parallel.pipeline.joints import Joint, put_together, take_apart
 from mpi4dl.parallel.plan import Plan, nested_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.halo import without_flat_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
 ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
@@ -97,9 +98,14 @@ def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: 
 
 
 class Announcement(NamedTuple):
-    """What the values are, and where each of their tensors lies on the stage that made them."""
+    """What the values are, how their tensors are made of those that cross, and where these lie where they were made.
+
+    `specs`, `tilings` and `dims` are of the tensors that cross; the header's are of the values.
+    """
 
     header: Header
+    joints: tuple[Joint | None, ...]
+    specs: tuple[TensorSpec, ...]
     tilings: tuple[Tiling, ...]
     dims: tuple[Dims, ...]
 
@@ -153,10 +159,21 @@ class Boundary:
     def send(self, parcel: Parcel, values: Sequence[Any], names: Sequence[str]) -> tuple[Pending, list[GradientEdge]]:
         """Hand values on; where they came from, for those whose gradients will come back."""
         packed, header = pack(values, names)
-        tensors = [without_flat_dims(tensor) for tensor in packed]
+        tensors: list[Tensor] = []
+        specs: list[TensorSpec] = []
+        joints: list[Joint | None] = []
+        for tensor, spec in zip(packed, header.tensors, strict=True):
+            parts, joint = take_apart(tensor)
+            joints.append(joint)
+            tensors += parts
+            specs += [replace(spec, shape=tuple(part.shape)) for part in parts]
         layouts = [self._layout(tensor) for tensor in tensors]
         announcement = Announcement(
-            header, tuple(layout.tiling for layout in layouts), tuple(layout.dims for layout in layouts)
+            header,
+            tuple(joints),
+            tuple(specs),
+            tuple(layout.tiling for layout in layouts),
+            tuple(layout.dims for layout in layouts),
         )
         pending = []
         if not self.knows(parcel):
@@ -173,7 +190,7 @@ class Boundary:
         local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
         tag = self._tag(FORWARD, parcel)
         pending += [transfer.values.send(tensor, tag) for transfer, tensor in zip(lane.transfers, local, strict=True)]
-        wanted = (tensor for tensor, spec in zip(local, header.tensors, strict=True) if spec.requires_grad)
+        wanted = (tensor for tensor, spec in zip(local, specs, strict=True) if spec.requires_grad)
         edges = [get_gradient_edge(tensor) for tensor in wanted]
         return Pending.all(self.comm.node, pending), edges
 
@@ -194,13 +211,16 @@ class Boundary:
             announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, parcel))
             self._lanes[parcel.kind] = self._lane(announcement)
         announcement, transfers, landings = self._lanes[parcel.kind]
-        values, leaves = [], []
-        specs = announcement.header.tensors
+        parts: list[Tensor] = []
+        leaves: list[Tensor] = []
+        specs = announcement.specs
         for transfer, incoming, place, spec in zip(transfers, self._posted(parcel), landings, specs, strict=True):
             leaf = transfer.values.assemble(None, incoming, transfer.like)
             if spec.requires_grad:
                 leaves.append(leaf.requires_grad_())
-            values.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
+            parts.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
+        left = iter(parts)
+        values = [put_together(left, joint) for joint in announcement.joints]
         return Received(unpack(values, announcement.header), leaves)
 
     def send_back(self, parcel: Parcel, leaves: Sequence[Tensor]) -> Pending:
@@ -228,7 +248,7 @@ class Boundary:
 
     def _differentiable(self, parcel: Parcel) -> list[Transfer]:
         lane = self._lanes[parcel.kind]
-        specs = lane.announcement.header.tensors
+        specs = lane.announcement.specs
         return [transfer for transfer, spec in zip(lane.transfers, specs, strict=True) if spec.requires_grad]
 
     def _layout(self, tensor: Tensor) -> Layout:
@@ -239,9 +259,7 @@ class Boundary:
     def _lane(self, announcement: Announcement) -> Lane:
         following = self.stage + 1
         transfers, landings = [], []
-        for spec, tiling, dims in zip(
-            announcement.header.tensors, announcement.tilings, announcement.dims, strict=True
-        ):
+        for spec, tiling, dims in zip(announcement.specs, announcement.tilings, announcement.dims, strict=True):
             place = landing(
                 tiling,
                 dims,

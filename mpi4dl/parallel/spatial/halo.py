@@ -158,12 +158,16 @@ def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
     if layout.flat:
         carried = [factor.axis for flat in layout.flat for factor in flat.factors if factor.axis is not None]
-        bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), [*axes, *carried])
+        # A prefix is cut along other axes, such as the batch, as the rest is: those come once it is in front of it.
+        first = carried if any(flat.prefix for flat in layout.flat) else [*axes, *carried]
+        bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), first)
         left = replace(layout, flat=()).with_dims(
-            None if axis in axes or axis in carried else dim for axis, dim in enumerate(layout.dims)
+            None if axis in first else dim for axis, dim in enumerate(layout.dims)
         )
         local = bare.local if isinstance(bare, SpatialTensor) else bare
-        return wrap(_behind_prefix(x, close_dims(local, layout, layout.tiling.whole)), left)
+        y = wrap(_behind_prefix(x, close_dims(local, layout, layout.tiling.whole)), left)
+        rest = [axis for axis in axes if axis not in first]
+        return gather_axes(y, rest) if rest and isinstance(y, SpatialTensor) else y
     for axis in axes:
         if layout.dims[axis] is not None:
             split = tiling.splits[axis]

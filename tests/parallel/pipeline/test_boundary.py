@@ -1,5 +1,6 @@
 """Boundaries between stages: every rank gets just the box that it needs, and gradients return by the adjoint."""
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -225,6 +226,66 @@ def test_gradients_return_by_the_adjoint(ranks: Ranks, plan: Plan) -> None:
     for forward, backward in ranks(plan.num_ranks).run(there_and_back, plan):
         assert abs(forward) > 1e-3
         assert forward == pytest.approx(backward, rel=1e-12)
+
+
+def tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).mT
+
+
+FLAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens": tokens,
+    "a class token": lambda x: torch.cat([torch.full((4, 2, 3), 0.5, dtype=x.dtype), tokens(x)], 1),
+    "a token of each image": lambda x: torch.cat([x.new_ones(4, 1, 3) * 2, tokens(x)], 1),
+    "windows": lambda x: x[:, :, :6].unflatten(2, (3, 2)).unflatten(4, (3, 2)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2),
+}
+
+
+def flat_values(comm: Communicator, plan: Plan) -> None:
+    """Tensors in which several axes are one dim land spread, and what the next stage makes of them has its gradient."""
+    ends, image = ends_of(comm, plan), whole(3, 0).requires_grad_()
+    made = {name: function(image) for name, function in FLAT.items()}
+    weights = [torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).double() for value in made.values()]
+    gradient = torch.zeros_like(image)
+    cut = any(before > 1 < behind for before, behind in zip(*plan.tiles, strict=True))  # an axis, by both stages
+    for round_ in (0, 1):
+        parcel = Parcel("kind", round_)
+        if "receives" in ends:
+            boundary, grid = ends["receives"]
+            arrival = boundary.receive(parcel)
+            loss = torch.zeros((), dtype=torch.float64)
+            for (name, expected), found, weight in zip(made.items(), arrival.values, weights, strict=True):
+                local = found.local if isinstance(found, SpatialTensor) else found
+                assert not cut or local.numel() < 0.8 * expected.numel(), name
+                assert torch.equal(spatial.gather(found), expected), name
+                loss = loss + (spatial.gather(found) * weight).sum() / grid.size
+            loss.backward()
+            boundary.send_back(parcel, arrival.leaves).wait()
+        else:
+            boundary, grid = ends["sends"]
+            ours = image.detach().clone().requires_grad_()
+            pending, edges = boundary.send(parcel, [f(spread(ours, plan, grid)) for f in FLAT.values()], list(FLAT))
+            torch.autograd.backward(edges, boundary.receive_back(parcel))
+            pending.wait()
+            assert ours.grad is not None
+            gradient += ours.grad
+    comm.all_reduce(gradient)
+    (expected,) = torch.autograd.grad(sum((made[name] * w).sum() for name, w in zip(made, weights, strict=True)), image)
+    torch.testing.assert_close(gradient, 2 * expected, rtol=1e-12, atol=1e-12)
+
+
+FLAT_PAIRS = [
+    Plan(((2, 2), (2, 2))),
+    Plan(((2, 2), (1, 3))),
+    Plan(((1, 2), (2, 1))),
+    Plan(((1, 2), (1, 2)), data=2),
+    Plan(((1, 2), (1, 2)), (1, 2)),
+    Plan(((2, 2), (1, 1))),
+]
+
+
+@pytest.mark.parametrize("plan", FLAT_PAIRS, ids=str)
+def test_dims_that_several_axes_became_land_spread(ranks: Ranks, plan: Plan) -> None:
+    ranks(plan.num_ranks).run(flat_values, plan)
 
 
 def tensors_without_a_gradient(comm: Communicator) -> list[bool]:

@@ -100,6 +100,7 @@ ARRANGEMENTS = [
     Arrangement(2, 2),
     Arrangement(3, 1),
     Arrangement(2, 1, batch=2),
+    Arrangement(1, 2, batch=2),
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
     Arrangement(1, 2, style="empty"),

@@ -20,7 +20,7 @@ CASES = {
     "max pooling": Case(lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True), UNBATCHED),
     "average pooling": Case(lambda: nn.AvgPool2d(3, 1, 1), UNBATCHED),
     "adaptive pooling": Case(lambda: nn.AdaptiveAvgPool2d((2, 3)), UNBATCHED, spread=False),
-    "unfolding": Case(lambda: nn.Unfold(3, stride=2), UNBATCHED, spread=False),
+    "unfolding": Case(lambda: nn.Unfold(3, stride=2), UNBATCHED),
     "reflection": Case(lambda: nn.ReflectionPad2d(2), UNBATCHED),
     "pixel shuffle": Case(lambda: nn.PixelShuffle(2), UNBATCHED),
     "network": Case(

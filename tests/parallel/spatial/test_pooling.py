@@ -30,6 +30,8 @@ CASES = {
         lambda: nn.LPPool2d(2, 3),
         lambda: nn.LPPool2d(2, 3, stride=1),
         lambda: nn.LPPool2d(4, 2, stride=2, ceil_mode=True),
+        lambda: nn.Unfold(3, padding=1, stride=2),
+        lambda: nn.Unfold((2, 3)),
         lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True), nn.AvgPool2d(2, 1)),
     ),
     **modules(
@@ -41,8 +43,6 @@ CASES = {
         lambda: nn.AdaptiveMaxPool2d((1, 3)),
         lambda: nn.AdaptiveMaxPool2d(7),
         lambda: nn.AdaptiveMaxPool2d((None, 2)),
-        lambda: nn.Unfold(3, padding=1, stride=2),
-        lambda: nn.Unfold((2, 3)),
         spread=False,
     ),
     **functions(

@@ -40,6 +40,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "group_norm": lambda x: F.group_norm(x.permute(0, 2, 3, 1), 2),
     "prelu": lambda x: F.prelu(x.permute(0, 2, 3, 1), torch.ones(8)),
     "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x[0], 1),
+    "torch.nn.functional.fold": lambda x: F.fold(x.permute(0, 2, 1, 3).flatten(1, 2), (4, 2), 1),
     "data_ptr": lambda x: x.data_ptr(),
     "numpy": lambda x: x.detach().numpy(),
     "__array__": lambda x: np.asarray(x.detach()),

@@ -11,6 +11,7 @@ import mpi4dl.parallel.spatial.rules.choosing
 import mpi4dl.parallel.spatial.rules.contraction
 import mpi4dl.parallel.spatial.rules.convolution
 import mpi4dl.parallel.spatial.rules.extrema
+import mpi4dl.parallel.spatial.rules.folding
 import mpi4dl.parallel.spatial.rules.hooks
 import mpi4dl.parallel.spatial.rules.indexing
 import mpi4dl.parallel.spatial.rules.joining

@@ -185,11 +185,9 @@ def _transposed_convolution(
             crop += [0, 0]
             continue
         assert axis is not None
-        needed, wanted = reached.needed[axis], reached.output.held[axis]
-        first = needed.start * stride[i] - padding[i]
-        length = (needed.length - 1) * stride[i] + window.extent if needed.length else 0
-        covered[i - count] = length
-        crop += [first - wanted.start, wanted.stop - first - length] if length else [0, wanted.length]
+        touched, wanted = window.adds_to(reached.needed[axis]), reached.output.held[axis]
+        covered[i - count] = touched.length
+        crop += [touched.start - wanted.start, wanted.stop - touched.stop] if touched.length else [0, wanted.length]
     y = convolve(local, weight, None, Joined(reached.exchange, options), covered)
     if any(crop):
         y = F.pad(y, crop)

@@ -41,7 +41,7 @@ def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
 
 @register(F.unfold)
 def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size = 0, stride: Size = 1) -> Tensor:
-    """All windows as columns, (N, C * kernel, L). L counts over the whole image, so the result is gathered."""
+    """All windows as columns, (N, C * kernel, L). L is a flat dim: windows stay with their pixels."""
     x = check_image(input, "torch.nn.functional.unfold")
     if x.dim() == 3:
         return unfold(x.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
