@@ -1,4 +1,10 @@
-"""Builds a model from its name: one of our own, from the table below, or any of torchvision's."""
+"""Builds a model from its name: one of our own, from the table below, or any of torchvision's that can be trained.
+
+resnet_v2                           OWN_MODELS
+resnet50, fcn_resnet50, r3d_18      a builder of torchvision.models
+ssd300_vgg16.backbone               what a detection model of torchvision looks at images with, without its heads
+ssd300_vgg16, raft_small            refused, with the reason
+"""
 
 import difflib
 import inspect
@@ -40,9 +46,40 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
 )
 
 
+# By the part of torchvision.models that their builders are in.
+REFUSALS: Mapping[str, str] = MappingProxyType(
+    {
+        "detection": "takes a list of images of any sizes and a list of their boxes, and returns losses of its own: "
+        "training has one batch of images of one size, and a loss beside the model. Train the part of it that looks at "
+        "images, {name}.backbone, with heads and a loss of your own",
+        "optical_flow": "takes two images, and returns a list of ever better flows between them: training feeds a "
+        "model one batch of images",
+    }
+)
+BACKBONE = ".backbone"
+
+
 def names(torchvision: bool = False) -> list[str]:
-    """Return the names that `build` knows, sorted: our own and, if `torchvision` (which imports it), its names too."""
-    return sorted({*OWN_MODELS, *(import_torchvision().models.list_models() if torchvision else ())})
+    """Return the names that `build` builds, sorted: our own and, if `torchvision` (which imports it), its names too."""
+    found = set(OWN_MODELS)
+    for name in import_torchvision().models.list_models() if torchvision else ():
+        if _family(name) == "detection":
+            found.add(name + BACKBONE)
+        elif refusal(name) is None:
+            found.add(name)
+    return sorted(found)
+
+
+def refusal(name: str) -> str | None:
+    """Why this model of torchvision is not built: because it cannot be trained here. None if it can."""
+    reason = REFUSALS.get(_family(name))
+    return None if reason is None else f"model {name!r} {reason.format(name=name)}"
+
+
+def _family(name: str) -> str:
+    """The package of torchvision.models that a model of it is in, such as "video"; empty for classifiers."""
+    home = import_torchvision().models.get_model_builder(name).__module__.split(".")
+    return home[2] if len(home) == 4 else ""
 
 
 def takes_channels(name: str) -> bool:
@@ -59,7 +96,7 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
         options: the model's further options, such as `depth` of "resnet_v2" or `num_filters` of "unet".
 
     Raises:
-        ValueError: the name or an option is unknown, or a value is not possible.
+        ValueError: the name or an option is unknown, a value is not possible, or the model cannot be trained.
     """
     if num_classes is not None:
         if num_classes < 1:
@@ -68,12 +105,16 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
     if name in OWN_MODELS:
         return _build_own(name, OWN_MODELS[name], options)
     known = names(torchvision=True)
+    if name not in known and name in import_torchvision().models.list_models():
+        raise ValueError(refusal(name))
     if name not in known:
         nearest = difflib.get_close_matches(name.lower(), known) or names()
         raise ValueError(
             f"model {name!r} is unknown; the nearest names are {_listed(nearest)} "
             "(mpi4dl.models.names(torchvision=True) lists all)"
         )
+    if name.endswith(BACKBONE):
+        return _build_torchvision(name.removesuffix(BACKBONE), options).get_submodule("backbone")
     return _build_torchvision(name, options)
 
 
@@ -91,6 +132,11 @@ def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
     bases = model_class.__mro__[: model_class.__mro__.index(nn.Module)]
     legal = builder_names.union(*(_parameter_names(base) for base in bases))
     _check_options(name, options, legal)
+    if options.get("quantize"):
+        raise ValueError(
+            f"{name!r} with quantize=True has weights of 8 bits, which have no gradient: leave it out, train the same "
+            "model in floating point, and quantize it afterwards"
+        )
     # Left to themselves, the detection and segmentation models download the weights of their backbone.
     downloads: dict[str, object] = {"weights": None, "weights_backbone": None}
     defaults = {option: value for option, value in downloads.items() if option in builder_names}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mpi4dl import models
+from mpi4dl._torchvision import import_torchvision
 from tests.models.counting import num_parameters
 
 OWN_NAMES = [
@@ -90,6 +91,49 @@ def test_an_option_that_torchvision_sets_itself_is_refused_in_its_words():
 def test_no_classes_are_refused():
     with pytest.raises(ValueError, match="num_classes=0 is not possible"):
         models.build("unet", num_classes=0)
+
+
+def test_every_name_of_torchvision_is_built_or_refused_with_a_reason() -> None:
+    buildable = models.names(torchvision=True)
+    for name in import_torchvision().models.list_models():
+        if name in buildable:
+            assert models.registry.refusal(name) is None
+        else:
+            with pytest.raises(ValueError, match=f"model '{name}' takes "):
+                models.build(name)
+    assert {"r3d_18", "mvit_v2_s", "swin3d_b", "quantized_resnet50", "lraspp_mobilenet_v3_large"} < {*buildable}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ssd300_vgg16", r"a list of images .* returns losses of its own: .* ssd300_vgg16.backbone, with heads"),
+        ("raft_small", "takes two images, and returns a list"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"model '{name}' .*{reason}"):
+        models.build(name)
+
+
+def test_the_backbone_of_a_detection_model_is_a_model() -> None:
+    with torch.device("meta"):
+        backbone = models.build("fasterrcnn_mobilenet_v3_large_fpn.backbone", num_classes=3)
+        maps = backbone(torch.empty(1, 3, 65, 97))
+    assert {name: tuple(value.shape) for name, value in maps.items()} == {
+        "0": (1, 256, 3, 4),
+        "1": (1, 256, 3, 4),
+        "pool": (1, 256, 2, 2),
+    }
+    with pytest.raises(ValueError, match=r"model 'resnet18.backbone' is unknown"):
+        models.build("resnet18.backbone")
+
+
+def test_integer_weights_are_refused_and_the_same_model_in_floating_point_is_not() -> None:
+    with torch.device("meta"):
+        assert num_parameters(models.build("quantized_resnet18")) == num_parameters(models.build("resnet18"))
+    with pytest.raises(ValueError, match="'quantized_resnet18' with quantize=True has weights of 8 bits"):
+        models.build("quantized_resnet18", quantize=True)
 
 
 def test_models_that_warn_of_their_initial_values_are_told_what_they_are() -> None:

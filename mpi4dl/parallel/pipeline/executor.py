@@ -204,7 +204,8 @@ class _Run:
         return self.microbatches[action.direction, action.microbatch]
 
     def parcel(self, action: Action) -> Parcel:
-        return Parcel((self.training, self.feed.kind(self.microbatch(action))), action.microbatch)
+        modes = (self.training, self.executor.held.training)  # in evaluation auxiliary heads hand nothing on
+        return Parcel((*modes, self.feed.kind(self.microbatch(action))), action.microbatch)
 
     def expect(self, action: Action) -> None:
         """Post the receives that an action waits for, ahead of time where their shapes are known."""

@@ -11,8 +11,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
-from mpi4dl.parallel.pipeline.trace import Value, references, trace
+from mpi4dl.parallel.pipeline.trace import trace
 
 
 class Cuttable:

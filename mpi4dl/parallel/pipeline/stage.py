@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.handover import map_leaves
-from mpi4dl.parallel.pipeline.trace import Attribute, Call, Value
+from mpi4dl.parallel.pipeline.program import Attribute, Call, Value
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
@@ -22,8 +22,8 @@ class Recipe:
     """What a stage does, without the modules that it does it with.
 
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
-    `result` is what the last stage returns, with a `Value` for each tensor, and None for other stages. `holds` are the
-    paths of the model's modules, parameters and buffers that are the stage's.
+    `result` is what the last stage returns in training and in evaluation, with a `Value` for each tensor, and None for
+    other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's.
     """
 
     index: int
@@ -48,8 +48,8 @@ class Stage(nn.Module):
     """Some of a model's atoms: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
 
     It always returns a tuple, except the last stage, which returns just what the model returns. A value is a tensor, a
-    number, or a nest of them: `pack` and `unpack` take them apart for sending. The stage shares the modules of `model`
-    that it runs.
+    number, or a nest of them (`pack` and `unpack` take them apart for sending), or None if the mode does not make it.
+    The stage shares the modules of `model` that it runs.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
@@ -68,17 +68,20 @@ class Stage(nn.Module):
         known = dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
         del values
         for call, forget in zip(recipe.calls, recipe.forget, strict=True):
-            args, kwargs = self._filled(call.training if self._trains(call) else call.evaluation, known)
-            if call.kind == "call_module":
-                known[call.name] = self.get_submodule(call.target)(*args, **kwargs)
-            elif call.kind == "call_method":
-                known[call.name] = getattr(args[0], call.target)(*args[1:], **kwargs)
-            else:
-                known[call.name] = call.target(*args, **kwargs)
-            del args, kwargs
+            known[call.name] = self._result(call, known) if call.made[not self.training] else None
             for name in forget:
                 del known[name]
-        return self._filled(recipe.result, known) if recipe.is_last else tuple(known[name] for name in recipe.outputs)
+        if recipe.is_last:
+            return self._filled(recipe.result[not self.training], known)
+        return tuple(known[name] for name in recipe.outputs)
+
+    def _result(self, call: Call, known: dict[str, Any]) -> Any:
+        args, kwargs = self._filled(call.training if self._trains(call) else call.evaluation, known)
+        if call.kind == "call_module":
+            return self.get_submodule(call.target)(*args, **kwargs)
+        if call.kind == "call_method":
+            return getattr(args[0], call.target)(*args[1:], **kwargs)
+        return call.target(*args, **kwargs)
 
     def _trains(self, call: Call) -> bool:
         """Whether the module that makes a call is in training mode: parts of a model may be frozen by `eval()`."""

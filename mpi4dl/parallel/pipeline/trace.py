@@ -8,7 +8,11 @@ torch.fx runs the model's forward on placeholders and notes what it calls. How d
 
 A module kept whole runs as it is, so its forward may do what it likes. An opened one is replaced by the calls that it
 makes. It must make the same ones on every input: it may not ask for values, and not for `isinstance(x, Tensor)`,
-because a placeholder is none. It is traced in training and in evaluation mode, and may only differ in the arguments.
+because a placeholder is none. It is traced in training and in evaluation mode. An opened module may only differ in the
+arguments; the model itself may also make other calls and return something else, as those with auxiliary heads do:
+
+    training      conv1 ... inception4a   aux1   inception4b ... fc     -> GoogLeNetOutputs(fc, aux2, aux1)
+    evaluation    conv1 ... inception4a          inception4b ... fc     -> fc
 """
 
 import builtins
@@ -17,8 +21,10 @@ import math
 import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mpi4dl.parallel.pipeline.handover import map_leaves
+from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Program, Value, references
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 FACTS = frozenset("shape dtype device ndim layout requires_grad is_cuda itemsize".split())
@@ -34,73 +41,6 @@ ARITHMETIC = frozenset(
     function for place in (operator, math, builtins) for function in vars(place).values() if callable(function)
 )
 TORCH_FOLDER = Path(torch.__file__).parent
-
-
-@dataclass(frozen=True)
-class Value:
-    """Stands in a call's arguments for an input of the model or for the result of an earlier call."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """Stands in a call's arguments for the model's parameter, buffer or module of that path."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the forward pass; `training` and `evaluation` are its (args, kwargs) in the two modes.
-
-    `target` is the path of a module, a function, or the name of a method of the first argument. `scope` is the path of
-    the opened module whose forward makes the call.
-    """
-
-    name: str
-    kind: str
-    target: Any
-    training: tuple[Any, Any]
-    evaluation: tuple[Any, Any]
-    scope: str
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset(leaf.name for leaf in references(self.training) if isinstance(leaf, Value))
-
-    @property
-    def attributes(self) -> frozenset[str]:
-        paths = {leaf.path for leaf in references(self.training) if isinstance(leaf, Attribute)}
-        return frozenset(paths | {self.target} if self.kind == "call_module" else paths)
-
-
-@dataclass(frozen=True)
-class Atom:
-    """What is never cut: one call, and what picks members and sizes from results around it."""
-
-    name: str
-    calls: tuple[Call, ...]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model's forward pass. `output` is its result with a `Value` for each tensor.
-
-    `kept_whole` says why modules that would have been opened were not.
-    """
-
-    inputs: tuple[str, ...]
-    atoms: tuple[Atom, ...]
-    output: Any
-    kept_whole: Mapping[str, str] = field(default_factory=dict)
-
-
-def references(nested: Any) -> set[Value | Attribute]:
-    """The values and attributes that arguments, or the output, refer to."""
-    found: set[Value | Attribute] = set()
-    map_leaves(lambda leaf: found.add(leaf) if isinstance(leaf, Value | Attribute) else None, nested)
-    return found
 
 
 def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
@@ -120,8 +60,7 @@ def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
     kept = dict.fromkeys(whole, "as asked")
     while True:
         try:
-            training, evaluation = (_record(model, kept.keys(), mode) for mode in (True, False))
-            return _program(training, evaluation, kept)
+            return _program(model, kept)
         except _Untraceable as failure:
             if not failure.path:
                 raise ValueError(
@@ -222,18 +161,50 @@ def _required_inputs(forward: Callable[..., Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Record:
+    """What a forward called in one mode. `names` say what each value is called."""
+
     nodes: list[fx.Node]
     scopes: dict[fx.Node, str]
+    names: dict[fx.Node, str]
     result: Any
 
+    @property
+    def skeleton(self) -> list[Any]:
+        """The calls with all that they refer to, but without the numbers among their arguments; then the result."""
+        calls = [(n.op, n.target, self.names[n], references(self.arguments(n))) for n in self.nodes]
+        return [*calls, self.filled(self.result)]
 
-def _record(model: nn.Module, whole: Collection[str], training: bool) -> _Record:
-    """Trace the model in one mode, and leave it in the mode in which it was."""
+    def arguments(self, node: fx.Node) -> Any:
+        return self.filled((node.args, node.kwargs))
+
+    def filled(self, nested: Any) -> Any:
+        """Arguments, or the result of the model, with Values and Attributes instead of nodes and proxies."""
+
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Proxy):
+                leaf = leaf.node
+            if isinstance(leaf, fx.Node):
+                return Attribute(str(leaf.target)) if leaf.op == "get_attr" else Value(self.names[leaf])
+            # What fx makes of lists and dicts cannot be changed, which a module may want to.
+            if isinstance(leaf, list | dict):
+                return map_leaves(part, list(leaf) if isinstance(leaf, list) else dict(leaf))
+            return leaf
+
+        return map_leaves(part, nested)
+
+
+# Of the model and of the modules in it: both in training, the former alone, the latter alone, neither.
+Forms = tuple[_Record, _Record, _Record, _Record]
+
+
+def _record(model: nn.Module, whole: Collection[str], training: bool, inner: bool) -> _Record:
+    """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all in their own modes."""
     modes = {module: module.training for module in model.modules()}
     tracer = _Tracer(whole)
     try:
         for module in modes:
-            module.training = training
+            module.training = inner
+        model.training = training
         graph = tracer.trace(model)
     except _Untraceable:
         raise
@@ -242,7 +213,8 @@ def _record(model: nn.Module, whole: Collection[str], training: bool) -> _Record
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return _Record([node for node in graph.nodes if node.op != "output"], tracer.scopes, tracer.result)
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    return _Record(nodes, tracer.scopes, _names(nodes, tracer.scopes), tracer.result)
 
 
 def _reason(error: Exception) -> str:
@@ -253,34 +225,29 @@ def _reason(error: Exception) -> str:
     return f"{str(error) or type(error).__name__}{where}"
 
 
-def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) -> Program:
-    """Group the calls to atoms, once it is clear that both modes make the same ones."""
-    names = _names(training)
-    other_names = _names(evaluation)
+def _program(model: nn.Module, kept: Mapping[str, str]) -> Program:
+    """Read the forward in both modes, and group its calls to atoms."""
+    training, evaluation = (_record(model, kept.keys(), mode, mode) for mode in (True, False))
+    mixed = (evaluation, training)
+    if training.skeleton != evaluation.skeleton:
+        # Parts of a model may be frozen by `eval()`: which calls are made may depend on its own mode alone.
+        mixed = (_record(model, kept.keys(), True, False), _record(model, kept.keys(), False, True))
+        for pair in ((training, mixed[0]), (mixed[1], evaluation)):
+            if pair[0].skeleton != pair[1].skeleton:
+                raise _other_path(*pair)
+    forms = (training, *mixed, evaluation)
     calls: list[Call] = []
     starts: list[int] = []  # where atoms start, as numbers of calls
     facts: set[fx.Node] = set()
-    for i in range(max(len(training.nodes), len(evaluation.nodes))):
-        pair = [record.nodes[i] if i < len(record.nodes) else None for record in (training, evaluation)]
-        here, there = pair
-        if here is None or there is None or _kind_of(here, names) != _kind_of(there, other_names):
-            raise _other_path(pair, (training, names), (evaluation, other_names))
-        if here.op in ("placeholder", "get_attr"):
+    for i, j in _aligned(forms):
+        nodes = [record.nodes[k] for record, k in ((training, i), (evaluation, j)) if k is not None]
+        if nodes[0].op in ("placeholder", "get_attr"):
             continue
-        assert isinstance(here.op, str)
-        mine = _arguments((here.args, here.kwargs), names)
-        other = _arguments((there.args, there.kwargs), other_names)
-        call = Call(names[here], here.op, here.target, mine, mine if mine == other else other, training.scopes[here])
-        if references(mine) != references(other):
-            raise _other_path(pair, (training, names), (evaluation, other_names))
-        if _is_fact(here, facts):
-            facts.add(here)
-        elif not _only_picks(here):
+        if _is_fact(nodes[0], facts):
+            facts.update(nodes)
+        elif not _only_picks(nodes[0]):
             starts.append(len(calls))
-        calls.append(call)
-    output, other_output = _arguments(training.result, names), _arguments(evaluation.result, other_names)
-    if output != other_output:
-        raise _Untraceable("", f"it returns {output} in training and {other_output} in evaluation")
+        calls.append(_call(forms, i, j))
     if not starts:
         raise _Untraceable("", "it calls no module and computes nothing")
     bounds = [0, *starts[1:], len(calls)]
@@ -288,54 +255,110 @@ def _program(training: _Record, evaluation: _Record, kept: Mapping[str, str]) ->
         Atom(calls[start].name, tuple(calls[low:high]))
         for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True)
     )
-    inputs = tuple(names[node] for node in training.nodes if node.op == "placeholder")
-    return Program(inputs, atoms, output, dict(kept))
+    inputs = tuple(training.names[node] for node in training.nodes if node.op == "placeholder")
+    return Program(inputs, atoms, (training.filled(training.result), evaluation.filled(evaluation.result)), dict(kept))
 
 
-def _names(record: _Record) -> dict[fx.Node, str]:
+def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:
+    """Which of the nodes in training and in evaluation are the same call; None for what one mode alone makes.
+
+    The same call then has one name: fx numbers functions, and what comes behind an auxiliary head has other numbers.
+    """
+    training, _, frozen, evaluation = forms
+    found: list[tuple[int | None, int | None]] = []
+    taken = set(training.names.values())
+    done, other_done = 0, 0
+    # Modules first, since a function is easily taken for another one.
+    ends = (len(training.nodes), len(evaluation.nodes))
+    for anchor in [*_matched(training, evaluation, range(ends[0]), range(ends[1]), modules=True), ends]:
+        gap, other_gap = range(done, anchor[0]), range(other_done, anchor[1])
+        for i, j in [*_matched(training, evaluation, gap, other_gap), anchor]:
+            found += [(k, None) for k in range(done, i)] + [(None, k) for k in range(other_done, j)]
+            found += [(i, j)] if i < ends[0] else []
+            done, other_done = i + 1, j + 1
+    for mine, other in found:
+        if other is None:
+            continue
+        name = evaluation.names[evaluation.nodes[other]]
+        if mine is not None:
+            name = training.names[training.nodes[mine]]
+        elif name in taken:
+            name = f"{name} in evaluation"
+        for record in (frozen, evaluation):
+            record.names[record.nodes[other]] = name
+    return found
+
+
+def _matched(
+    training: _Record, evaluation: _Record, some: range, others: range, modules: bool = False
+) -> list[tuple[int, int]]:
+    """Pairs of nodes that call the same, in order: of modules, or of any."""
+    chosen = [
+        [k for k in places if not modules or record.nodes[k].op == "call_module"]
+        for record, places in ((training, some), (evaluation, others))
+    ]
+    kinds, other_kinds = (
+        [(record.nodes[k].op, record.nodes[k].target) for k in places]
+        for record, places in zip((training, evaluation), chosen, strict=True)
+    )
+    blocks = SequenceMatcher(None, kinds, other_kinds, autojunk=False).get_matching_blocks()
+    return [(chosen[0][b.a + k], chosen[1][b.b + k]) for b in blocks for k in range(b.size)]
+
+
+def _call(forms: Forms, i: int | None, j: int | None) -> Call:
+    """The call that is number `i` in training and `j` in evaluation."""
+    modes = [(record, k) for record, k in zip(forms, (i, i, j, j), strict=True) if k is not None]
+    args = [record.arguments(record.nodes[k]) for record, k in modes]
+    scopes = {record.scopes[record.nodes[k]] for record, k in modes}
+    record, k = modes[0]
+    node, scope = record.nodes[k], record.scopes[record.nodes[k]]
+    if len(args) == 2:  # made in one mode of the model
+        if not scope:
+            args = [args[0]] * 2 if i is not None else [args[1]] * 2
+    elif len(scopes) == 1 and (not scope or (args[0] == args[2] and args[1] == args[3])):
+        args = [args[0], args[3]]
+    elif args[0] == args[1] and args[2] == args[3]:
+        args, scope = [args[0], args[3]], ""
+    else:
+        raise _Untraceable(
+            max(scopes, key=len), f"the modes of several modules decide what {record.names[node]} is given"
+        )
+    mine, other = args
+    made = (i is not None, j is not None)
+    return Call(record.names[node], node.op, node.target, mine, mine if mine == other else other, scope, made)
+
+
+def _names(nodes: list[fx.Node], scopes: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
     """What each value is called: as the module that makes it, or as fx calls it inside the opened module."""
     names: dict[fx.Node, str] = {}
     uses: Counter[str] = Counter()
-    for node in record.nodes:
-        scope = record.scopes[node]
+    for node in nodes:
+        scope = scopes[node]
         name = str(node.target) if node.op == "call_module" else f"{scope}.{node.name}" if scope else node.name
         uses[name] += 1
         names[node] = name if uses[name] == 1 else f"{name}:{uses[name]}"
     return names
 
 
-def _kind_of(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, Any, str]:
-    return node.op, node.target, names[node]
-
-
-def _other_path(pair: Iterable[fx.Node | None], *records: tuple[_Record, Mapping[fx.Node, str]]) -> _Untraceable:
-    found = [
-        ("nothing", "") if node is None else (names[node], record.scopes[node])
-        for node, (record, names) in zip(pair, records, strict=True)
-    ]
-    (in_training, _), (in_evaluation, _) = found
-    # The inner module first: if it was not the culprit, its caller's calls will differ once it is whole.
-    return _Untraceable(
-        max((scope for _, scope in found), key=len),
-        f"it makes other calls in training than in evaluation (first {in_training} in training, {in_evaluation} in "
-        "evaluation)",
-    )
-
-
-def _arguments(nested: Any, names: Mapping[fx.Node, str]) -> Any:
-    """The arguments of a node, or the result of the model, with Values and Attributes instead of nodes and proxies."""
-
-    def part(leaf: Any) -> Any:
-        if isinstance(leaf, fx.Proxy):
-            leaf = leaf.node
-        if isinstance(leaf, fx.Node):
-            return Attribute(str(leaf.target)) if leaf.op == "get_attr" else Value(names[leaf])
-        # What fx makes of lists and dicts cannot be changed, which a module may want to.
-        if isinstance(leaf, list | dict):
-            return map_leaves(part, list(leaf) if isinstance(leaf, list) else dict(leaf))
-        return leaf
-
-    return map_leaves(part, nested)
+def _other_path(training: _Record, evaluation: _Record) -> _Untraceable:
+    """What to say of two records that differ, and should not."""
+    for here, there in zip_longest(training.nodes, evaluation.nodes):
+        found = [
+            ("nothing", "", None)
+            if node is None
+            else (record.names[node], record.scopes[node], (node.op, node.target, references(record.arguments(node))))
+            for node, record in ((here, training), (there, evaluation))
+        ]
+        (in_training, scope, mine), (in_evaluation, other_scope, other) = found
+        if (in_training, mine) != (in_evaluation, other):
+            # The inner module first: if it was not the culprit, its caller's calls will differ once it is whole.
+            return _Untraceable(
+                max(scope, other_scope, key=len),
+                f"it makes other calls in training than in evaluation (first {in_training} in training, "
+                f"{in_evaluation} in evaluation)",
+            )
+    results = [record.filled(record.result) for record in (training, evaluation)]
+    return _Untraceable("", f"it returns {results[0]} in training and {results[1]} in evaluation")
 
 
 def _is_fact(node: fx.Node, facts: set[fx.Node]) -> bool:

@@ -290,6 +290,55 @@ def test_a_stage_says_what_it_takes() -> None:
     assert "1 of 2: bias, getitem, first, getitem_1, getitem_2 -> out" in repr(stage)
 
 
+class Heads(nn.Module):
+    """A head for training alone, work for evaluation alone, and an input that only the mode chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.auxiliary = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Dropout(0.5), nn.ReLU())
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int] | dict[str, Tensor]:
+        x = F.relu(self.first(x))
+        if self.training:
+            other = F.relu(self.auxiliary(x)) * 2
+        x = F.relu(self.second(x) if self.training else self.second(x.clamp(max=1)) * 2)
+        x = F.dropout(self.last(x), 0.5, self.training)
+        return (x, other, 1) if self.training else {"out": x.softmax(1)}
+
+
+@pytest.mark.parametrize("frozen", [[], ["auxiliary"], ["first", "auxiliary.1"]], ids=str)
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_one_mode_alone_makes_is_made_in_that_mode_alone(mode: bool, frozen: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    cuttable = Cuttable(model)
+    assert [name for name in cuttable.names if "auxiliary" in name] == ["auxiliary.0", "auxiliary.1", "auxiliary.2"]
+    model.train(mode)
+    for path in frozen:
+        model.get_submodule(path).train(not mode)
+    every_cut = [(i, len(cuttable) - i) for i in range(1, len(cuttable))]
+    assert_cuts_like_the_model(cuttable, [*every_cut, [1] * len(cuttable)], IMAGE[:, :, :6, :7])
+
+
+def test_two_modes_that_call_the_same_in_another_order() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x)) if self.training else self.one(self.other(x)) + 1
+
+    cuttable = Cuttable(Turned())
+    for mode in (True, False):
+        cuttable.model.train(mode)
+        with pytest.raises(ValueError, match="can only be in one stage"):
+            cuttable.stages((1, len(cuttable) - 1))
+        assert_cuts_like_the_model(cuttable, [(len(cuttable),)], torch.randn(2, 2))
+
+
 class Particular(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.shape[2] == 8, "8 rows\nwanted")

@@ -99,8 +99,8 @@ def test_the_model_is_left_in_its_mode():
     [
         (lambda self, x: self.layer(x) if x.sum() > 0 else x, r"control flow \(line \d+ of test_trace.py: `"),
         (lambda self, x: self.layer(x) + torch.ones(2), r"makes a tensor of shape \(2,\) that does not depend on"),
-        (lambda self, x: self.layer(x) if self.training else x, "makes other calls in training than in evaluation"),
-        (lambda self, x: (F.relu(x), 1 if self.training else 2), r"it returns \(Value\(name='relu'\), 1\) in training"),
+        (lambda self, x: self.layer(x) if self.layer.training else x, "makes other calls in training than in evaluat"),
+        (lambda self, x: (F.relu(x), 1 if self.layer.training else 2), r"it returns \(Value\(name='relu'\), 1\) in tr"),
         (lambda self, x: x, "it calls no module and computes nothing"),
         (lambda self, x: nn.Linear(2, 2)(x), "module is not installed as a submodule"),
     ],
@@ -116,7 +116,7 @@ def test_a_forward_that_cannot_be_traced_is_refused_with_the_reason(function: Ca
 
 def test_the_first_call_that_differs_between_the_modes_is_named():
     with pytest.raises(ValueError, match=r"\(first layer in training, relu in evaluation\)"):
-        trace(Forward(lambda self, x: F.relu(self.layer(x) if self.training else x)))
+        trace(Forward(lambda self, x: F.relu(self.layer(x) if self.layer.training else x)))
 
 
 def test_inputs_must_be_known():

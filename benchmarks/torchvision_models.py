@@ -1,0 +1,252 @@
+"""Every model of torchvision on tiles against plain PyTorch: loss, all gradients and buffers of a step, in float64.
+
+    mpirun -n 4 python -m benchmarks.torchvision_models
+
+writes docs/results/torchvision.json model by model, and docs/torchvision.md from it. What is there already stays,
+unless `--only` names it; without `mpirun` only the page is written.
+
+A model is built as `mpi4dl.models.build` does, its dropout and stochastic depth are switched off, and outputs after the
+first, such as those of auxiliary heads, count 0.4 in the loss. Rank 0 first makes the step on the whole images by plain
+PyTorch. Models of up to `--few` parameters then go on 2x2 tiles, larger ones on 1x2, and of those beyond `--many` only
+the rules are looked for, on tensors without values. All of it takes 20 minutes on two cores, and up to 9 GiB of memory
+for all ranks together (mvit_v1_b; 7.5 for VGG, and 7 for maxvit_t).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import environment
+from benchmarks.torchvision_page import EXACT, page
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from mpi4dl.comm import Communicator
+
+NUM_CLASSES = 10
+AUXILIARY = 0.4
+ROOT = Path(__file__).parent.parent
+PART = 2**22  # elements that are summed over ranks at a time
+SMALL = (2, 3, 97, 75)
+
+# Images that a model takes, and its options, by the beginnings of names, where it does not take SMALL ones.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "deeplabv3": (SMALL, {"aux_loss": True}),
+    "fcn": (SMALL, {"aux_loss": True}),
+    "inception_v3": ((2, 3, 299, 299), {}),
+    "quantized_inception_v3": ((2, 3, 299, 299), {}),
+    "maxvit_t": ((1, 3, 224, 224), {}),
+    "vit_b_16": ((2, 3, 96, 96), {"image_size": 96}),
+    "vit_b_32": ((2, 3, 96, 96), {"image_size": 96}),
+    "vit_l_16": ((2, 3, 96, 96), {"image_size": 96}),
+    "vit_l_32": ((2, 3, 96, 96), {"image_size": 96}),
+    "vit_h_14": ((2, 3, 98, 98), {"image_size": 98}),
+    "ssd": ((2, 3, 300, 300), {}),
+    "mc3_18": ((2, 3, 7, 45, 38), {}),
+    "r3d_18": ((2, 3, 7, 45, 38), {}),
+    "r2plus1d_18": ((2, 3, 7, 45, 38), {}),
+    "s3d": ((1, 3, 17, 224, 224), {}),
+    "mvit": ((1, 3, 16, 224, 224), {}),
+    "swin3d": ((1, 3, 8, 64, 64), {}),
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    title = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torchvision_models", description=title)
+    parser.add_argument("--only", default="", help="measure these anew: resnet18,ssd300_vgg16.backbone")
+    parser.add_argument("--few", type=float, default=62e6, help="parameters of models that go on 2x2 tiles")
+    parser.add_argument("--many", type=float, default=150e6, help="parameters of models that are compared at all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/torchvision.json")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/torchvision.md")
+    return parser.parse_args(argv)
+
+
+def case_of(name: str) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The shape of the images, and the options, with which a model is compared."""
+    for beginning, case in CASES.items():
+        if name.startswith(beginning):
+            return case
+    return SMALL, {}
+
+
+def build(name: str) -> "nn.Module":
+    """The model with the values of one seed, in training mode, with all that draws random numbers switched off."""
+    import torch
+
+    from mpi4dl import models
+
+    torch.manual_seed(0)
+    model = models.build(name, NUM_CLASSES, **case_of(name)[1]).train()
+    for module in model.modules():
+        if type(module).__name__.startswith(("Dropout", "StochasticDepth")):
+            module.p = 0.0
+        if isinstance(module, torch.nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model
+
+
+def loss_of(outputs: Any) -> "Tensor":
+    """A weighted mean of all elements of the first output, and 0.4 times that of each other one."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from mpi4dl.parallel import spatial
+
+    total = torch.zeros((), dtype=torch.float64)
+    for number, output in enumerate(pytree.tree_leaves(outputs)):
+        whole = spatial.gather(output)
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(2 + number), dtype=torch.float64)
+        total = total + (whole * weights).mean() * (AUXILIARY if number else 1.0)
+    return total
+
+
+def images_of(name: str) -> "Tensor":
+    import torch
+
+    return torch.randn(case_of(name)[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def plain_step(name: str) -> dict[str, "Tensor"]:
+    """The reference: the loss, and by name the gradients and the buffers, of one process with the whole images."""
+    model = build(name).double()
+    loss = loss_of(model(images_of(name)))
+    loss.backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients, **{f"buffer {name}": b for name, b in model.named_buffers()}}
+
+
+def tiled_step(comm: "Communicator", name: str, grid: tuple[int, int]) -> dict[str, "Tensor"]:
+    """The same of the ranks of `comm`, each with its tiles. Collective."""
+    from mpi4dl.parallel import spatial
+
+    tiles = spatial.Grid(comm, *grid)
+    model = build(name).double()
+    loss = loss_of(model(spatial.shard(images_of(name), tiles)))
+    (loss / tiles.size).backward()
+    step = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+            for part in parameter.grad.view(-1).split(PART):  # at once, it would be there twice
+                comm.all_reduce(part)
+            step[f"gradient of {name}"] = parameter.grad
+    return {**step, **{f"buffer {name}": buffer for name, buffer in model.named_buffers()}}
+
+
+def worst_difference(ours: dict[str, "Tensor"], plain: dict[str, "Tensor"]) -> tuple[float, str]:
+    """The largest difference, relative to the largest element of what differs and to 0.001 of the largest gradient's,
+    since gradients that vanish in exact arithmetic are rounding alone; and in what it is."""
+    if ours.keys() != plain.keys():
+        return float("inf"), f"only one of both has {min(ours.keys() ^ plain.keys())}"
+    largest = max(float(value.abs().max()) for name, value in plain.items() if name.startswith("gradient"))
+    worst = (0.0, "")
+    for name, value in plain.items():
+        if ours[name].shape != value.shape or ours[name].dtype != value.dtype:
+            return float("inf"), f"shape or dtype of {name}"
+        if value.numel():
+            scale = float(value.abs().max()) + 1e-3 * (largest if name.startswith("gradient") else 1.0)
+            error = float((ours[name] - value).abs().max()) / scale
+            worst = max(worst, (error if error == error else float("inf"), name))
+    return worst
+
+
+def compared(comm: "Communicator", name: str, grid: tuple[int, int]) -> tuple[float, str]:
+    """The worst difference of a step on tiles, on all ranks of `comm`; the reference waits on disk. Collective."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder, "plain.pt")
+        with comm.together():
+            if comm.rank == 0:
+                torch.save(plain_step(name), reference)
+        ours = tiled_step(comm, name, grid)
+        worst = worst_difference(ours, torch.load(reference, mmap=True)) if comm.rank == 0 else None
+        return comm.broadcast_object(worst)
+
+
+def facts_of(name: str) -> dict[str, Any]:
+    """What is known of a model without values: its size, whether it has rules, and in how many places it can be cut."""
+    from mpi4dl.geometry import GridShape
+    from mpi4dl.parallel import spatial
+    from mpi4dl.parallel.pipeline.split import Cuttable, outline
+
+    model = outline(lambda: build(name)).train()
+    facts: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "image": case_of(name)[0]}
+    try:
+        spatial.require_rules(model, case_of(name)[0], GridShape(1, 2, 2))
+    except spatial.NoRule as missing:
+        facts["missing"] = str(missing).partition("Either gather first")[0].strip()
+    try:
+        facts["atoms"] = len(Cuttable(model))
+    except ValueError as error:
+        facts["whole"] = str(error)
+    return facts
+
+
+def row_of(comm: "Communicator", name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A row of the table. Collective."""
+    from mpi4dl.models import registry
+
+    refused = None if name.endswith(registry.BACKBONE) else registry.refusal(name)
+    if refused is not None:
+        return {"outcome": "refused", "why": refused}
+    with comm.together():
+        facts = facts_of(name) if comm.rank == 0 else None
+    facts = comm.broadcast_object(facts)
+    if "missing" in facts or facts["parameters"] > options.many:
+        return {**facts, "outcome": "no rule" if "missing" in facts else "rules"}
+    grid = (2, 2) if facts["parameters"] <= options.few else (1, 2)
+    part = comm.split(int(comm.rank >= grid[0] * grid[1]))
+    found = (0.0, "")
+    if comm.rank < part.size and comm.rank < grid[0] * grid[1]:
+        found = compared(part, name, grid)
+    worst, where = comm.broadcast_object(found)
+    outcome = "exact" if worst <= EXACT else "differs"
+    return {**facts, "outcome": outcome, "grid": grid, "difference": worst, "where": where}
+
+
+def wanted(options: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
+    """Names of all models, those that are to be measured: builders of torchvision, and backbones of detection."""
+    from mpi4dl import models
+    from mpi4dl._torchvision import import_torchvision
+
+    everything = {*import_torchvision().models.list_models(), *models.names(torchvision=True)} - {*models.names()}
+    only = {name for name in options.only.split(",") if name}
+    unknown = only - everything
+    if unknown:
+        raise SystemExit(f"--only {','.join(sorted(unknown))}: torchvision has no such model")
+    return sorted(only or everything - rows.keys())
+
+
+def main() -> None:
+    from mpi4dl.comm import world
+
+    options = parse(sys.argv[1:])
+    comm = world()
+    saved = json.loads(options.out.read_text()) if options.out.exists() else {}
+    rows: dict[str, Any] = saved.get("models", {})
+    if comm.size > 1:
+        if comm.size != 4:
+            raise SystemExit(f"mpirun started {comm.size} ranks, but tiles of 2x2 need 4")
+        for name in wanted(options, rows):
+            began = time.perf_counter()
+            rows[name] = row_of(comm, name, options)
+            if comm.rank == 0:
+                rows[name]["seconds"] = round(time.perf_counter() - began, 1)
+                print(name, rows[name], flush=True)
+                packages = {**environment(), "torchvision": version("torchvision")}
+                text = json.dumps({"environment": packages, "models": dict(sorted(rows.items()))}, indent=1)
+                options.out.write_text(text + "\n")
+    if comm.rank == 0:
+        options.page.write_text(page(json.loads(options.out.read_text())))
+
+
+if __name__ == "__main__":
+    main()
