@@ -1,4 +1,4 @@
-"""Images of which every rank reads its own part: synthetic ones, folders of pictures and slides, arrays.
+"""Images of which every rank reads its own part: synthetic ones, folders of pictures, slides or volumes, arrays.
 
 `open` a source, choose a `View` (the training size, how images fill it, augmentation), and let a `Loader` go through
 the batches of tiles.
@@ -10,6 +10,7 @@ from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.loader import Batch, Loader
 from mpi4dl.datasets.sources import open
 from mpi4dl.datasets.view import View
+from mpi4dl.datasets.volumes import open_volume
 
 __all__ = [
     "Augmentation",
@@ -23,5 +24,6 @@ __all__ = [
     "View",
     "open",
     "open_image",
+    "open_volume",
     "printable",
 ]

@@ -35,7 +35,9 @@ def open_volume(path: Path) -> "VolumeFile":
     """
     with blaming(path):
         open_regular(path).close()
-        suffix = next(suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix))
+        suffix = next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
+        if suffix is None:
+            raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
         return VolumeFile(path, *VOLUME_SUFFIXES[suffix](path))
 
 
@@ -89,6 +91,8 @@ def _open_nifti(path: Path) -> Opened:
     import nibabel
 
     stored: Any = nibabel.load(path).dataobj  # type: ignore[attr-defined,unused-ignore]
+    if len(stored.shape) < AXES:
+        raise BadImage(path, f"has shape {stored.shape}: expected x, y and z")
     x, y, z, *rest = stored.shape
 
     def read_part(slices: Slices) -> npt.NDArray[Any]:

@@ -156,7 +156,7 @@ class Split(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        return any(self.held[i] != self.owned(i) for i in range(self.parts))
+        return any(held != owned for held, owned in zip(self.held, pairwise(self.cuts), strict=True))
 
     def owned(self, part: int) -> Interval:
         return Interval(self.cuts[part], self.cuts[part + 1])
@@ -197,13 +197,16 @@ class Tiling(NamedTuple):
     def size(self) -> tuple[int, ...]:
         return tuple(split.size for split in self.splits)
 
+    @property
+    def wide(self) -> bool:
+        """Whether a rank may hold more than it owns."""
+        return self.narrow != self
+
     def owned(self, rank: int) -> Box:
-        where = self.grid.coordinates(rank)
-        return Box(*(split.owned(part) for split, part in zip(self.splits, where, strict=True)))
+        return _boxes_of(self, rank)[0]
 
     def held(self, rank: int) -> Box:
-        where = self.grid.coordinates(rank)
-        return Box(*(split.held[part] for split, part in zip(self.splits, where, strict=True)))
+        return _boxes_of(self, rank)[1]
 
     @property
     def whole(self) -> Box:
@@ -220,7 +223,7 @@ class Tiling(NamedTuple):
     @property
     def narrow(self) -> "Tiling":
         """The same cuts, each part holding what it owns and no more."""
-        return Tiling(tuple(split.narrow() for split in self.splits))
+        return _narrow(self)
 
     def replace(self, axis: int, split: Split) -> "Tiling":
         return Tiling((*self.splits[:axis], split, *self.splits[axis + 1 :]))
@@ -228,6 +231,18 @@ class Tiling(NamedTuple):
     def drop(self, axis: int) -> "Tiling":
         """The tiling of a tensor that no longer has this axis: every rank along it holds a copy."""
         return self.replace(axis, Split.at(range(self.splits[axis].parts + 1)))
+
+
+@lru_cache(maxsize=4096)
+def _narrow(tiling: Tiling) -> Tiling:
+    return Tiling(tuple(split.narrow() for split in tiling.splits))
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(tiling: Tiling, rank: int) -> tuple[Box, Box]:
+    """What a rank owns, and what it holds."""
+    places = list(zip(tiling.splits, tiling.grid.coordinates(rank), strict=True))
+    return Box(*(split.owned(part) for split, part in places)), Box(*(split.held[part] for split, part in places))
 
 
 @lru_cache(maxsize=4096)

@@ -106,6 +106,12 @@ BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no channels": (".npy", lambda path: np.save(path, np.zeros((9, 8, 7, 6))), "neither the first nor the last"),
     "nothing in it": (".npy", lambda path: np.save(path, np.zeros((0, 4, 4))), "(0, 4, 4)"),
     "two arrays": (".npz", lambda path: np.savez(path, a=1, b=2), "has 2 arrays, a, b: expected one"),
+    "slice": (
+        ".nii",
+        lambda path: nibabel.save(nibabel.Nifti1Image(np.zeros((4, 5), "f4"), np.eye(4)), path),
+        "(4, 5)",
+    ),
+    "picture": (".png", lambda path: path.write_bytes(b"png"), "is no volume: those end in .npy"),
     "text": (".nii.gz", lambda path: path.write_bytes(gzip.compress(b"no header")), ""),
     "folder": (".npy", lambda path: path.mkdir(), ""),
 }

@@ -162,7 +162,7 @@ class Layout:
 
     @property
     def wide(self) -> bool:
-        return any(split.wide for split in self.tiling.splits)
+        return self.tiling.wide
 
     @property
     def whole(self) -> bool:
@@ -172,7 +172,7 @@ class Layout:
     @property
     def narrow(self) -> "Layout":
         """The same layout, holding what it owns and no more."""
-        return replace(self, tiling=self.tiling.narrow)
+        return replace(self, tiling=self.tiling.narrow) if self.wide else self
 
     def axis(self, dim: int) -> int | None:
         """Which axis a tensor's dim is, or None for an ordinary dim."""
