@@ -57,6 +57,7 @@ CASES = {
             "roll all of an image": lambda x: x[0, 0].roll((1, -1), (0, 1)).sum(0),
             "roll all": lambda x: x.roll(5),
             "a pixel": lambda x: x[:, :, 2, 3].sum(0),
+            "repeat_interleave of all": lambda x: x.repeat_interleave(2),
         },
         spread=False,
     ),

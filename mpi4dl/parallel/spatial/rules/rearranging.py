@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpi4dl.geometry import Interval, Split
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import without_flat_dims
 from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
 
@@ -169,7 +170,7 @@ def repeat_interleave(
 ) -> Tensor:
     if isinstance(repeats, SpatialTensor):
         raise refusal("torch.repeat_interleave", "how often is spread over ranks")
-    x = input.flatten() if dim is None else input
+    x = without_flat_dims(input.flatten()) if dim is None else input
     dim = 0 if dim is None else place_of(dim, x.dim())
     if not isinstance(x, SpatialTensor):
         return torch.repeat_interleave(x, repeats, dim, output_size=output_size)
