@@ -3,7 +3,6 @@
 It reads top to bottom: `main` starts MPI, `train` builds what the configuration names; run.py goes through the epochs.
 """
 
-import gc
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -44,18 +43,6 @@ def configure(comm: "Communicator", argv: Sequence[str]) -> Config:
         config = parse(argv)
     comm.agree(None, **shared_options(config))
     return config
-
-
-def spare_the_collector(closing: ExitStack) -> None:
-    """Let Python's collector of circular garbage not look at what is there already, and stays, in each of its passes.
-
-    The objects of a step are many and short-lived, so that passes are frequent: 3 to 10 % of a rank's CPU time where
-    tiles are small.
-    """
-    if gc.get_freeze_count() == 0:
-        gc.collect()
-        gc.freeze()
-        closing.callback(gc.unfreeze)
 
 
 def train(comm: "Communicator", argv: Sequence[str]) -> None:
@@ -104,7 +91,6 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             run.explain()
             return
         run.open(closing, argv)
-        spare_the_collector(closing)
         with build.blaming_the_model(config, plan, num_classes, images.training.channels):
             run.all_epochs()
 
