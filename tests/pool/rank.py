@@ -32,10 +32,10 @@ ORPHAN_SECONDS = 30.0
 def perform(comm: Communicator, call: bytes) -> Report:
     """Run a body as if it were the first in this process."""
     torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
-            body, args = load(call)
+            body, args = load(call)  # which may import a module, and that may draw, on ranks that did not know it
+            torch.manual_seed(0)
             warnings.simplefilter("error")
             return Report(pickle.dumps(body(comm, *args)), None)
     except BaseException as error:  # also SystemExit, and what pytest.raises raises
