@@ -109,6 +109,7 @@ class SpatialTensor(Tensor):
     """
 
     _local: Tensor | None
+    _shape: torch.Size
     _layout: Layout
     _first_look: Callable[[], None] | None
     memory: Memory
@@ -132,14 +133,14 @@ class SpatialTensor(Tensor):
             _run_eagerly()
         if layout.flat:
             Layout.any_flat = True
-        shape = layout.global_shape(tuple(like.shape))
+        shape = torch.Size(layout.global_shape(tuple(like.shape)))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
         self._local = None
         self._first_look = None
-        self._layout = layout
+        self._shape, self._layout = shape, layout
         self.memory = Memory()
         self.memory.tensors.append(weakref.ref(self))
         self.retained = None
@@ -174,6 +175,14 @@ class SpatialTensor(Tensor):
             raise refusal("a tensor", problem)
         assert self._local is not None
         return self._local
+
+    # Asked for several times in every rule: so they do not go through the table of rules. They never change.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._shape
+
+    def dim(self) -> int:
+        return len(self._shape)
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]

@@ -1,6 +1,6 @@
 """Operators that treat every pixel alike, recognised by PyTorch's own tag."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ def _is_pointwise(function: Any) -> bool:
     return any(_tagged(known) for known in names if known.isidentifier())
 
 
+NESTED = (list, tuple, dict)
+
+
 def _tagged(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
@@ -85,6 +88,11 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
 
 
 def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple[list[Tensor], Layout]:
+    alike = [x for x in operands if isinstance(x, SpatialTensor)]
+    if len(alike) == len(operands) and all(
+        x.layout == alike[0].layout and x.shape == alike[0].shape for x in alike[1:]
+    ):
+        return [x.local for x in alike], alike[0].layout
     ndim = max(x.dim() for x in operands)
     first = next(x for x in operands if isinstance(x, SpatialTensor))
     operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
@@ -188,13 +196,12 @@ def pointwise(function: Any) -> Rule:
     """The rule of a function that computes each pixel of its result from the same pixel of its arguments."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, rebuild = _taken_apart(args, kwargs)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         in_place = writes(function, kwargs)
         operands = [leaves[i] for i in places]
         if in_place and not isinstance(operands[0], SpatialTensor):
-            whole = (gather(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            args, kwargs = pytree.tree_unflatten(list(whole), structure)
+            args, kwargs = rebuild([gather(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
             return function(*args, **kwargs)
         if len(operands) == 1 and isinstance(operands[0], SpatialTensor):
             parts, layout = [operands[0].local], operands[0].layout
@@ -202,18 +209,29 @@ def pointwise(function: Any) -> Rule:
             parts, layout = align(operands, function_name(function), in_place)
         for i, part in zip(places, parts, strict=True):
             leaves[i] = part
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        args, kwargs = rebuild(leaves)
         result = function(*args, **kwargs)
         providers = providers_of(operands)
         for operand, part in zip(operands, parts, strict=True):
             if result is part and isinstance(operand, SpatialTensor) and operand.layout == layout:
                 return provided_by(operand, providers)
-        for y in pytree.tree_leaves(result):
+        for y in [result] if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if not _has_pixels_of(y, layout):
                 raise refusal(function_name(function), "its result is no image")
+        if isinstance(result, Tensor):
+            return provided_by(wrap(result, layout), providers)
         return pytree.tree_map_only(Tensor, lambda y: provided_by(wrap(y, layout), providers), result)
 
     return rule
+
+
+def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """All values in the arguments, however nested, and what makes arguments of such values again."""
+    if any(isinstance(value, NESTED) for value in args) or any(isinstance(value, NESTED) for value in kwargs.values()):
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        return leaves, lambda leaves: pytree.tree_unflatten(leaves, structure)
+    count, names = len(args), tuple(kwargs)  # a tree of them takes half of a small operator's time
+    return [*args, *kwargs.values()], lambda leaves: (leaves[:count], dict(zip(names, leaves[count:], strict=True)))
 
 
 def _has_pixels_of(y: Any, layout: Layout) -> bool:
