@@ -1,11 +1,42 @@
 """Max, average, Lp and adaptive pooling, and unfolding, on tiles are those of the whole image."""
 
+from collections.abc import Callable
+
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    Arrangement,
+    Case,
+    as_drawn,
+    check_table,
+    chosen,
+    functions,
+    modules,
+)
 from tests.pool.ranks import Ranks
+
+
+def of_few_levels(image: Tensor) -> Tensor:
+    return (2 * image).round()
+
+
+def with_a_hole(image: Tensor) -> Tensor:
+    return image.masked_fill(image.new_ones(image.shape[-2:]).bool().triu(9), float("-inf"))
+
+
+def large(*makes: Callable[[], nn.Module]) -> dict[str, Case]:
+    """Images large enough for `shifts`: as they are drawn, with equal pixels, and with infinities."""
+    images = {"drawn": as_drawn, "equal pixels": of_few_levels, "infinities": with_a_hole}
+    return {
+        f"{make()!r} of a large image, {name}": Case(make, ((3, 4, 67, 59),), image=image)
+        for make in makes
+        for name, image in images.items()
+        if name != "infinities" or isinstance(make(), nn.MaxPool2d)
+    }
+
 
 CASES = {
     **modules(
@@ -33,6 +64,14 @@ CASES = {
         lambda: nn.Unfold(3, padding=1, stride=2),
         lambda: nn.Unfold((2, 3)),
         lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True), nn.AvgPool2d(2, 1)),
+    ),
+    **large(
+        lambda: nn.MaxPool2d(3, 1, 1),
+        lambda: nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        lambda: nn.MaxPool2d(2, ceil_mode=True),
+        lambda: nn.MaxPool2d((3, 5), 1, (1, 2), dilation=2),
+        lambda: nn.AvgPool2d(3, 1, 1),
+        lambda: nn.AvgPool2d(5, 3, 2, ceil_mode=True, count_include_pad=False),
     ),
     **modules(
         lambda: nn.AdaptiveAvgPool2d(1),

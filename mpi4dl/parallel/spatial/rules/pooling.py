@@ -1,9 +1,12 @@
-"""Max, average and Lp pooling on tiles, in 1, 2 and 3 dims; nothing but indices is saved for the backward pass."""
+"""Max, average and Lp pooling on tiles, in 1, 2 and 3 dims; nothing but indices is saved for the backward pass.
+
+Large images on CPUs are pooled by `shifts`, all else by PyTorch's kernels.
+"""
 
 import math
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import Interval, Window
 from mpi4dl.parallel.spatial.halo import Reach
+from mpi4dl.parallel.spatial.rules import shifts
 from mpi4dl.parallel.spatial.rules.windows import (
     axes_of,
     check_image,
@@ -34,32 +38,70 @@ MAXIMA = {
 MEANS = {2: (aten.avg_pool2d, aten.avg_pool2d_backward), 3: (aten.avg_pool3d, aten.avg_pool3d_backward)}
 
 
-class _Pool(torch.autograd.Function):
-    """Fetch the halo and pool. `options` are those of max pooling, or of average pooling over whole windows.
+class _Pooling(NamedTuple):
+    """What is pooled in each window, its maximum or its mean, and where it is to be.
 
-    Max pooling also gives the index of each maximum in the input with its halo, which begins at `corner`.
+    `padding` is left to the operator, along each dim. The input with its halo begins at `corner`, and the output is of
+    this `shape`. With `places` the index of each maximum is asked for.
     """
+
+    windows: Sequence[Window]
+    maximum: bool
+    places: bool
+    padding: list[int]
+    corner: tuple[int, ...]
+    shape: list[int]
+
+    @property
+    def area(self) -> int:
+        return math.prod(window.kernel for window in self.windows)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What PyTorch's kernel is told, of max pooling, or of average pooling over whole windows."""
+        kernel, stride, dilation = (
+            [getattr(w, name) for w in self.windows] for name in ("kernel", "stride", "dilation")
+        )
+        ceil_mode = self.windows[0].ceil_mode
+        if self.maximum:
+            return kernel, stride, self.padding, dilation, ceil_mode
+        return kernel, stride, self.padding, ceil_mode, True, self.area
+
+
+class _Pool(torch.autograd.Function):
+    """Fetch the halo and pool. Max pooling may also give the index of each maximum in the input with its halo."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         exchange: Exchange | None,
-        maximum: bool,
-        options: tuple[Any, ...],
-        shape: list[int],
-        corner: tuple[int, ...],
+        pooling: _Pooling,
     ) -> tuple[Tensor, Tensor | None]:
         padded = x if exchange is None else exchange.bring(x)
-        ctx.exchange, ctx.maximum, ctx.options = exchange, maximum, options
+        shape, maximum = pooling.shape, pooling.maximum
+        ctx.exchange, ctx.pooling = exchange, pooling
         ctx.like = padded.new_empty(0), padded.shape
-        ctx.count = len(corner)
+        ctx.count = len(pooling.windows)
+        ctx.around = None
         if 0 in shape:
             return x.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=x.device) if maximum else None
+        if not pooling.places and shifts.worth(padded, shape, pooling.windows):
+            around = shifts.fitting(padded.shape[-ctx.count :], shape[-ctx.count :], pooling.windows, pooling.padding)
+            fitting = shifts.padded(padded, around, _lowest(x) if maximum else 0.0)
+            if not maximum:
+                ctx.around = around
+                return shifts.means(fitting, pooling.windows, pooling.area), None
+            found = shifts.maxima(fitting, pooling.windows)
+            if found is not None:
+                ctx.around = around
+                ctx.save_for_backward(*found[1])
+                return found[0], None
+        options = pooling.options
         if not maximum:
             return MEANS[ctx.count][0](padded, *options), None
         y, indices = MAXIMA[ctx.count][0](padded, *options)
-        indices = _inside(y, indices, padded.shape[-ctx.count :], corner, options[3])
+        indices = _inside(y, indices, padded.shape[-ctx.count :], pooling.corner, options[3])
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
         return y, indices
@@ -68,18 +110,36 @@ class _Pool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         exchange: Exchange | None = ctx.exchange
+        pooling: _Pooling = ctx.pooling
         kind, shape = ctx.like
-        padded = kind.new_empty(shape)  # the backward passes of both read the shape of their input, not its values
-        if gradient.numel() == 0:
-            gradient = padded.zero_()
-        elif ctx.maximum:
-            (indices,) = ctx.saved_tensors
-            gradient = MAXIMA[ctx.count][1](gradient, padded, *ctx.options, indices)
+        if ctx.around is not None:
+            gradient = _by_shifts(gradient, ctx.saved_tensors, shape[-ctx.count :], pooling, ctx.around)
         else:
-            gradient = MEANS[ctx.count][1](gradient, padded, *ctx.options)
+            padded = kind.new_empty(shape)  # the backward passes of both read the shape of their input, not its values
+            if gradient.numel() == 0:
+                gradient = padded.zero_()
+            elif pooling.maximum:
+                (indices,) = ctx.saved_tensors
+                gradient = MAXIMA[ctx.count][1](gradient, padded, *pooling.options, indices)
+            else:
+                gradient = MEANS[ctx.count][1](gradient, padded, *pooling.options)
         if exchange is not None:
             gradient = exchange.adjoint.bring(gradient)
-        return gradient, None, None, None, None, None
+        return gradient, None, None
+
+
+def _by_shifts(
+    gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], pooling: _Pooling, around: list[int]
+) -> Tensor:
+    """The gradient of an image of that size, which was pooled with so much around it."""
+    windows = pooling.windows
+    sides = zip(size, around[-2::-2], around[-1::-2], strict=True)
+    fitting = [length + before + after for length, before, after in sides]
+    if pooling.maximum:
+        gradient = shifts.of_maxima(gradient, chosen, fitting, windows)
+    else:
+        gradient = shifts.of_means(gradient, fitting, windows, pooling.area)
+    return shifts.trimmed(gradient, around)
 
 
 def _lowest(x: Tensor) -> float:
@@ -119,20 +179,14 @@ def _pool(
     count = len(windows)
     reached, own = slide(x, windows, _lowest(x) if maximum else 0.0)
     local = x.local if reached.exchange is not None else reached.crop(x.local)
-    kernel, stride, dilation = ([getattr(w, name) for w in windows] for name in ("kernel", "stride", "dilation"))
     padding = [window.before if itself else 0 for window, itself in zip(windows, own, strict=True)]
-    ceil_mode = windows[0].ceil_mode
-    options = (
-        (kernel, stride, padding, dilation, ceil_mode)
-        if maximum
-        else (kernel, stride, padding, ceil_mode, True, math.prod(kernel))
-    )
     axes = axes_of(x, count)
     corner = tuple(
         0 if itself or axis is None else reached.needed[axis].start for axis, itself in zip(axes, own, strict=True)
     )
     shape = output_shape(reached, x, local, windows)
-    y, indices = _Pool.apply(local, reached.exchange, maximum, options, shape, corner)
+    pooling = _Pooling(windows, maximum, places, padding, corner, shape)
+    y, indices = _Pool.apply(local, reached.exchange, pooling)
     if not places:
         return y, indices, reached
     size = [
