@@ -85,10 +85,10 @@ class Moves(NamedTuple):
         return cls(
             shape_of(plan.needed, dims, shape),
             tuple(shape_of(slab.box, dims, shape) for slab in plan.receives),
-            tuple((slab.peer, _cut(dims, plan.held, slab.box)) for slab in plan.sends),
-            tuple(_cut(dims, plan.needed, slab.box) for slab in plan.receives),
-            _cut(dims, plan.held, plan.kept),
-            _cut(dims, plan.needed, plan.kept),
+            tuple((slab.peer, cut_of(dims, plan.held, slab.box)) for slab in plan.sends),
+            tuple(cut_of(dims, plan.needed, slab.box) for slab in plan.receives),
+            cut_of(dims, plan.held, plan.kept),
+            cut_of(dims, plan.needed, plan.kept),
             _edges(plan, dims),
         )
 
@@ -132,7 +132,7 @@ def plan_exchange(
     )
 
 
-def _cut(dims: Sequence[int | None], origin: Box, box: Box) -> Cut:
+def cut_of(dims: Sequence[int | None], origin: Box, box: Box) -> Cut:
     """How `box` is cut out of a tensor that holds `origin`."""
     return tuple(
         (dim, 0 if box[axis].empty else box[axis].start - origin[axis].start, box[axis].length)
@@ -150,7 +150,7 @@ def at(x: Tensor, cut: Cut) -> Tensor:
 
 def narrow(x: Tensor, dims: Sequence[int | None], origin: Box, box: Box) -> Tensor:
     """The view of `box` in a tensor that holds `origin`. `dims` are the tensor's dims of each axis."""
-    return at(x, _cut(dims, origin, box))
+    return at(x, cut_of(dims, origin, box))
 
 
 def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list[int]:

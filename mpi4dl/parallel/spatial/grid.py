@@ -1,15 +1,20 @@
 """The ranks that share an image, and the layout of one tensor over them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
 from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
 from mpi4dl.parallel.spatial.foresight import Foresight
+
+KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it is forgotten: images may have any size
+
+T = TypeVar("T")
 
 
 class Grid:
@@ -78,6 +83,7 @@ class Grid:
         self.foresight = Foresight()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
+        self._layouts: dict[Layout, Layout] = {}
 
     def __repr__(self) -> str:
         parts = (f"{name}={parts}" for name, parts in zip(self.names, self.shape, strict=True))
@@ -90,6 +96,18 @@ class Grid:
     @property
     def size(self) -> int:
         return self.comm.size
+
+    def the_one(self, layout: "Layout") -> "Layout":
+        """Of all layouts equal to this one the one that tensors have, so that what is known of it is known once."""
+        if layout.settled:
+            return layout
+        found = self._layouts.get(layout)
+        if found is None:
+            if len(self._layouts) >= KNOWN:
+                self._layouts.clear()
+            found = self._layouts[layout] = layout
+            object.__setattr__(found, "settled", True)
+        return found
 
     def along(self, axes: tuple[int, ...]) -> Communicator:
         """The ranks that differ from this one only along these axes. Collective when first asked for."""
@@ -141,6 +159,7 @@ class Layout:
     """
 
     any_flat: ClassVar[bool] = False  # whether there was such a dim in this process
+    settled: ClassVar[bool] = False  # whether it is `Grid.the_one`
 
     grid: Grid
     tiling: Tiling
@@ -152,27 +171,43 @@ class Layout:
         """That of a tensor that every rank has whole."""
         return cls(grid, Tiling.copies(grid.shape), (None,) * len(grid.shape))
 
-    @property
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+    def known(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find()` finds of this layout, looked up if it was asked for before by this key.
+
+        All that an operator needs to know before it computes follows from the layout and its arguments.
+        """
+        found: T | None = self._known.get(key)
+        if found is None:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            found = self._known[key] = find()
+        return found
+
+    @cached_property
     def owned(self) -> Box:
         return self.tiling.owned(self.grid.rank)
 
-    @property
+    @cached_property
     def held(self) -> Box:
         return self.tiling.held(self.grid.rank)
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         return self.tiling.wide
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether nothing is left that the ranks share out: every rank holds all of the tensor."""
         return all(dim is None for dim in self.dims)
 
-    @property
+    @cached_property
     def narrow(self) -> "Layout":
         """The same layout, holding what it owns and no more."""
-        return replace(self, tiling=self.tiling.narrow) if self.wide else self
+        return self.grid.the_one(replace(self, tiling=self.tiling.narrow)) if self.wide else self
 
     def axis(self, dim: int) -> int | None:
         """Which axis a tensor's dim is, or None for an ordinary dim."""

@@ -9,12 +9,12 @@ needed: may reach over several neighbours, and beyond the edge of the image, whe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.exchange import Exchange, narrow
+from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of, narrow
 from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
 from mpi4dl.parallel.spatial.flattening import close_dims, cut_out, open_dims, opened
 from mpi4dl.parallel.spatial.foresight import OfWindows
@@ -37,6 +37,7 @@ class Reach:
     needed: Box
     exchange: Exchange | None
     maps: Maps
+    lacking: Tiling | None = None  # what ranks would have to hold so that nothing had to be sent
 
     def fetch(self, x: Tensor) -> Tensor:
         """The needed box of x, this rank's part; differentiable."""
@@ -44,7 +45,17 @@ class Reach:
 
     def crop(self, x: Tensor) -> Tensor:
         """The needed box, where this rank holds all of it."""
-        return narrow(x, self.source.dims, self.source.held, self.needed)
+        return at(x, self._cut)
+
+    @cached_property
+    def _cut(self) -> Cut:
+        return cut_of(self.source.dims, self.source.held, self.needed)
+
+    def ask(self, x: SpatialTensor) -> None:
+        """Ask those who made x to hold what is lacking, where messages take longer than that."""
+        if self.lacking is not None and (self.source.grid.foresight.everywhere or x.local.is_cuda):
+            for provider in x.providers:
+                provider.ask(self.lacking)
 
     def result(self, x: SpatialTensor, local: Tensor) -> Tensor:
         """This rank's part `local` of what was made of x, whose norms can be asked so that more of it is held."""
@@ -59,15 +70,18 @@ def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itse
     beyond the edge of the image.
     """
     layout, of_axes = x.layout, tuple(maps.items())
-    needed, output, exchange, lacking = _plan(layout.tiling, of_axes, itself)
-    reached = Layout(layout.grid, output, layout.dims)
-    if lacking is not None and (layout.grid.foresight.everywhere or x.local.is_cuda):
-        for provider in x.providers:
-            provider.ask(lacking)
+    reached = layout.known((reach, of_axes, fill, itself), lambda: _reach(layout, of_axes, fill, itself))
+    reached.ask(x)
+    return reached
+
+
+def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> Reach:
+    needed, output, exchange, lacking = _plan(layout.tiling, maps, itself)
+    reached = layout.grid.the_one(Layout(layout.grid, output, layout.dims))
     if not exchange:
-        return Reach(layout, reached, needed.held(layout.grid.rank), None, of_axes)
+        return Reach(layout, reached, needed.held(layout.grid.rank), None, maps, lacking)
     plan = layout.exchange_to(needed, fill)
-    return Reach(layout, reached, plan.plan.needed, plan, of_axes)
+    return Reach(layout, reached, plan.plan.needed, plan, maps, lacking)
 
 
 @lru_cache(maxsize=4096)

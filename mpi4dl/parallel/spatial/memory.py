@@ -9,6 +9,7 @@ then have to reach the other:
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -69,13 +70,18 @@ class Memory:
 
 def writes(function: Any, options: dict[str, Any]) -> bool:
     """Whether a function writes to its first argument: `x.add_(1)`, `x += 1`, `x[0] = 1`, `F.relu(x, inplace=True)`."""
+    return _writes_by_name(function) or (bool(options) and options.get("inplace") is True)
+
+
+@cache
+def _writes_by_name(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     by_name = (name.endswith("_") and not name.endswith("__") and name not in NOT_IN_PLACE) or name in IN_PLACE
-    return by_name or name == "__setitem__" or options.get("inplace") is True
+    return by_name or name == "__setitem__"
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return a is b or torch._C._is_alias_of(a, b)
 
 
 def countable(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import functools
 import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -131,9 +132,11 @@ class SpatialTensor(Tensor):
     def _make(cls, like: Tensor, layout: Layout, requires_grad: bool) -> "SpatialTensor":
         if "torch._dynamo" in sys.modules:
             _run_eagerly()
+        layout = layout.grid.the_one(layout)
+        local = like.shape
+        shape = layout.known(local, lambda: torch.Size(layout.global_shape(local)))
         if layout.flat:
             Layout.any_flat = True
-        shape = torch.Size(layout.global_shape(tuple(like.shape)))
         # requires_grad lets a wrapper notice that a custom autograd.Function took it: see `local` and the hook.
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
@@ -146,8 +149,7 @@ class SpatialTensor(Tensor):
         self.retained = None
         self.providers = ()
         if requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                self.register_hook(_refuse_gradient)
+            _refuse_gradients(self)
         return self
 
     def fulfil(self, local: Tensor) -> None:
@@ -225,16 +227,17 @@ class SpatialTensor(Tensor):
                 return function(*args, **options)
         if substitutes:
             rule = functools.partial(substitutes[-1], function, rule)
-        if options.get("out") is not None:
+        if options and options.get("out") is not None:
             raise refusal(function_name(function), "it was given out=")
         if writes(function, options):
             return _write(function, rule, args, options)
         result = rule(*args, **options)
-        spread = [x for x in args if isinstance(x, SpatialTensor)]
-        if len(spread) > 0:
-            for y in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(y, SpatialTensor):
-                    _share_memory(y, spread[0])
+        for x in args:
+            if isinstance(x, SpatialTensor):
+                for y in result if isinstance(result, tuple | list) else (result,):
+                    if isinstance(y, SpatialTensor):
+                        _share_memory(y, x)
+                break
         return result
 
     @classmethod
@@ -293,7 +296,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         for known in target.memory.tensors:
             x = known()
             if x is not None and x._local is not None and x._local.requires_grad and not x.requires_grad:
-                x.requires_grad_().register_hook(_refuse_gradient)
+                _refuse_gradients(x.requires_grad_())
     return result
 
 
@@ -311,8 +314,17 @@ def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
     raise refusal(function_name(function))
 
 
+def _refuse_gradients(x: Tensor) -> None:
+    """Hook `_refuse_gradient` to a new leaf: as `register_hook` does, without a handle that nobody holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        x._backward_hooks = _REFUSING
+
+
 def _refuse_gradient(gradient: Tensor) -> None:
     raise refusal("torch.autograd.Function", NOT_DIFFERENTIATED)
+
+
+_REFUSING = OrderedDict({0: _refuse_gradient})
 
 
 def wrap(local: Tensor, layout: Layout) -> Tensor:

@@ -35,10 +35,10 @@ def saved_bytes(saved: list[Tensor], parameters: list[Tensor]) -> int:
 
 
 def alive(rows: int) -> list[tuple[int, ...]]:
-    """The shapes of all tensors that Python can reach and that have this many rows."""
+    """The shapes of all tensors of numbers that Python can reach and that have this many rows."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is Tensor]
-    return [tuple(x.shape) for x in tensors if x.dim() == 4 and x.shape[2] == rows]
+    return [tuple(x.shape) for x in tensors if x.dim() == 4 and x.shape[2] == rows and x.is_floating_point()]
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -69,7 +69,7 @@ def save(comm: Communicator, name: str) -> list[tuple[tuple[int, ...], bool]]:
     [
         ("convolution", [(TILE, True), ((2, 4, 1, 48), False)]),
         ("transposed convolution", [(TILE, True), ((2, 4, 1, 48), False)]),
-        ("max pooling", [(TILE, False)]),  # the indices
+        ("max pooling", [((2, 4, 34, 48), False), (TILE, False)]),  # a byte for each pixel, pooled along each dim
         ("average pooling", []),
         ("batch norm", [(TILE, True), ((4,), False), ((4,), False)]),
     ],

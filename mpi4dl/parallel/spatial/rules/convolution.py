@@ -18,6 +18,8 @@ from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way,
 from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, output_shape, slide
 from mpi4dl.parallel.spatial.tensor import register, wrap
 
+WORTH_ONEDNN = 1 << 22  # multiplications
+
 
 class Later(Protocol):
     """Takes note of `gradients`: called with `held`, it computes the gradients of a layer's weight and bias."""
@@ -140,9 +142,9 @@ def _convolution(
         sides = [side for pair in reversed(around) for side in pair]
         return _convolution(count, F.pad(x, sides), weight, bias, stride, 0, dilation, groups)
     remaining = tuple(before if itself else 0 for itself, (before, _) in zip(own, around, strict=True))
-    if kernel == (1, 1) and weight.is_cpu:
+    if kernel == (1, 1) and weight.is_cpu and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
-        # thread too, and not to an older kernel that takes twice the time.
+        # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
         dilation = (2, 2)
     options = ConvolutionOptions(stride, remaining, dilation, False, (0,) * count, groups)
     local = reached.crop(x.local) if reached.exchange is None else x.local

@@ -55,10 +55,9 @@ def batch_norm(
         result.fulfil(y)
         with torch.no_grad():
             if running_mean is not None:
-                running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-            if running_var is not None:
-                unbiased = variance * (count / max(count - 1, 1))
-                running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+                running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+            if running_var is not None:  # of the unbiased variance
+                running_var.mul_(1 - momentum).add_(variance, alpha=momentum * count / max(count - 1, 1))
 
     patient = foresight.reached(weight)
     if may_wait(x, weight, bias):
