@@ -81,7 +81,7 @@ def _writes_by_name(function: Any) -> bool:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch._C._is_alias_of(a, b)
+    return a is b or torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
 
 
 def countable(x: Tensor) -> Tensor:

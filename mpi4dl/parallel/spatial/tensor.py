@@ -317,7 +317,7 @@ def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _refuse_gradients(x: Tensor) -> None:
     """Hook `_refuse_gradient` to a new leaf: as `register_hook` does, without a handle that nobody holds."""
     with torch._C.DisableTorchFunctionSubclass():
-        x._backward_hooks = _REFUSING
+        x._backward_hooks = _REFUSING  # type: ignore[assignment]
 
 
 def _refuse_gradient(gradient: Tensor) -> None:

@@ -6,7 +6,7 @@ came from the neighbours: the input with its halo lives only while a convolution
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.geometry import TransposedWindow, Window
+from mpi4dl.parallel.spatial.halo import Reach
 from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way, choose
-from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, output_shape, slide
-from mpi4dl.parallel.spatial.tensor import register, wrap
+from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, output_shape, slide
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, register, wrap
 
 WORTH_ONEDNN = 1 << 22  # multiplications
 
@@ -80,8 +81,8 @@ def _of_parameters(
 
 def _check(input: Tensor, weight: Tensor, bias: Tensor | None, options: ConvolutionOptions) -> None:
     """Raise on all ranks what PyTorch raises only where a tile has pixels."""
-    dtypes = [t.dtype for t in (input, weight, bias) if t is not None]
-    if len(set(dtypes)) > 1:
+    if input.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        dtypes = [t.dtype for t in (input, weight, bias) if t is not None]
         raise RuntimeError(f"input, weight and bias of a convolution must be of one type, but are {dtypes}")
     channels, groups = weight.shape[0 if options.transposed else 1], options.groups
     expected = channels if options.transposed else channels * groups
@@ -117,6 +118,15 @@ def _padding(padding: str | int | Sequence[int], kernel: int, dilation: int, whi
     return (each(padding, count)[which],) * 2
 
 
+class _Planned(NamedTuple):
+    """How a convolution is computed: in which way, to which shape; or of an image that is padded first."""
+
+    reached: Reach
+    way: Way
+    shape: list[int]
+    first: list[int] | None
+
+
 def _convolution(
     count: int,
     input: Tensor,
@@ -128,30 +138,50 @@ def _convolution(
     groups: int = 1,
 ) -> Tensor:
     x = check_image(input, f"torch.conv{count}d", count)
-    if x.local.dim() == count + 1:
+    local = x.local
+    if local.dim() == count + 1:
         y = _convolution(count, x.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return y.squeeze(0)
+    options = hashable(stride), hashable(padding), hashable(dilation), groups
+    key = _convolution, count, options, local.shape, local.dtype, weight.shape, weight.dtype, weight.device
+    planned = x.layout.known(key, lambda: _plan(count, x, weight, *options))
+    if planned.first is not None:
+        return _convolution(count, F.pad(x, planned.first), weight, bias, stride, 0, dilation, groups)
+    reached, way, shape, _ = planned
+    reached.ask(x)
+    if reached.exchange is None:
+        local = reached.crop(local)
+    return wrap(convolve(local, weight, bias, way, shape), reached.output)
+
+
+def _plan(
+    count: int,
+    x: SpatialTensor,
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: str | int | Sequence[int],
+    dilation: int | Sequence[int],
+    groups: int,
+) -> _Planned:
     kernel, stride, dilation = weight.shape[2:], each(stride, count), each(dilation, count)
     around = [_padding(padding, kernel[i], dilation[i], i, count) for i in range(count)]
     if padding == "same" and set(stride) != {1}:
         raise RuntimeError(f"padding='same' is not supported for strided convolutions, but stride is {stride}")
     windows = [Window(kernel[i], stride[i], *around[i], dilation[i]) for i in range(count)]
     reached, own = slide(x, windows)
+    sides = None
     if any(itself and before != after for itself, (before, after) in zip(own, around, strict=True)):
         # An even kernel with padding "same" on an axis that is not cut: the operator cannot pad one side alone.
         sides = [side for pair in reversed(around) for side in pair]
-        return _convolution(count, F.pad(x, sides), weight, bias, stride, 0, dilation, groups)
     remaining = tuple(before if itself else 0 for itself, (before, _) in zip(own, around, strict=True))
-    if kernel == (1, 1) and weight.is_cpu and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
+    if kernel == (1,) * count and weight.is_cpu and x.local.numel() * weight.shape[0] >= WORTH_ONEDNN:
         # Dilation means nothing to a kernel of one pixel, except that PyTorch then takes it to oneDNN on a rank of one
         # thread too, and not to an older kernel, which takes twice the time, or, of little work, half of it.
-        dilation = (2, 2)
+        dilation = (2,) * count
     options = ConvolutionOptions(stride, remaining, dilation, False, (0,) * count, groups)
     local = reached.crop(x.local) if reached.exchange is None else x.local
     shape = output_shape(reached, x, local, windows, weight.shape[0])
-    return wrap(
-        convolve(local, weight, bias, choose(reached, x, local, weight, windows, options), shape), reached.output
-    )
+    return _Planned(reached, choose(reached, x, local, weight, windows, options), shape, sides)
 
 
 def _transposed_convolution(

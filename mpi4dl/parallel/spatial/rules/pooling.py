@@ -5,8 +5,9 @@ Large images on CPUs are pooled by `shifts`, all else by PyTorch's kernels.
 
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from mpi4dl.parallel.spatial.rules.windows import (
     check_image,
     each,
     flat_index,
+    hashable,
     output_shape,
     output_spans,
     places_of,
@@ -38,16 +40,18 @@ MAXIMA = {
 MEANS = {2: (aten.avg_pool2d, aten.avg_pool2d_backward), 3: (aten.avg_pool3d, aten.avg_pool3d_backward)}
 
 
-class _Pooling(NamedTuple):
+@dataclass(frozen=True)
+class _Pooling:
     """What is pooled in each window, its maximum or its mean, and where it is to be.
 
-    `padding` is left to the operator, along each dim. The input with its halo begins at `corner`, and the output is of
-    this `shape`. With `places` the index of each maximum is asked for.
+    A dim that is not cut is the operator's `own`, as is its `padding` there. The input with its halo begins at
+    `corner`, and the output is of this `shape`. With `places` the index of each maximum is asked for.
     """
 
     windows: Sequence[Window]
     maximum: bool
     places: bool
+    own: tuple[bool, ...]
     padding: list[int]
     corner: tuple[int, ...]
     shape: list[int]
@@ -56,7 +60,7 @@ class _Pooling(NamedTuple):
     def area(self) -> int:
         return math.prod(window.kernel for window in self.windows)
 
-    @property
+    @cached_property
     def options(self) -> tuple[Any, ...]:
         """What PyTorch's kernel is told, of max pooling, or of average pooling over whole windows."""
         kernel, stride, dilation = (
@@ -163,6 +167,13 @@ def _inside(y: Tensor, indices: Tensor, size: Sequence[int], corner: Sequence[in
 def _windows(
     count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
 ) -> tuple[Window, ...]:
+    return _windows_of(count, hashable(kernel), hashable(stride), hashable(padding), hashable(dilation), ceil_mode)
+
+
+@lru_cache(maxsize=1024)
+def _windows_of(
+    count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
+) -> tuple[Window, ...]:
     kernels, paddings, dilations = each(kernel, count), each(padding, count), each(dilation, count)
     strides = kernels if stride is None or (not isinstance(stride, int) and not len(stride)) else each(stride, count)
     if any(2 * paddings[i] > kernels[i] for i in range(count)):
@@ -173,9 +184,28 @@ def _windows(
 
 
 def _pool(
-    x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool = False
+    x: SpatialTensor, windows: tuple[Window, ...], maximum: bool, places: bool = False
 ) -> tuple[Tensor, Tensor, Reach]:
     """The pooled part, the `places` of its maxima in the whole image if they are asked for, and what it reached."""
+    local = x.local
+    key = _pool, windows, maximum, places, local.shape, local.dtype
+    reached, pooling = x.layout.known(key, lambda: _plan(x, windows, maximum, places))
+    reached.ask(x)
+    if reached.exchange is None:
+        local = reached.crop(local)
+    y, indices = _Pool.apply(local, reached.exchange, pooling)
+    if not places:
+        return y, indices, reached
+    count = len(windows)
+    size = list(local.shape[-count:])
+    for place, axis in enumerate(axes_of(x, count)):
+        if axis is not None and not pooling.own[place]:
+            size[place] = reached.needed[axis].length
+    found = [at + start for at, start in zip(places_of(indices, size), pooling.corner, strict=True)]
+    return y, flat_index(found, x.shape[-count:]), reached
+
+
+def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> tuple[Reach, _Pooling]:
     count = len(windows)
     reached, own = slide(x, windows, _lowest(x) if maximum else 0.0)
     local = x.local if reached.exchange is not None else reached.crop(x.local)
@@ -185,16 +215,7 @@ def _pool(
         0 if itself or axis is None else reached.needed[axis].start for axis, itself in zip(axes, own, strict=True)
     )
     shape = output_shape(reached, x, local, windows)
-    pooling = _Pooling(windows, maximum, places, padding, corner, shape)
-    y, indices = _Pool.apply(local, reached.exchange, pooling)
-    if not places:
-        return y, indices, reached
-    size = [
-        length if itself or axis is None else reached.needed[axis].length
-        for length, axis, itself in zip(local.shape[-count:], axes, own, strict=True)
-    ]
-    found = [at + start for at, start in zip(places_of(indices, size), corner, strict=True)]
-    return y, flat_index(found, x.shape[-count:]), reached
+    return reached, _Pooling(windows, maximum, places, own, padding, corner, shape)
 
 
 def _max_pool(
@@ -248,17 +269,25 @@ def _avg_pool(
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
         return reached.result(x, y * (area / divisor_override))
-    counts = []
-    for size, window, rows in zip(x.shape[-len(windows) :], windows, output_spans(reached, x, windows), strict=True):
-        margin = window.before if count_include_pad else 0
-        image = Interval(-margin, size + margin)
-        counts.append([window.needs(Interval(row, row + 1), size).intersect(image).length for row in range(*rows)])
-    if any(number != window.kernel for numbers, window in zip(counts, windows, strict=True) for number in numbers):
+    key = _counts, windows, count_include_pad, x.local.shape
+    counts = x.layout.known(key, lambda: _counts(reached, x, windows, count_include_pad))
+    if counts:
         shares = [torch.tensor(numbers, dtype=y.dtype, device=y.device) for numbers in counts]
         divisor = reduce(lambda done, share: done.unsqueeze(-1) * share, shares)
         y = y * (area / divisor)
     pooled = reached.result(x, y)
     return pooled.squeeze(-2) if count == 1 else pooled
+
+
+def _counts(reached: Reach, x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool) -> list[list[int]]:
+    """Along each dim, how many pixels of each window count, of those that this rank has; nothing if always all."""
+    counts = []
+    for size, window, rows in zip(x.shape[-len(windows) :], windows, output_spans(reached, x, windows), strict=True):
+        margin = window.before if count_include_pad else 0
+        image = Interval(-margin, size + margin)
+        counts.append([window.needs(Interval(row, row + 1), size).intersect(image).length for row in range(*rows)])
+    odd = any(number != window.kernel for numbers, window in zip(counts, windows, strict=True) for number in numbers)
+    return counts if odd else []
 
 
 def _lp_pool(

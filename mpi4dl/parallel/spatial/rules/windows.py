@@ -23,6 +23,11 @@ def each(value: Any, count: int) -> tuple[Any, ...]:
     return tuple(value) * count if len(value) == 1 else tuple(value[:count])
 
 
+def hashable(value: Any) -> Any:
+    """The same argument, such as a list of numbers, as something that can be looked up by."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def check_image(x: Tensor, function: str, count: int = 2) -> SpatialTensor:
     """x, if windows along its last `count` dims are along axes of space, and no other dim is one; refuse it otherwise.
 
@@ -30,14 +35,18 @@ def check_image(x: Tensor, function: str, count: int = 2) -> SpatialTensor:
     """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
-    dims, first = x.layout.dims, x.local.dim() - count
-    for axis, dim in enumerate(dims):
-        if dim is not None and (dim != 0 or first == 0 if axis == BATCH else dim < first):
-            raise refusal(
-                function,
-                f"it slides along the last {count} dims, but those of {x.layout.grid.names} are {dims}",
-            )
+    layout, first = x.layout, x.dim() - count
+    if not layout.known((check_image, first), lambda: _slides(layout.dims, first)):
+        raise refusal(
+            function, f"it slides along the last {count} dims, but those of {layout.grid.names} are {layout.dims}"
+        )
     return x
+
+
+def _slides(dims: Dims, first: int) -> bool:
+    return not any(
+        dim is not None and (dim != 0 or first == 0 if axis == BATCH else dim < first) for axis, dim in enumerate(dims)
+    )
 
 
 def axes_of(x: SpatialTensor, count: int) -> tuple[int | None, ...]:
