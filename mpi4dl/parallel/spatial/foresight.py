@@ -109,6 +109,11 @@ class Foresight:
         """A step begins: nothing waits, whatever became of the one before."""
         self._waiting, self._unseen = [], None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a norm is yet to be computed."""
+        return bool(self._waiting)
+
     def wait(self, norm: Waiting) -> None:
         self._waiting.append(norm)
 

@@ -9,8 +9,8 @@ Each way is one exchange, whether or not somebody asked for strips. The ranks' m
 formula of Chan, Golub and LeVeque (1979), so that a mean of 1000 with unit variance keeps its digits, and every rank
 gets the same bits. What is saved is the input, the strips, and two vectors.
 
-Most of these tensors are a few numbers for each channel, of which an operator takes a microsecond or two whatever it
-does: so there are to be few of them.
+Most of these tensors are a few numbers for each channel, and an operator of PyTorch's takes a microsecond or two for
+them, whatever it does: so there are to be few of them, and on CPUs numpy, which takes a quarter of that.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from mpi4dl.geometry import Box
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import substitutes
 
-aten = torch.ops.aten
+backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
 
 
@@ -79,23 +79,24 @@ class Norm:
         return [] if self.exchange is None else [slab.box for slab in self.exchange.plan.receives]
 
 
-def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and the mean and the biased variance in float64, (C,).
+    Returns this rank's part of it, held as `norm.output` says, and the mean, the biased and the unbiased variance in
+    float64, (3, C).
     """
     return _Normalize.apply((norm,), x, weight, bias)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A norm that is to be computed with others: `done(y, mean, variance)` is called with what `normalize` returns."""
+    """A norm that is to be computed with others: `done(y, moments)` is called with what `normalize` returns."""
 
     norm: Norm
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    done: Callable[[Tensor, Tensor, Tensor], None]
+    done: Callable[[Tensor, Tensor], None]
     version: int
 
     def compute(self, waiting: Sequence["Task"]) -> None:
@@ -108,7 +109,7 @@ class Task:
         with torch.inference_mode(False), torch.enable_grad():
             found = _Normalize.apply([task.norm for task in waiting], *tensors)
         for i, task in enumerate(waiting):
-            task.done(*found[3 * i : 3 * i + 3])
+            task.done(*found[2 * i : 2 * i + 2])
 
 
 def may_wait(*tensors: Tensor | None) -> bool:
@@ -139,12 +140,12 @@ class _Normalize(torch.autograd.Function):
             norms, xs, weights, biases, strips, told.gather(_gathered), strict=True
         ):
             assert x is not None
-            mean, variance = _merge(theirs, norm.among.counts)
+            moments = _merge(theirs, norm.among.counts)
             kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
-            short = mean.to(kind), variance.to(kind)
-            outputs += [_applied(norm, x, around, weight, bias, *short), mean, variance]
-            saved += [x, weight, *short, *around]
-        ctx.mark_non_differentiable(*outputs[1::3], *outputs[2::3])
+            short = moments.to(kind)
+            outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), moments]
+            saved += [x, weight, short, *around]
+        ctx.mark_non_differentiable(*outputs[1::2])
         ctx.norms, ctx.biased = norms, [bias is not None for bias in biases]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # a norm that nobody used gets no gradient, whomever it was computed with
@@ -160,12 +161,13 @@ class _Normalize(torch.autograd.Function):
         found: list[Tensor | None] = [None]
         told, passing = _Round(norms, BACKWARD_TAG), []
         for i, norm in enumerate(norms):
-            x, weight, mean, variance = (next(saved) for _ in range(4))
-            strips, gradient = [next(saved) for _ in norm.boxes], gradients[3 * i]
+            x, weight, short = next(saved), next(saved), next(saved)
+            strips, gradient = [next(saved) for _ in norm.boxes], gradients[2 * i]
             if gradient is None:
                 found += [None, None, None]
                 continue
             parts = _parts(norm, gradient, x, strips)
+            mean, variance = short[0], short[1]
             sums = _sums(parts, mean, variance, norm.eps)
             found += [None, sums[0] if weight is not None else None, sums[1] if ctx.biased[i] else None]
             if ctx.needs_input_grad[1 + 3 * i]:
@@ -175,7 +177,7 @@ class _Normalize(torch.autograd.Function):
         for (place, norm, own, weight, mean, variance, strips), theirs in zip(
             passing, told.gather(_reduced), strict=True
         ):
-            found[place] = _gradient(norm, own, weight, mean, variance, strips, theirs.sum(0))
+            found[place] = _gradient(norm, own, weight, mean, variance, strips, theirs)
         return tuple(found)
 
 
@@ -232,6 +234,10 @@ def _reduced(comm: Communicator, mine: Tensor) -> Tensor:
     return comm.all_gather(mine) if comm.size <= FEW else comm.all_reduce(mine.clone())[None]
 
 
+_OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
+_PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
+
+
 def _sums_around(own: Tensor) -> Tensor:
     """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
 
@@ -245,10 +251,10 @@ def _sums_around(own: Tensor) -> Tensor:
     # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
     # pass of the kernel that batch norm's backward takes its sums with.
     own = own.float() if own.itemsize < 4 else own
-    near = own.mean([d for d in range(own.dim()) if d != 1])
-    centred = own - near.view(-1, *[1] * (own.dim() - 2))
+    near = own.mean(*_OTHERS[own.dim()])
+    centred = own - near.view(_PER_CHANNEL[own.dim()])
     zeros, ones = _filled(0.0, near), _filled(1.0, near)
-    _, squares, rest = aten.native_batch_norm_backward(
+    _, squares, rest = backward_of_batch_norm(
         centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
     )
     return torch.stack((near, squares, rest))
@@ -256,7 +262,7 @@ def _sums_around(own: Tensor) -> Tensor:
 
 def _filled(value: float, like: Tensor) -> Tensor:
     """A vector of this value, which nobody writes to."""
-    return _constant(value, len(like), like.dtype, like.device)
+    return _constant(value, like.shape[0], like.dtype, like.device)
 
 
 @lru_cache(maxsize=1024)
@@ -265,11 +271,17 @@ def _constant(value: float, length: int, dtype: torch.dtype, device: torch.devic
         return torch.full((length,), value, dtype=dtype, device=device)
 
 
+def _numbers(x: Tensor) -> Any:
+    """A few numbers in float64, to calculate with: on CPUs an array of numpy, of the same memory if x is float64."""
+    x = x.detach().double()
+    return x.numpy() if x.is_cpu else x
+
+
 class _Shares(NamedTuple):
     """How many numbers each rank has, at least one, and which share of all, (ranks, 1) and (ranks,); who has some."""
 
-    counts: Tensor
-    shares: Tensor
+    counts: Any
+    shares: Any
     first: int
 
 
@@ -278,21 +290,28 @@ def _shares(counts: tuple[int, ...], device: torch.device) -> _Shares:
     with torch.inference_mode(False):
         each = torch.tensor(counts, dtype=torch.float64, device=device)
         first = next((place for place, count in enumerate(counts) if count), 0)
-        return _Shares(each.clamp(min=1)[:, None], each / max(sum(counts), 1), first)
+        return _Shares(_numbers(each.clamp(min=1)[:, None]), _numbers(each / max(sum(counts), 1)), first)
 
 
-def _merge(of_ranks: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (float64) of each channel of all ranks' pixels, from each rank's `_sums_around`."""
+def _merge(of_ranks: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """The mean, the biased and the unbiased variance (float64) of each channel of all ranks' pixels, (3, C).
+
+    `of_ranks` are each rank's `_sums_around`, (ranks, 3, C).
+    """
     number, share, first = _shares(counts, of_ranks.device)
-    near, squares, rest = of_ranks.double().unbind(1)
+    merged = of_ranks.new_empty(of_ranks.shape[1:], dtype=torch.float64)
+    values, found, total = _numbers(of_ranks), _numbers(merged), sum(counts)
+    near, squares, rest = values[:, 0], values[:, 1], values[:, 2]
     beside = rest / number
-    variances = torch.addcmul(squares / number, beside, beside, value=-1)
-    beside += near
+    variances = squares / number - beside * beside
+    beside = beside + near
     middle = beside[first]  # any number near the mean
     beside = beside - middle
     mean = share @ beside
-    variance = share @ variances.addcmul_(beside, beside)
-    return middle + mean, variance.addcmul_(mean, mean, value=-1)
+    found[0] = middle + mean
+    found[1] = share @ (variances + beside * beside) - mean * mean
+    found[2] = found[1] * (total / max(total - 1, 1))
+    return merged
 
 
 def _scaled(
@@ -340,7 +359,7 @@ def _sums(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor
     for gradient, x in parts:
         if x.numel():
             # Saved statistics: kernels of CUDA ask for tensors, and look at none of these.
-            _, scaled, plain = aten.native_batch_norm_backward(
+            _, scaled, plain = backward_of_batch_norm(
                 gradient, x, ones, mean, variance, mean, mean, False, eps, [False, True, True]
             )
             sums = torch.stack((scaled, plain))
@@ -355,14 +374,18 @@ def _gradient(
     mean: Tensor,
     variance: Tensor,
     strips: Sequence[Tensor],
-    sums: Tensor,
+    of_ranks: Tensor,
 ) -> Tensor:
-    """The gradient of x, this rank's part, once the strips of others have come and the sums of all."""
+    """The gradient of x, this rank's part, once the strips of others have come and the sums of all ranks, (*, 2, C)."""
     gradient, x = own
-    shape = (-1, *[1] * (x.dim() - 2))
-    slope = torch.rsqrt(variance + norm.eps)
-    slope = slope if weight is None else weight * slope
-    factor, constant = (sums / -norm.count * slope).to(mean.dtype).unbind()
+    shape = _PER_CHANNEL[x.dim()]
+    slopes = (_numbers(variance) + norm.eps) ** -0.5
+    slopes = slopes if weight is None else slopes * _numbers(weight)
+    found = mean.new_empty(3, mean.shape[0], dtype=torch.float64)
+    numbers = _numbers(found)
+    numbers[0] = slopes
+    numbers[1:] = _numbers(of_ranks).sum(0) * (slopes / -norm.count)
+    slope, factor, constant = found.to(mean.dtype).unbind()
     if norm.exchange is not None:
         for slab, strip in zip(norm.exchange.plan.sends, strips, strict=True):
             narrow(gradient, norm.layout.dims, norm.layout.owned, slab.box).add_(strip)

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.geometry import BATCH, widest
+from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.rules.moments import Norm, Task, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
-
-Statistics = tuple[Tensor, Tensor, int]
 
 
 @register(F.batch_norm)
@@ -40,27 +38,23 @@ def batch_norm(
         assert running_mean is not None
         assert running_var is not None
         return wrap(F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), layout)
-    others = math.prod(n for d, n in enumerate(x.shape) if d != 1 and d not in layout.dims)
     foresight = layout.grid.foresight
     owned = layout.narrow.tiling
-    held = widest(layout.tiling, foresight.held(weight, owned))
-    norm = Norm(layout, replace(layout, tiling=held), sharers(layout, layout.grid.axes, others), eps)
-    count = norm.count
-    if count < 2 and not x.is_meta:
+    held = foresight.held(weight, owned)
+    norm = layout.known((batch_norm, x.shape, eps, held), lambda: _norm(layout, x.shape, eps, held))
+    if norm.count < 2 and not x.is_meta:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
     needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     result = SpatialTensor.promise(x, norm.output, needs_gradient)
 
-    def done(y: Tensor, mean: Tensor, variance: Tensor) -> None:
+    def done(y: Tensor, moments: Tensor) -> None:
         result.fulfil(y)
-        with torch.no_grad():
-            if running_mean is not None:
-                running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-            if running_var is not None:  # of the unbiased variance
-                running_var.mul_(1 - momentum).add_(variance, alpha=momentum * count / max(count - 1, 1))
+        for running, known in ((running_mean, moments[0]), (running_var, moments[2])):
+            if running is not None:
+                running.detach().lerp_(known.to(running.dtype), momentum)
 
     patient = foresight.reached(weight)
-    if may_wait(x, weight, bias):
+    if (patient or foresight.waiting) and may_wait(x, weight, bias):
         foresight.wait(Task(norm, x, weight, bias, done, x._version))
         result.before_first_look(foresight.pay)
         if not patient:
@@ -73,6 +67,13 @@ def batch_norm(
         result.before_first_look(partial(foresight.seen, weight))
     result.providers = (Source(foresight, weight, owned),)
     return result
+
+
+def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Norm:
+    """A batch norm of tensors of this layout and local shape, of which at least that is to be held."""
+    others = math.prod(n for d, n in enumerate(shape) if d != 1 and d not in layout.dims)
+    output = replace(layout, tiling=widest(layout.tiling, held))
+    return Norm(layout, layout.grid.the_one(output), sharers(layout, layout.grid.axes, others), eps)
 
 
 @register(torch.batch_norm)
@@ -121,17 +122,16 @@ def instance_norm(
 ) -> Tensor:
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    y, statistics = _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")
+    y, moments = _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")
     if running_mean is not None:
-        _track(input.layout, (running_mean, running_var), statistics, momentum)
+        _track(input.layout, (running_mean, running_var), moments, momentum)
     return y
 
 
-def _track(layout: Layout, running: tuple[Tensor, Tensor | None], statistics: Statistics, momentum: float) -> None:
+def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
     """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
-    mean, variance, count = statistics
     channels = running[0].shape[0]
-    values = torch.stack([mean, variance * (count / max(count - 1, 1))]).view(2, -1, channels)
+    values = moments[::2].view(2, -1, channels)
     samples = torch.full((2, 1, channels), float(values.shape[1]), dtype=values.dtype, device=values.device)
     sums = torch.cat([values.sum(1, keepdim=True), samples], 1)
     if layout.cut(0):
@@ -144,8 +144,8 @@ def _track(layout: Layout, running: tuple[Tensor, Tensor | None], statistics: St
 
 def _by_sample(
     x: SpatialTensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, name: str
-) -> tuple[Tensor, Statistics]:
-    """The normalized image; mean and biased variance of each sample's groups, in this order, and the count behind."""
+) -> tuple[Tensor, Tensor]:
+    """The normalized image; mean, biased and unbiased variance of each sample's groups, in this order, as rows."""
     if x.layout.axis(1) is not None or x.layout.dims[BATCH] not in (None, 0):
         raise refusal(name, "dims 0 and 1 are not batch and channels here")
     if x.shape[1] % groups:
@@ -156,9 +156,9 @@ def _by_sample(
     rows = local.reshape(1, n * groups, c // groups * h, *rest)
     others = [n for d, n in enumerate(local.shape) if d > 1 and d not in x.layout.dims]
     norm = Norm(x.layout, x.layout, sharers(x.layout, x.layout.grid.space, c // groups * math.prod(others)), eps)
-    y, mean, variance = normalize(norm, rows, None, None)
+    y, moments = normalize(norm, rows, None, None)
     y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
-    return y, (mean, variance, norm.count)
+    return y, moments
 
 
 @register(F.local_response_norm)
