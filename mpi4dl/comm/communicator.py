@@ -275,21 +275,22 @@ class Communicator(Messenger):
             result[self.rank].copy_(tensor.detach())
             scattering.share_parts(self, list(result), scattering.GATHER_TAG, collective=True).wait()
             return result
-        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        mine, theirs = as_bytes(dense).view(1, -1), as_bytes(result).view(self.size, -1)
+        dense = tensor.detach()
+        if not is_dense(dense):
+            dense = dense.resolve_conj().resolve_neg().contiguous()
         if tensor.is_cuda:
-            whole = theirs.view(-1)
-            self._by_host(mine[0], whole, lambda a, b: self._gather(a[None], b.view(theirs.shape))).wait()
+            self._by_host(as_bytes(dense), as_bytes(result), self._gather).wait()
         else:
-            self._in_line(lambda: self._gather(mine, theirs)).wait()
+            self._in_line(lambda: self._gather(dense, result)).wait()
         return result
 
-    def _gather(self, mine: Tensor, theirs: Tensor) -> Pending:
-        """Gather rows of bytes on the host, a limited number of columns at a time."""
+    def _gather(self, own: Tensor, everywhere: Tensor) -> Pending:
+        """Gather dense tensors on the host, a limited number of bytes of each at a time."""
         step = max(1, self.max_message_bytes // self.size)
-        if mine.shape[1] <= step:
-            call = self.mpi.Iallgather(self._memory(mine), self._memory(theirs))
-            return Pending(self.node, [Calls([call])], [mine, theirs])
+        if own.nbytes <= step:
+            call = self.mpi.Iallgather(self._memory(own), self._memory(everywhere))
+            return Pending(self.node, [Calls([call])], [own, everywhere])
+        mine, theirs = as_bytes(own).view(1, -1), as_bytes(everywhere).view(self.size, -1)
 
         def phases() -> Iterator[Pending]:
             for begin, end in self._chunks(mine.shape[1], step):

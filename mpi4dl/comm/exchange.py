@@ -61,15 +61,17 @@ class ExchangePlan:
     def moves(self, dims: "Dims", shape: Sequence[int]) -> "Moves":
         """The same for tensors that are `shape` but for the dims of axes."""
         key = dims, tuple(shape)
-        if key not in self._moves:
-            self._moves[key] = Moves.of(self, dims, shape)
-        return self._moves[key]
+        found = self._moves.get(key)
+        if found is None:
+            found = self._moves[key] = Moves.of(self, dims, shape)
+        return found
 
 
 class Moves(NamedTuple):
     """A plan, as what is done to tensors of one shape.
 
-    `edges` are cut out of the result where neither what is kept nor a strip is: together those are a box.
+    `edges` are cut out of the result where neither what is kept nor a strip is: together those are a box. `keeps` says
+    whether anything is kept, and `bare` that a single strip is all there is.
     """
 
     shape: list[int]
@@ -79,6 +81,8 @@ class Moves(NamedTuple):
     kept: Cut
     kept_into: Cut
     edges: tuple[Cut, ...] | None
+    keeps: bool
+    bare: bool
 
     @classmethod
     def of(cls, plan: ExchangePlan, dims: "Dims", shape: Sequence[int]) -> "Moves":
@@ -90,6 +94,8 @@ class Moves(NamedTuple):
             cut_of(dims, plan.held, plan.kept),
             cut_of(dims, plan.needed, plan.kept),
             _edges(plan, dims),
+            not plan.kept.empty,
+            plan.kept.empty and len(plan.receives) == 1 and plan.receives[0].box == plan.needed,
         )
 
 
@@ -254,15 +260,18 @@ class Exchange:
         if like is None:
             assert x is not None
             like = Like.of(x)
-        if plan.kept.empty and len(plan.receives) == 1 and plan.receives[0].box == plan.needed:
+        moves = plan.moves(self.dims, like.shape)
+        if moves.bare:
             incoming.pending.wait()
             return incoming.strips[0]
-        moves = plan.moves(self.dims, like.shape)
-        result = self.memory(like)
+        result = torch.empty(moves.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
         self._begin(result, moves)
-        if x is not None and not plan.kept.empty:
+        if x is not None and moves.keeps:
             at(result, moves.kept_into).copy_(at(x, moves.kept))
-        return self.put(incoming, result)
+        incoming.pending.wait()
+        for strip, cut in zip(incoming.strips, moves.into, strict=True):
+            self._put(strip, at(result, cut))
+        return result
 
     def memory(self, like: Like) -> Tensor:
         """Memory for the needed box."""

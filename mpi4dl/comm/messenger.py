@@ -104,8 +104,10 @@ class Messenger:
         Raises:
             Mismatch: when waited for; a rank sent another number of bytes. NCCL would not notice.
         """
-        if any(peer == self.rank for peer, _ in sends) and any(peer == self.rank for peer, _ in receives):
-            sends, receives = self._copy_own(sends, receives)
+        for peer, _ in sends:
+            if peer == self.rank and any(source == peer for source, _ in receives):
+                sends, receives = self._copy_own(sends, receives)
+                break
         leaving, arriving = messages_of(sends), messages_of(receives)
         if not leaving and not arriving:
             return Pending(self.node)
@@ -165,9 +167,9 @@ class Messenger:
         stop = tensor.nbytes if stop is None else stop
         return [self._address(tensor.data_ptr() + start, stop - start), self._byte]
 
-    def _chunks(self, total: int, limit: int) -> list[tuple[int, int]]:
+    def _chunks(self, total: int, limit: int) -> Sequence[tuple[int, int]]:
         if total <= limit:
-            return [(0, total)]
+            return ((0, total),)
         return [(start, min(start + limit, total)) for start in range(0, total, limit)]
 
     def _in_line(self, post: Callable[[], Pending]) -> Pending:

@@ -12,6 +12,7 @@ With more ranks than cores there is no spinning, and the naps come after a few l
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ class Node:
         local.Free()
         return node
 
-    @property
+    @cached_property
     def oversubscribed(self) -> bool:
         return self.local_size > self.cores
 

@@ -99,7 +99,8 @@ def buffer_for(message: Message) -> Tensor:
 def packed(message: Message) -> Tensor:
     """A message in dense memory."""
     if len(message.pieces) == 1:
-        return message.pieces[0].detach().resolve_conj().resolve_neg().contiguous()
+        x = message.pieces[0].detach()
+        return x if is_dense(x) else x.resolve_conj().resolve_neg().contiguous()
     buffer = buffer_for(message)
     pack(message, buffer)
     return buffer

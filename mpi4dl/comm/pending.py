@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpi4dl.comm.node import Node
-from mpi4dl.comm.profiling import as_event
+from mpi4dl.comm.profiling import as_event, profiling
 from mpi4dl.comm.requests import Request
 from mpi4dl.comm.streams import here
 
@@ -58,14 +58,20 @@ class Pending:
 
     def wait(self) -> None:
         if self._requests:
-            with as_event("wait"):
+            if profiling():
+                with as_event("wait"):
+                    self.node.wait(self)
+            else:
                 self.node.wait(self)
         self.conclude()
-        self.join()
+        self._stream.join()
 
     def test(self) -> bool:
         """Let MPI and the phases make progress, without waiting; whether all is complete."""
-        return all([request.test() for request in self._requests])
+        done = True
+        for request in self._requests:
+            done = request.test() and done
+        return done
 
     def conclude(self) -> None:
         """Deliver what has arrived. Only for what is complete."""

@@ -13,8 +13,13 @@ import torch.autograd.profiler
 from torch import Tensor
 
 
+def profiling() -> bool:
+    """Whether a profiler runs."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def as_event(name: object, tensors: Sequence[Tensor] = ()) -> contextlib.AbstractContextManager[Any]:
     """A context that is an event while a profiler runs, with the shapes of these tensors, and else costs nothing."""
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not profiling():
         return contextlib.nullcontext()
     return torch._C._profiler._RecordFunctionFast(f"mpi4dl:{name}", list(tensors), {})
