@@ -243,7 +243,10 @@ def compare_models(comm: Communicator, ours: nn.Module, plain: nn.Module) -> lis
     grid = spatial.Grid(comm, rows=comm.size)
     spatial.sum_gradients(ours, grid)
     wrong = []
-    scale = max([float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None], default=0.0)
+    scale = max(
+        [float(p.grad.nan_to_num(0.0, 0.0, 0.0).abs().max()) for p in plain.parameters() if p.grad is not None],
+        default=0.0,
+    )
     for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if a.requires_grad:
             if a.grad is None or b.grad is None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, check_table, chosen, modules
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, chosen, modules
 from tests.pool.ranks import Ranks
 
 
@@ -45,7 +45,21 @@ def large(norm: Callable[..., nn.Module], *shape: int) -> Callable[[], nn.Module
     return lambda: randomized(norm(shape))
 
 
+def with_one_infinity(image: Tensor) -> Tensor:
+    spoilt = image.clone()
+    spoilt.view(-1)[7] = float("inf")
+    return spoilt
+
+
+def of_one_value(image: Tensor) -> Tensor:
+    return torch.full_like(image, 0.5)
+
+
 CASES = {
+    "batch norm of an infinity": Case(
+        lambda: randomized(nn.BatchNorm2d(4, track_running_stats=False)), ((3, 4, 13, 17),), image=with_one_infinity
+    ),
+    "batch norm of equal pixels": Case(lambda: nn.BatchNorm2d(4), ((3, 4, 13, 17),), image=of_one_value),
     **modules(
         lambda: Twice(randomized(nn.BatchNorm2d(4))),
         lambda: Twice(nn.BatchNorm2d(4, momentum=None)),

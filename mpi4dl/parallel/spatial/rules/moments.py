@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,8 +83,8 @@ class Norm:
 def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and the mean, the biased and the unbiased variance in
-    float64, (3, C).
+    Returns this rank's part of it, held as `norm.output` says, and in float64, (5, C), the mean, the biased and the
+    unbiased variance, the slope, weight / sqrt(variance + eps), and what the slope is for the mean, -slope / count.
     """
     return _Normalize.apply((norm,), x, weight, bias)
 
@@ -140,7 +141,7 @@ class _Normalize(torch.autograd.Function):
             norms, xs, weights, biases, strips, told.gather(_gathered), strict=True
         ):
             assert x is not None
-            moments = _merge(theirs, norm.among.counts)
+            moments = _merge(theirs, norm, weight)
             kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
             short = moments.to(kind)
             outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), moments]
@@ -161,7 +162,7 @@ class _Normalize(torch.autograd.Function):
         found: list[Tensor | None] = [None]
         told, passing = _Round(norms, BACKWARD_TAG), []
         for i, norm in enumerate(norms):
-            x, weight, short = next(saved), next(saved), next(saved)
+            x, weight, short = next(saved), next(saved), next(saved)  # the weight only so that nobody changes it
             strips, gradient = [next(saved) for _ in norm.boxes], gradients[2 * i]
             if gradient is None:
                 found += [None, None, None]
@@ -173,11 +174,9 @@ class _Normalize(torch.autograd.Function):
             if ctx.needs_input_grad[1 + 3 * i]:
                 back = None if norm.exchange is None else norm.exchange.adjoint
                 strips = told.add(norm, sums.double(), back, gradient)
-                passing.append((1 + 3 * i, norm, parts[0], weight, mean, variance, strips))
-        for (place, norm, own, weight, mean, variance, strips), theirs in zip(
-            passing, told.gather(_reduced), strict=True
-        ):
-            found[place] = _gradient(norm, own, weight, mean, variance, strips, theirs)
+                passing.append((1 + 3 * i, norm, parts[0], short, strips))
+        for (place, norm, own, short, strips), theirs in zip(passing, told.gather(_reduced), strict=True):
+            found[place] = _gradient(norm, own, short, strips, theirs)
         return tuple(found)
 
 
@@ -253,22 +252,18 @@ def _sums_around(own: Tensor) -> Tensor:
     own = own.float() if own.itemsize < 4 else own
     near = own.mean(*_OTHERS[own.dim()])
     centred = own - near.view(_PER_CHANNEL[own.dim()])
-    zeros, ones = _filled(0.0, near), _filled(1.0, near)
+    zeros, ones = _constants(near.shape[0], near.dtype, near.device)
     _, squares, rest = backward_of_batch_norm(
         centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
     )
     return torch.stack((near, squares, rest))
 
 
-def _filled(value: float, like: Tensor) -> Tensor:
-    """A vector of this value, which nobody writes to."""
-    return _constant(value, like.shape[0], like.dtype, like.device)
-
-
 @lru_cache(maxsize=1024)
-def _constant(value: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _constants(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Noughts and ones, which nobody writes to."""
     with torch.inference_mode(False):
-        return torch.full((length,), value, dtype=dtype, device=device)
+        return torch.zeros(length, dtype=dtype, device=device), torch.ones(length, dtype=dtype, device=device)
 
 
 def _numbers(x: Tensor) -> Any:
@@ -293,14 +288,18 @@ def _shares(counts: tuple[int, ...], device: torch.device) -> _Shares:
         return _Shares(_numbers(each.clamp(min=1)[:, None]), _numbers(each / max(sum(counts), 1)), first)
 
 
-def _merge(of_ranks: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """The mean, the biased and the unbiased variance (float64) of each channel of all ranks' pixels, (3, C).
+def _merge(of_ranks: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
+    """The moments of `normalize` from each rank's `_sums_around`, (ranks, 3, C)."""
+    merged = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
+    with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
+        _fill(_numbers(merged), _numbers(of_ranks), norm, weight, _shares(norm.among.counts, of_ranks.device))
+    return merged
 
-    `of_ranks` are each rank's `_sums_around`, (ranks, 3, C).
-    """
-    number, share, first = _shares(counts, of_ranks.device)
-    merged = of_ranks.new_empty(of_ranks.shape[1:], dtype=torch.float64)
-    values, found, total = _numbers(of_ranks), _numbers(merged), sum(counts)
+
+def _fill(found: Any, values: Any, norm: Norm, weight: Tensor | None, shares: _Shares) -> None:
+    """The same, from numbers to numbers."""
+    total = max(norm.count, 1)
+    number, share, first = shares
     near, squares, rest = values[:, 0], values[:, 1], values[:, 2]
     beside = rest / number
     variances = squares / number - beside * beside
@@ -311,7 +310,9 @@ def _merge(of_ranks: Tensor, counts: tuple[int, ...]) -> Tensor:
     found[0] = middle + mean
     found[1] = share @ (variances + beside * beside) - mean * mean
     found[2] = found[1] * (total / max(total - 1, 1))
-    return merged
+    slope = (found[1] + norm.eps) ** -0.5
+    found[3] = slope if weight is None else slope * _numbers(weight)
+    found[4] = found[3] / -total
 
 
 def _scaled(
@@ -354,7 +355,7 @@ def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) ->
 
 def _sums(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     """The gradients of weight and bias, (2, C)."""
-    ones = _filled(1.0, mean)
+    _, ones = _constants(mean.shape[0], mean.dtype, mean.device)
     found: Tensor | None = None
     for gradient, x in parts:
         if x.numel():
@@ -370,22 +371,15 @@ def _sums(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor
 def _gradient(
     norm: Norm,
     own: tuple[Tensor, Tensor],
-    weight: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
+    short: Tensor,
     strips: Sequence[Tensor],
     of_ranks: Tensor,
 ) -> Tensor:
     """The gradient of x, this rank's part, once the strips of others have come and the sums of all ranks, (*, 2, C)."""
     gradient, x = own
     shape = _PER_CHANNEL[x.dim()]
-    slopes = (_numbers(variance) + norm.eps) ** -0.5
-    slopes = slopes if weight is None else slopes * _numbers(weight)
-    found = mean.new_empty(3, mean.shape[0], dtype=torch.float64)
-    numbers = _numbers(found)
-    numbers[0] = slopes
-    numbers[1:] = _numbers(of_ranks).sum(0) * (slopes / -norm.count)
-    slope, factor, constant = found.to(mean.dtype).unbind()
+    mean, variance, _, slope, of_sums = short.unbind()
+    factor, constant = (of_ranks.sum(0) * of_sums).to(short.dtype).unbind()
     if norm.exchange is not None:
         for slab, strip in zip(norm.exchange.plan.sends, strips, strict=True):
             narrow(gradient, norm.layout.dims, norm.layout.owned, slab.box).add_(strip)

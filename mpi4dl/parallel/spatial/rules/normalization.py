@@ -131,7 +131,7 @@ def instance_norm(
 def _track(layout: Layout, running: tuple[Tensor, Tensor | None], moments: Tensor, momentum: float) -> None:
     """Running statistics of instance norm: the means, over the batch, of each sample's mean and unbiased variance."""
     channels = running[0].shape[0]
-    values = moments[::2].view(2, -1, channels)
+    values = moments[:3:2].view(2, -1, channels)
     samples = torch.full((2, 1, channels), float(values.shape[1]), dtype=values.dtype, device=values.device)
     sums = torch.cat([values.sum(1, keepdim=True), samples], 1)
     if layout.cut(0):
