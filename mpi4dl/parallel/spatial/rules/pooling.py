@@ -58,7 +58,7 @@ class _Pooling:
 
     @property
     def area(self) -> int:
-        return math.prod(window.kernel for window in self.windows)
+        return shifts.area(self.windows)
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
@@ -137,8 +137,7 @@ def _by_shifts(
 ) -> Tensor:
     """The gradient of an image of that size, which was pooled with so much around it."""
     windows = pooling.windows
-    sides = zip(size, around[-2::-2], around[-1::-2], strict=True)
-    fitting = [length + before + after for length, before, after in sides]
+    fitting = shifts.with_sides(size, around)
     if pooling.maximum:
         gradient = shifts.of_maxima(gradient, chosen, fitting, windows)
     else:
@@ -164,14 +163,14 @@ def _inside(y: Tensor, indices: Tensor, size: Sequence[int], corner: Sequence[in
     )
 
 
-def _windows(
+def windows_of(
     count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
 ) -> tuple[Window, ...]:
-    return _windows_of(count, hashable(kernel), hashable(stride), hashable(padding), hashable(dilation), ceil_mode)
+    return _windows(count, hashable(kernel), hashable(stride), hashable(padding), hashable(dilation), ceil_mode)
 
 
 @lru_cache(maxsize=1024)
-def _windows_of(
+def _windows(
     count: int, kernel: Size, stride: Size | None, padding: Size, dilation: Size, ceil_mode: bool
 ) -> tuple[Window, ...]:
     kernels, paddings, dilations = each(kernel, count), each(padding, count), each(dilation, count)
@@ -230,7 +229,7 @@ def _max_pool(
 ) -> Any:
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
     x = check_image(input, f"torch.nn.functional.max_pool{count}d", count)
-    windows = _windows(count, kernel_size, stride, padding, dilation, ceil_mode)
+    windows = windows_of(count, kernel_size, stride, padding, dilation, ceil_mode)
     if count == 1:
         row = x.unsqueeze(-2)
         assert isinstance(row, SpatialTensor)
@@ -258,13 +257,13 @@ def _avg_pool(
 ) -> Tensor:
     """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
     x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count)
-    windows = _windows(count, kernel_size, stride, padding, 1, ceil_mode)
+    windows = windows_of(count, kernel_size, stride, padding, 1, ceil_mode)
     if count == 1:
         row = x.unsqueeze(-2)
         assert isinstance(row, SpatialTensor)
         x, windows = row, (Window(1, ceil_mode=ceil_mode), *windows)
     y, _, reached = _pool(x, windows, maximum=False)
-    area = math.prod(window.kernel for window in windows)
+    area = shifts.area(windows)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:

@@ -78,6 +78,18 @@ def of_maxima(gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], w
     return gradient
 
 
+def taken(x: Tensor, chosen: Sequence[Tensor], windows: Sequence[Window]) -> Tensor:
+    """The pixels of x that were chosen as `maxima`: the adjoint of `of_maxima`."""
+    for (dim, window), choice in zip(_last_first(x, windows), chosen, strict=True):
+        total: Tensor | None = None
+        for tap, view in enumerate(_views(x, dim, window)):
+            its = torch.where(choice == tap, view, 0.0)
+            total = its if total is None else total.add_(its)
+        assert total is not None
+        x = total
+    return x
+
+
 def means(x: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
     """The sums of windows that fit x exactly, over `divisor`."""
     for dim, window in _last_first(x, windows):
@@ -106,6 +118,16 @@ def padded(x: Tensor, around: Sequence[int], fill: float) -> Tensor:
 def trimmed(gradient: Tensor, around: Sequence[int]) -> Tensor:
     """The adjoint of `padded`."""
     return padded(gradient, [-side for side in around], 0.0)
+
+
+def with_sides(size: Sequence[int], around: Sequence[int]) -> list[int]:
+    """The size of an image of that size once it is `padded`."""
+    sides = zip(size, around[-2::-2], around[-1::-2], strict=True)
+    return [length + before + after for length, before, after in sides]
+
+
+def area(windows: Sequence[Window]) -> int:
+    return math.prod(window.kernel for window in windows)
 
 
 def _last_first(x: Tensor, windows: Sequence[Window]) -> list[tuple[int, Window]]:
