@@ -7,6 +7,7 @@ driver (no MPI)      round 1            round 2
 """
 
 import json
+import os
 import select
 import shutil
 import statistics
@@ -28,7 +29,7 @@ STOP_SECONDS = 60.0
 class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
 
-    `launch` are the words that start it, where it is not mpirun.
+    `launch` are the words that start it, where it is not mpirun; `environment` is added to this process's.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Contestant:
     arguments: list[str]
     answers: list[dict[str, Any]] = field(default_factory=list)
     launch: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     _process: "subprocess.Popen[str] | None" = None
 
     def start(self) -> None:
@@ -46,7 +48,9 @@ class Contestant:
             if launcher is None:
                 raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
             command = [launcher, "-n", str(self.ranks), *command]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
+        )
 
     def turn(self) -> dict[str, Any]:
         """Let it work, and return its answer."""
@@ -117,6 +121,15 @@ def take_turns(contestants: list[Contestant], rounds: int) -> None:
     finally:
         for contestant in contestants:
             contestant.stop()
+
+
+def measure_once(contestant: Contestant) -> dict[str, Any]:
+    """Its one answer, in a job that ends then."""
+    try:
+        contestant.start()
+        return contestant.turn()
+    finally:
+        contestant.stop()
 
 
 def answer_turns(work: Callable[[], dict[str, Any]], comm: Any = None) -> None:
