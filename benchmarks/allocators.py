@@ -5,12 +5,12 @@ return      large tensors give theirs back at once       tcmalloc, jemalloc, or 
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes.util import find_library
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.turns import Contestant
+from benchmarks.turns import Contestant, median
 
 SETTINGS = ("default", "keep", "return")
 LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -67,21 +67,25 @@ def environments(names: str) -> dict[str, dict[str, str]]:
 
 
 def with_each(contestants: Iterable[Contestant], names: str) -> list[Contestant]:
-    """Each contestant with each allocator, of which it is told by `--allocator` as its first flag after the module.
-
-    The name of an allocator is part of the contestant's where there are several.
-    """
-    several = environments(names)
+    """Each contestant with each allocator, of which it is told by `--allocator`, its first flag behind the module."""
+    several, chosen = environments(names), list(contestants)
     return [
         Contestant(
-            f"{contestant.name}, {name}" if len(several) > 1 else contestant.name,
+            contestant.name,
             contestant.ranks,
             [*contestant.arguments[:2], f"--allocator={name}", *contestant.arguments[2:]],
             environment=environment,
+            allocator=name if len(several) > 1 else "",
         )
         for name, environment in several.items()
-        for contestant in contestants
+        for contestant in chosen
     ]
+
+
+def least_memory(contestants: Sequence[Contestant]) -> float:
+    """The median peak of plain PyTorch, which comes first, with the allocator with which it needs least."""
+    plain = [each for each in contestants if each.name == contestants[0].name]
+    return min(median([answer["peak_bytes"] for answer in each.answers]) for each in plain)
 
 
 def use(name: str) -> None:

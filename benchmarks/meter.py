@@ -48,9 +48,6 @@ class ClockedWaits(Waits):
 
 def load_libraries(device: torch.device) -> None:
     """Train a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-
     layers = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), nn.TransformerEncoderLayer(36, 4, 8)
     )

@@ -84,7 +84,8 @@ def worker(options: argparse.Namespace) -> None:
     comm = None if contest == PLAIN else world()
     meter, task = Meter(torch.device("cpu"), comm), task_of(options, case)
     counts = json.loads(options.counts)[str(num_stages(contest, case.ranks))]
-    joined, shares = join(task, contest, counts, comm), []
+    joined = join(task, contest, counts, comm)
+    shares: list[float] = []
 
     with joined.group:
         step = joined.make()
@@ -185,22 +186,20 @@ def summarise(
     case: Case, losses: dict[str, list[float]], contestants: list[Contestant], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Medians over the rounds, and ratios to plain PyTorch and to the same over gloo in the same round."""
-    several = len(contestants) // len(contests(options))
-    named = {contestant.name: contestant for contestant in contestants}
+    of = {str(contest): contest for contest in contests(options)}
     results = []
-    for contestant, contest in zip(contestants, contests(options) * several, strict=True):
-        _, _, allocator = contestant.name.removeprefix(str(contest)).partition(", ")
-        suffix = f", {allocator}" if allocator else ""
+    for contestant in contestants:
+        contest, alike = of[contestant.name], {c.name: c for c in contestants if c.allocator == contestant.allocator}
         answers = contestant.answers
         expected = losses[str(reference_of(contest, case, options.microbatches))]
         wrong = difference(answers[-1]["losses"], expected)
         row: dict[str, Any] = {
             "model": case.model,
             "job_ranks": case.ranks,
-            "name": contestant.name,
+            "name": contestant.label,
             "method": contest.method,
             "side": contest.side,
-            "allocator": allocator or options.allocators,
+            "allocator": contestant.allocator or options.allocators,
             "ranks": contestant.ranks,
             "wrong": wrong,
             "losses": answers[-1]["losses"],
@@ -212,14 +211,12 @@ def summarise(
         }
         for key in ("cpu_seconds", "work_seconds", "idle_seconds"):
             row[key] /= options.steps
-        rivals = {"over_plain": f"{PLAIN}{suffix}"}
-        peer = f"{contest.method}, {GLOO}{suffix}"
-        if contest.method and contest.side != GLOO and peer in named and wrong is None:
-            row["peer"] = peer
-            rivals["over_peer"] = peer
+        rivals, peer = {"over_plain": alike[str(PLAIN)]}, alike.get(f"{contest.method}, {GLOO}")
+        if peer is not None and contest.side != GLOO and wrong is None:
+            row["peer"], rivals["over_peer"] = peer.label, peer
         for name, rival in rivals.items():
             for key in COMPARED:
-                row |= spread(f"{name}_{key}", ratios(contestant, named[rival], key))
+                row |= spread(f"{name}_{key}", ratios(contestant, rival, key))
         results.append(row)
     return results
 

@@ -132,7 +132,7 @@ def fully_sharded(reshard: bool) -> Make:
 
         model = task.model()
         mesh = init_device_mesh("cpu", (comm.size,))
-        for layer in model[1:-1]:
+        for layer in list(model)[1:-1]:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         return loop(model, adam(model.parameters()), *shared(task, comm.rank))
