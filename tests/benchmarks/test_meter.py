@@ -26,7 +26,7 @@ def test_waits_within_waits_count_once() -> None:
             spin(0.02)
         spin(0.02)
     assert inner.since == 0
-    assert waits.cpu_seconds == pytest.approx(0.04, abs=0.01)
+    assert 0.04 <= waits.cpu_seconds < 0.06  # the inner one is not counted again
 
 
 def test_work_is_what_is_left_without_waits() -> None:
@@ -34,13 +34,13 @@ def test_work_is_what_is_left_without_waits() -> None:
     kept: list[torch.Tensor] = []
 
     def step() -> None:
-        kept.append(torch.zeros(5 << 20))
+        kept.append(torch.ones(5 << 20))
         spin(0.02)
         with meter.waits:
             spin(0.03)
 
     found = meter.measure(step, 2)
-    assert found["cpu_seconds"] - found["work_seconds"] == pytest.approx(0.06, abs=0.01)
+    assert found["cpu_seconds"] - found["work_seconds"] >= 0.06
     assert found["work_seconds"] >= 0.04
     assert 40 << 20 <= found["peak_bytes"] < 60 << 20
     assert found["peak_bytes_of_ranks"] == [found["peak_bytes"]]
