@@ -4,24 +4,24 @@
     python -m benchmarks.spatial --model unet3d --size 96x96x96 --grids 1x1x2,2x1x1,2x2x1
 
 Every grid is a job of its own under mpirun; they and plain PyTorch in one process take turns. Memory is the peak of the
-process (of a rank: the largest) over a training step, weights, gradients and all, without interpreter and libraries.
+process (of a rank: the largest), weights, gradients and all, above one that has imported everything; CPU time and work
+are those of `benchmarks.meter`. What a user sees after some steps, and with other allocators of memory:
+
+    python -m benchmarks.spatial --allocators default,keep,tcmalloc,jemalloc --age 50
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.allocators import HELP, environments, least_memory, use, with_each
 from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, median, on_grids, ratios, sides, take_turns
+from benchmarks.turns import Contestant, answer_turns, median, on_grids, plain_for, ratios, sides, take_turns
 
 PLAIN = "plain"
-ALLOCATOR_HELP = (
-    "keep: all contestants keep freed memory, as the training command does; return: large tensors give theirs "
-)
-ALLOCATOR_HELP += "back at once; default: as the C library does"
+MEDIANS = ("cpu_seconds_per_image", "work_seconds_per_image", "peak_bytes")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -34,14 +34,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="threads of plain PyTorch; the ranks share as many")
     parser.add_argument("--steps", type=int, default=1, help="training steps in a turn")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
-    parser.add_argument("--allocator", default="keep", choices=("keep", "return", "default"), help=ALLOCATOR_HELP)
+    parser.add_argument("--allocators", default="keep", help=HELP)
     parser.add_argument(
         "--age", type=int, default=0, help="steps before the first turn: memory grows in the first hundreds"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("results/spatial"), help="where to write .json and .png")
+    parser.add_argument("--allocator", default="default", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    try:
+        environments(options.allocators)
+    except ValueError as problem:
+        parser.error(f"--allocators {problem}")
     try:
         size, grids = sides(options.size), [sides(grid) for grid in options.grids.split(",")]
     except ValueError:
@@ -77,36 +82,28 @@ def worker(options: argparse.Namespace) -> None:
     """One contestant: a training step of plain PyTorch, or of the engine on a grid."""
     import torch
 
+    from benchmarks.meter import Meter
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     import_torchvision()
-    if options.allocator != "default":
-        keep_freed_memory(options.allocator == "keep")
+    use(options.allocator)
     comm = None if options.worker == PLAIN else world()
     torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
     device = torch.device(options.device)
-    meter = MemoryMeter(device)
+    meter = Meter(device, comm)
     step = plain_step(options, device) if comm is None else engine_step(options, device, comm)
 
     for _ in range(options.age):
         step()
 
     def turn() -> dict[str, Any]:
-        began, began_cpu = time.perf_counter(), time.process_time()
-        for _ in range(options.steps):
-            step()
-        seconds, images = time.perf_counter() - began, options.batch_size * options.steps
-        cpu = torch.tensor(time.process_time() - began_cpu, dtype=torch.float64)
-        peak = torch.tensor([meter.peak_bytes()])
-        if comm is not None:
-            comm.all_reduce(peak, "max")
-            comm.all_reduce(cpu)
+        found, images = meter.measure(step, options.steps), options.batch_size * options.steps
         return {
-            "images_per_second": images / seconds,
-            "cpu_seconds_per_image": float(cpu) / images,
-            "peak_bytes": int(peak),
+            "images_per_second": images / found["seconds"],
+            "cpu_seconds_per_image": found["cpu_seconds"] / images,
+            "work_seconds_per_image": found["work_seconds"] / images,
+            "peak_bytes": found["peak_bytes"],
         }
 
     answer_turns(turn, comm)
@@ -149,7 +146,9 @@ def main() -> None:
         worker(options)
         return
     arguments = ["-m", "benchmarks.spatial", *sys.argv[1:], "--worker"]
-    contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN]), *on_grids(options.grids, arguments)]
+    contestants = with_each(
+        [Contestant(PLAIN, 1, [*arguments, PLAIN]), *on_grids(options.grids, arguments)], options.allocators
+    )
     take_turns(contestants, options.rounds)
     results = summarise(contestants)
     shape = options.size.replace("x", " x ")
@@ -160,40 +159,45 @@ def main() -> None:
 
 
 def summarise(contestants: list[Contestant]) -> list[dict[str, Any]]:
-    """Medians, and the medians of the ratios to plain PyTorch in the same round."""
-    plain = contestants[0]
-    results = []
+    """Medians, and the medians of the ratios to plain PyTorch with the same allocator in the same round.
+
+    `memory_over_least` is over plain PyTorch with the allocator with which it needs least.
+    """
+    least, results = least_memory(contestants), []
     for contestant in contestants:
+        plain = plain_for(contestant, contestants)
         speed, memory = (ratios(contestant, plain, key) for key in ("images_per_second", "peak_bytes"))
         results.append(
             {
-                "name": contestant.name,
+                "name": contestant.label,
                 "ranks": contestant.ranks,
                 "images_per_second": median([answer["images_per_second"] for answer in contestant.answers]),
-                "cpu_seconds_per_image": median([answer["cpu_seconds_per_image"] for answer in contestant.answers]),
-                "peak_bytes": median([answer["peak_bytes"] for answer in contestant.answers]),
+                **{key: median([answer[key] for answer in contestant.answers]) for key in MEDIANS},
                 **spread("speed_ratio", speed),
                 "memory_ratio": median(memory),
+                "memory_over_least": median([answer["peak_bytes"] for answer in contestant.answers]) / least,
             }
         )
     return results
 
 
 def as_table(results: list[dict[str, Any]]) -> str:
-    rows = [("", "ranks", "images/s", "ratio", "(min-max)", "CPU s/image", "peak MiB per rank", "ratio")]
+    head = ("ranks", "images/s", "ratio", "(min-max)", "CPU s/image", "work s/image", "peak MiB per rank", "ratio")
+    rows = [("", *head, "over least")]
     for r in results:
         speed, memory = f"{r['images_per_second']:.3f}", f"{r['peak_bytes'] / 2**20:.0f}"
         over = (f"{r['speed_ratio']:.3f}", between(r, "speed_ratio"))
-        cpu = f"{r['cpu_seconds_per_image']:.2f}"
-        rows.append((r["name"], str(r["ranks"]), speed, *over, cpu, memory, f"{r['memory_ratio']:.3f}"))
+        cpu = (f"{r[key]:.2f}" for key in ("cpu_seconds_per_image", "work_seconds_per_image"))
+        ratio = (f"{r['memory_ratio']:.3f}", f"{r['memory_over_least']:.3f}")
+        rows.append((r["name"], str(r["ranks"]), speed, *over, *cpu, memory, *ratio))
     return table(rows)
 
 
 def plot(results: list[dict[str, Any]], title: str) -> Any:
     """Two bar charts side by side: speed, and memory of a rank, both over plain PyTorch's."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(9, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(max(9.0, 1.1 * len(results)), 3.6))
     names = [f"{r['name']}\n{r['ranks']} rank{'s' if r['ranks'] > 1 else ''}" for r in results]
-    colors = ["0.6"] + ["tab:blue"] * (len(results) - 1)
+    colors = ["0.6" if r["name"].startswith(PLAIN) else "tab:blue" for r in results]
     for axis, key, label in ((axes[0], "speed_ratio", "images/s"), (axes[1], "memory_ratio", "peak memory of a rank")):
         bars = axis.bar(names, [r[key] for r in results], color=colors)
         axis.bar_label(bars, fmt="%.2f", label_type="center", color="white")

@@ -10,24 +10,26 @@ Plain PyTorch, one process and a plain loop over the same microbatches, and ever
 mpirun) take turns on the same cores. With more ranks than cores, images/s says nothing about scaling, and a bubble is
 also a wait for a core. With --sleep, stages sleep instead of computing, so that the bubble is that of the schedule.
 
-Memory is the peak of the largest rank, without interpreter and libraries; activations are the bytes that autograd keeps
-at most, counted in a step that is not timed. The bubble is the share of a step for which ranks stand idle: measured,
-and simulated from the measured seconds of each stage. On a GPU, whose work the host does not wait for, there is none.
+Memory is the peak of the largest rank above a process that has imported everything (`benchmarks.meter`, which also says
+what CPU time and work are); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
+What a user sees after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The
+bubble is the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each
+stage. On a GPU, whose work the host does not wait for, there is none.
 """
 
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.allocators import least_memory, use, with_each
 from benchmarks.report import save_figure, save_json, settings, spread
 from benchmarks.stages_charts import as_table, plot, plot_bubbles
 from benchmarks.stages_options import SLEEP, Case, cases, model_options, parse, plans, title
-from benchmarks.turns import Contestant, answer_turns, median, ratios, take_turns
+from benchmarks.turns import Contestant, answer_turns, median, plain_for, ratios, take_turns
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from mpi4dl.parallel.tables.simulator import Costs, Simulation, TimeSpan
 
 PLAIN = "plain"
+MEDIANS = ("cpu_seconds_per_image", "work_seconds_per_image", "peak_bytes")
 NUM_CLASSES = 10
 SLEEP_SECONDS = 0.03  # a rank's forward of a microbatch; its backward takes twice as long
 
@@ -67,56 +70,42 @@ def worker(options: argparse.Namespace) -> None:
     """One contestant: steps of plain PyTorch, or of the engine by a plan."""
     import torch
 
+    from benchmarks.meter import Meter
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import ActivationMeter, MemoryMeter, keep_freed_memory
+    from mpi4dl.runtime.memory import ActivationMeter
 
     model, size, name = options.worker
     case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]
-    keep_freed_memory()
+    use(options.allocator)
     comm = None if plan is None else world()
     torch.set_num_threads(options.cores if comm is None else max(1, options.cores // comm.size))
     device = torch.device(options.device) if comm is None else comm.node.device(options.device)
-    load_libraries(device)
-    memory, activations = MemoryMeter(device), ActivationMeter()
+    meter, activations = Meter(device, comm), ActivationMeter()
     if plan is None or comm is None:
         trainer = plain_trainer(options, case, device)
     else:
         trainer = engine_trainer(options, case, device, plan, comm)
 
-    def of_ranks(value: Any) -> list[Any]:
-        return [value] if comm is None else comm.all_gather_object(value)
+    for _ in range(options.age):
+        trainer.step()
 
     def turn() -> dict[str, Any]:
-        began = time.perf_counter()
-        for _ in range(options.steps):
-            trainer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        peaks, rows = of_ranks(memory.peak_bytes()), of_ranks(trainer.spans())
+        found, images = meter.measure(trainer.step, options.steps), options.batch_size * options.steps
+        rows = meter.of_ranks(trainer.spans())
         if not activations.peak_bytes:  # in the first turn, which is not counted
             with activations.counting():
                 trainer.step()
-        kept = of_ranks(activations.peak_bytes)
-        speed = options.batch_size * options.steps / seconds
         return {
-            "images_per_second": speed,
-            "peak_bytes": max(peaks),
-            "peak_bytes_of_ranks": peaks,
-            "activation_bytes_of_ranks": kept,
+            "images_per_second": images / found["seconds"],
+            "cpu_seconds_per_image": found["cpu_seconds"] / images,
+            "work_seconds_per_image": found["work_seconds"] / images,
+            "peak_bytes": found["peak_bytes"],
+            "peak_bytes_of_ranks": found["peak_bytes_of_ranks"],
+            "activation_bytes_of_ranks": meter.of_ranks(activations.peak_bytes),
             "rows": rows,
         }
 
     answer_turns(turn, comm)
-
-
-def load_libraries(device: "torch.device") -> None:
-    """Compute a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
-    import torch
-    from torch import nn
-
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
-    layers.to(device)(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
 
 
 def plain_trainer(options: argparse.Namespace, case: Case, device: "torch.device") -> Trainer:
@@ -234,6 +223,7 @@ def compete(case: Case, chosen: "dict[str, Plan]", options: argparse.Namespace) 
     arguments += [case.model, str(case.size_px)]
     contestants = [Contestant(PLAIN, 1, [*arguments, PLAIN])]
     contestants += [Contestant(name, plan.num_ranks, [*arguments, name]) for name, plan in chosen.items()]
+    contestants = with_each(contestants, options.allocators)
     print(f"{case.model}, {case.size_px} px: {len(contestants)} contestants", file=sys.stderr)
     take_turns(contestants, options.rounds)
     return contestants
@@ -271,30 +261,33 @@ def measured_costs(timelines: "Sequence[Simulation]", num_stages: int) -> "Costs
 def summarise(
     case: Case, contestants: list[Contestant], chosen: "dict[str, Plan]", device: str
 ) -> list[dict[str, Any]]:
-    """Medians over the rounds, and medians of the ratios to plain PyTorch in the same round.
+    """Medians over the rounds, and medians of the ratios to plain PyTorch with the same allocator in the same round.
 
+    `memory_over_least` is over plain PyTorch with the allocator with which it needs least.
     What there is no such thing of is None: bubbles without stages or on a GPU, and the activations of zero-bubble,
     which keeps what it needs for later outside of autograd.
     """
     from mpi4dl.parallel.tables.simulator import simulate
 
-    results = []
+    least, results = least_memory(contestants), []
     for contestant in contestants:
         plan, answers = chosen.get(contestant.name), contestant.answers
         speeds = [answer["images_per_second"] for answer in answers]
-        speed, memory = (ratios(contestant, contestants[0], key) for key in ("images_per_second", "peak_bytes"))
+        plain = plain_for(contestant, contestants)
+        speed, memory = (ratios(contestant, plain, key) for key in ("images_per_second", "peak_bytes"))
         kept = answers[-1]["activation_bytes_of_ranks"]
         row: dict[str, Any] = {
             "model": case.model,
             "size_px": case.size_px,
-            "name": contestant.name,
+            "name": contestant.label,
             "ranks": contestant.ranks,
             "plan": None if plan is None else plan.describe(),
             **spread("images_per_second", speeds),
             "speed_ratio": median(speed),
-            "peak_bytes": median([answer["peak_bytes"] for answer in answers]),
+            **{key: median([answer[key] for answer in answers]) for key in MEDIANS},
             "peak_bytes_of_ranks": answers[-1]["peak_bytes_of_ranks"],
             "memory_ratio": median(memory),
+            "memory_over_least": median([answer["peak_bytes"] for answer in answers]) / least,
             "activation_bytes": None if plan and plan.schedule == "zero-bubble" else max(kept),
             "measured_bubble": None,
             "simulated_bubble": None,

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.allocators import HELP, environments
 from benchmarks.turns import grid_shape
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a turn")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--allocators", default="keep", help=HELP)
+    parser.add_argument(
+        "--age", type=int, default=0, help="steps before the first turn: memory grows in the first ones"
+    )
     parser.add_argument("--cores", type=int, default=2, help="of plain PyTorch; the ranks share as many")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sleep", action="store_true", help="4 stages that sleep instead of --models")
     parser.add_argument("--quick", action="store_true", help="tiny models and one round, to see that it works")
     parser.add_argument("--timeline", help="FILE.png: where to draw what ranks do in a step of the first PP")
     parser.add_argument("--out", type=Path, default=Path("results/stages"), help="how names of .json and .png begin")
+    parser.add_argument("--allocator", default="default", help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
     for asked, defaults in (
@@ -88,6 +94,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--sleep --configurations {options.configurations}: stages that sleep have no tiles, omit SP")
     if "GEMS" in options.configurations and options.microbatches % 2:
         parser.error(f"--microbatches {options.microbatches} cannot be halved for GEMS: use an even number")
+    try:
+        environments(options.allocators)
+    except ValueError as problem:
+        parser.error(f"--allocators {problem}")
     try:
         cases(options), grid_shape(options.tiles)
     except ValueError:

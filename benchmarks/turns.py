@@ -7,6 +7,7 @@ driver (no MPI)      round 1            round 2
 """
 
 import json
+import os
 import select
 import shutil
 import statistics
@@ -28,7 +29,8 @@ STOP_SECONDS = 60.0
 class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
 
-    `launch` are the words that start it, where it is not mpirun.
+    `launch` are the words that start it, where it is not mpirun; `environment` is added to this process's. `allocator`
+    is named where contestants run with several (`benchmarks.allocators`).
     """
 
     name: str
@@ -36,7 +38,13 @@ class Contestant:
     arguments: list[str]
     answers: list[dict[str, Any]] = field(default_factory=list)
     launch: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    allocator: str = ""
     _process: "subprocess.Popen[str] | None" = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.allocator}" if self.allocator else self.name
 
     def start(self) -> None:
         command = [*self.launch, sys.executable, *self.arguments]
@@ -46,7 +54,9 @@ class Contestant:
             if launcher is None:
                 raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
             command = [launcher, "-n", str(self.ranks), *command]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
+        )
 
     def turn(self) -> dict[str, Any]:
         """Let it work, and return its answer."""
@@ -57,10 +67,10 @@ class Contestant:
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
             self._process.terminate()
-            raise SystemExit(f"{self.name} hangs: no answer for {ANSWER_SECONDS:.0f} s")
+            raise SystemExit(f"{self.label} hangs: no answer for {ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended: exit code {self._process.wait()}")
+            raise SystemExit(f"{self.label} ended: exit code {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         self.answers.append(answer)
         return answer
@@ -119,6 +129,15 @@ def take_turns(contestants: list[Contestant], rounds: int) -> None:
             contestant.stop()
 
 
+def measure_once(contestant: Contestant) -> dict[str, Any]:
+    """Its one answer, in a job that ends then."""
+    try:
+        contestant.start()
+        return contestant.turn()
+    finally:
+        contestant.stop()
+
+
 def answer_turns(work: Callable[[], dict[str, Any]], comm: Any = None) -> None:
     """The contestant's side: work at each line of standard input, and print what `work` returns on rank 0.
 
@@ -152,6 +171,11 @@ def _told(comm: Any) -> bool:
 def ratios(ours: Contestant, theirs: Contestant, key: str) -> list[float]:
     """Ours over theirs, round by round."""
     return [a[key] / b[key] for a, b in zip(ours.answers, theirs.answers, strict=True)]
+
+
+def plain_for(contestant: Contestant, contestants: list[Contestant]) -> Contestant:
+    """Plain PyTorch, which comes first, with the same allocator."""
+    return next(each for each in contestants if each.allocator == contestant.allocator)
 
 
 def median(values: list[float]) -> float:

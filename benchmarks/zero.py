@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.bursts import burst_seconds, first_losses, gloo, must_agree
 from benchmarks.report import between, error_bars, publish, pyplot, spread, table
-from benchmarks.turns import Contestant, answer_turns, median, take_turns
+from benchmarks.turns import Contestant, answer_turns, measure_once, median, take_turns
 
 if TYPE_CHECKING:
     from benchmarks.live import LiveTensors
@@ -172,15 +172,6 @@ def main() -> None:
     title = f"encoder of {num_parameters / 1e6:.1f} M parameters, Adam, float32, {options.ranks} ranks, {batch}"
     print(f"{title}\n{as_table(results)}")
     publish(options, {"num_parameters": num_parameters, "contestants": results}, plot(results, title))
-
-
-def measure_once(contestant: Contestant) -> None:
-    """Its one answer, in a job that ends then."""
-    try:
-        contestant.start()
-        contestant.turn()
-    finally:
-        contestant.stop()
 
 
 def summarise(

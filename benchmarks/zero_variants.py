@@ -10,34 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.bursts import Step
+from benchmarks.encoder import encoder
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 
-PATCH_PX = 16
 NUM_CLASSES = 10
 LEARNING_RATE = 1e-4
-HEADS = 8
-
-
-class Encoder(nn.Module):
-    """Patches of an image (N, 3, H, W), encoder layers, the mean over the patches, logits (N, 10)."""
-
-    def __init__(self, features: int, num_layers: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, features, PATCH_PX, PATCH_PX)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(features, HEADS, 4 * features, dropout=0.0, batch_first=True)
-            for _ in range(num_layers)
-        )
-        self.head = nn.Linear(features, NUM_CLASSES)
-
-    def forward(self, images_nchw: Tensor) -> Tensor:
-        x = self.patches(images_nchw).flatten(2).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x.mean(1))
-        return logits
 
 
 @dataclass(frozen=True)
@@ -50,14 +29,14 @@ class Task:
     size_px: int
     ranks: int
 
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Sequential:
         torch.manual_seed(0)
-        return Encoder(self.features, self.num_layers)
+        return encoder(self.features, self.num_layers, NUM_CLASSES)
 
     @property
     def num_parameters(self) -> int:
         with torch.device("meta"):
-            return sum(p.numel() for p in Encoder(self.features, self.num_layers).parameters())
+            return sum(p.numel() for p in self.model().parameters())
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Images and labels of all ranks."""
@@ -152,9 +131,8 @@ def fully_sharded(reshard: bool) -> Make:
         from torch.distributed.fsdp import fully_shard
 
         model = task.model()
-        assert isinstance(model, Encoder)
         mesh = init_device_mesh("cpu", (comm.size,))
-        for layer in model.layers:
+        for layer in list(model)[1:-1]:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
         return loop(model, adam(model.parameters()), *shared(task, comm.rank))

@@ -34,6 +34,11 @@ def keep_freed_memory(keep: bool = True) -> bool:
     keeps the next tensors from being laid where the last ones were. So a process grows over its first hundreds of
     steps, up to about 1.7 times what it has in use at most, while the number and the bytes of its tensors stay as they
     are. Left alone, glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
+
+    Measured after 50 steps on 2 cores that others used too, so that CPU time is a hint. ResNet-50, 512 px, 1x2 tiles:
+    kept 509 MiB, 1.56 CPU seconds a step; glibc's default 513, 1.64; returned, with huge pages, 452, 2.68.
+    AmoebaNet-D (3, 48), 128 px, 2 tiles and 2 stages: 57 MiB kept, and 56 by glibc's default, with 32 MiB as the
+    threshold of what is returned, and kept with malloc_trim every 10 steps.
     """
     if not keep:
         os.environ.setdefault(HUGE_PAGES, "1")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.pool.zygote import ROOT
 
-BENCHMARKS = ("allreduce", "data_parallel", "halo", "operators", "spatial", "stages", "waiting", "zero")
+BENCHMARKS = ("allreduce", "data_parallel", "halo", "operators", "peers", "spatial", "stages", "waiting", "zero")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -27,7 +27,8 @@ MEBIBYTE = 2**20
 ONE = (1, 1)
 POSITIVE = {
     "ranks", "size_px", "images_per_second", "images_per_second_min", "images_per_second_max", "speed_ratio",
-    "peak_bytes", "memory_ratio", "activation_bytes",
+    "peak_bytes", "memory_ratio", "memory_over_least", "activation_bytes", "cpu_seconds_per_image",
+    "work_seconds_per_image",
 }  # fmt: skip
 SECONDS = {"forward_seconds", "backward_seconds"}
 BUBBLES = {"measured_bubble", "simulated_bubble"}
@@ -38,10 +39,10 @@ TWO_STAGES: list[list[Any]] = [
     [[["forward", 0, 1, 0], 1.0, 2.0], [["backward", 0, 1, 0], 2.0, 4.0]],
 ]
 TABLE = """\
-32 px  ranks  images/s    (min-max)  ratio  peak MiB per rank  ratio  activations MiB  bubble %  simulated %
------  -----  --------  -----------  -----  -----------------  -----  ---------------  --------  -----------
-plain      1      2.00  (1.00-4.00)   1.00              100.0   1.00              8.0         -            -
-LP         2      1.00  (1.00-6.00)   1.00               60.0   0.50              5.0      50.0         50.0"""
+32 px  ranks  images/s    (min-max)  ratio  CPU s  peak MiB  ratio  over least  activations  bubble %  simulated %
+-----  -----  --------  -----------  -----  -----  --------  -----  ----------  -----------  --------  -----------
+plain      1      2.00  (1.00-4.00)   1.00   1.00     100.0   1.00        1.00          8.0         -            -
+LP         2      1.00  (1.00-6.00)   1.00   2.00      60.0   0.50        0.60          5.0      50.0         50.0"""
 
 
 def run(*flags: str) -> "subprocess.CompletedProcess[str]":
@@ -53,6 +54,8 @@ def answers(speeds: list[float], mebibytes: list[int], kept: list[int], rows: li
     return [
         {
             "images_per_second": speed,
+            "cpu_seconds_per_image": 2 / speed,
+            "work_seconds_per_image": 1 / speed,
             "peak_bytes": size * MEBIBYTE,
             "peak_bytes_of_ranks": [size * MEBIBYTE] * len(kept),
             "activation_bytes_of_ranks": [count * MEBIBYTE for count in kept],

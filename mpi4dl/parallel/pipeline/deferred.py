@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.parallel.spatial.rules.convolution import Convolution, Later, convolve
-from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way
+from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Way, gradients
 from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
@@ -97,7 +97,19 @@ class WeightGradients:
                 sums[key] = sums[key].add_(gradient) if key in sums else gradient
                 uses[key] -= 1
                 if not uses[key]:
-                    torch.autograd.backward([parameter], [sums.pop(key)])
+                    _accumulate(parameter, sums.pop(key))
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """As autograd does at a leaf, which takes ten times as long; it does so where hooks wait for the gradient."""
+    hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooked or (parameter.grad is None and gradient.stride() != parameter.stride()):
+        torch.autograd.backward([parameter], [gradient])
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad += gradient
 
 
 class _Deferring(TorchFunctionMode):
@@ -114,14 +126,15 @@ class _Deferring(TorchFunctionMode):
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function not in LAYERS or not torch.is_grad_enabled() or _saved_tensors_are_hooked():
+        layer_of = LAYERS.get(function)
+        if layer_of is None or not torch.is_grad_enabled() or _saved_tensors_are_hooked():
             return function(*args, **kwargs)
         if SpatialTensor in types:
             with self:  # The rule comes back here with the tensors of this rank.
                 return SpatialTensor.__torch_function__(function, types, args, kwargs)
         weight, bias = _parameters(*args, **kwargs)
         foreign = any(kind is not Tensor for kind in types)
-        layer = None if foreign or weight is None else LAYERS[function](*args, **kwargs)
+        layer = None if foreign or weight is None else layer_of(*args, **kwargs)
         if weight is None or layer is None:
             return function(*args, **kwargs)
         x, *tensors = cast(layer.input, weight.detach(), None if bias is None else bias.detach())
@@ -162,28 +175,76 @@ class Layer(NamedTuple):
     apply: Callable[..., Tensor]
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, anchor: Tensor) -> Tensor:
-        ctx.later, ctx.has_bias = later, bias is not None
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+class _Rooted(torch.autograd.Function):
+    """The identity, made a part of the graph by the anchor, which gets no gradient."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, weight.shape[0])
-        ctx.later(partial(_linear_gradients, ctx.has_bias), rows, x.detach().reshape(-1, weight.shape[1]))
-        return (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None, None, None, None, None
+    def forward(ctx: Any, y: Tensor, anchor: Tensor) -> Tensor:
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
 
 
-def _linear_gradients(has_bias: bool, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-    return gradient.t() @ x, gradient.sum(0) if has_bias else None
+def _watched(
+    forward: Callable[..., Tensor],
+    gradients: Callable[..., tuple[Tensor | None, ...]],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    later: Later,
+    anchor: Tensor,
+) -> Tensor:
+    """PyTorch's own function, with a hook for the gradient that comes to its result."""
+    y = forward(x, weight, bias)
+    if y.grad_fn is None:
+        y = _Rooted.apply(y, anchor)
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(
+        partial(_came, later, partial(gradients, weight, bias is not None), x.detach(), x._version)
+    )
+    return y
+
+
+def _came(
+    later: Later,
+    gradients: Callable[..., tuple[Tensor | None, ...]],
+    x: Tensor,
+    version: int,
+    arrived: Sequence[Tensor | None],
+) -> None:
+    (gradient,) = arrived
+    if x._version != version:
+        raise RuntimeError(
+            "an input of a layer, which is needed for the gradient of its weight, has been modified by an inplace "
+            f"operation: it is at version {x._version}, expected version {version} instead; copy it before"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the gradient of a weight that is computed later cannot be differentiated twice: leave out create_graph"
+        )
+    if gradient is not None:
+        later(gradients, gradient, x)
+
+
+def _linear_gradients(weight: Tensor, has_bias: bool, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
+    rows = gradient.reshape(-1, weight.shape[0])
+    return rows.t() @ x.reshape(-1, weight.shape[1]), rows.sum(0) if has_bias else None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Layer:
-    return Layer(input, _Linear.apply)
+    return Layer(input, partial(_watched, F.linear, _linear_gradients))
+
+
+def _plain(input: Tensor, options: ConvolutionOptions) -> Layer:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, weight, bias, *options)
+
+    def gradients_of(weight: Tensor, has_bias: bool, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients(gradient, x, weight, options, (False, True, has_bias))[1:]
+
+    return Layer(input, partial(_watched, forward, gradients_of))
 
 
 def _tiles(input: Tensor, weight: Tensor, bias: Tensor | None, way: Way, shape: Sequence[int]) -> Layer:
@@ -214,7 +275,7 @@ def _convolution(
             input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
     around = (0,) * num_dims if isinstance(padding, str) else _each(padding, num_dims)
     options = ConvolutionOptions(stride, around, dilation, False, (0,) * num_dims, groups)
-    return _tiles(input, weight, bias, Joined(None, options), ())
+    return _plain(input, options)
 
 
 def _transposed_convolution(
@@ -231,7 +292,7 @@ def _transposed_convolution(
         return None
     each = partial(_each, num_dims=weight.dim() - 2)
     options = ConvolutionOptions(each(stride), each(padding), each(dilation), True, each(output_padding), groups)
-    return _tiles(input, weight, bias, Joined(None, options), ())
+    return _plain(input, options)
 
 
 def _each(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
+from mpi4dl.parallel.replicas.alone import Alone
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
@@ -73,7 +74,6 @@ class ReplicaGroup:
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
         self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and whole)
-        self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
         self.gatherer: Gatherer | None = None
         self._flats: list[Tensor] = []
         self._spread: Callable[[int], Pending] | None = None
@@ -87,6 +87,11 @@ class ReplicaGroup:
         with self._placing():
             pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
         self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
+        self.reducer: Reducer | Alone
+        if self.in_place and comm.size == 1:
+            self.reducer = Alone(self.parameters)
+        else:
+            self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
         self.update = Update(optimizer, self.parameters, pieces, home)
         self.mirrored = mirrored
         self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
@@ -200,6 +205,7 @@ class ReplicaGroup:
             self._hand_out(number, factor)
 
     def _hand_out(self, number: int, factor: float) -> None:
+        assert isinstance(self.reducer, Reducer)
         first = self.layout.own(number).start if self.zero else 0
         self.update.hand_out(number, self.reducer.owned(number), first, self.reducer.used, factor)
 
@@ -264,7 +270,7 @@ class ReplicaGroup:
             own = self.layout.own(number)
             for span in self.layout.spans(number, own):
                 found = None
-                if self.reducer.used[span.member] and self.zero:
+                if self.reducer.used[span.member] and isinstance(self.reducer, Reducer) and self.zero:
                     begin = span.offset - own.start
                     found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
                 elif self.reducer.used[span.member]:

@@ -343,6 +343,24 @@ def test_pytorch_refuses_what_it_refuses() -> None:
         F.conv2d(randn(2, 3, 8, 8), weight, padding="similar")
 
 
+def test_an_input_that_was_overwritten_before_backward_is_noticed() -> None:
+    x = randn(2, 3).requires_grad_()
+    layer, entered = nn.Linear(3, 3).to(F64), x * 1
+    with WeightGradients().deferred():
+        y = layer(entered)
+    entered.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version 1, expected version 0"):
+        y.sum().backward()
+
+
+def test_what_waits_cannot_be_differentiated_twice() -> None:
+    x, layer = randn(2, 3).requires_grad_(), nn.Linear(3, 3).to(F64)
+    with WeightGradients().deferred():
+        y = layer(x)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice: leave out create_graph"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("overwritten", ["input", "gradient"])
 def test_what_is_overwritten_before_its_time_is_noticed(overwritten: str) -> None:
     model = nn.Conv2d(3, 4, 3).to(F64)

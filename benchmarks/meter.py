@@ -1,0 +1,95 @@
+"""What a contestant spends on its steps: seconds, CPU time, the share of it that is work, and memory.
+
+wall time of a rank    |=== computes ===|.. waits ..|== computes ==|.. waits ..|
+CPU seconds             xxxxxxxxxxxxxxxxx  x  x  x   xxxxxxxxxxxxxx  x  x  x        of all threads of the process
+work                    xxxxxxxxxxxxxxxxx            xxxxxxxxxxxxxx                 CPU seconds outside of waits
+idle                                     ...........                ...........     wall time without work
+
+A wait of ours looks for what comes, and so takes CPU time, which is counted out by the clock of the thread that waits;
+what MPI copies while a rank waits goes with it. Waits of gloo sleep, and its threads move messages meanwhile: all CPU
+time of gloo is work. So `cpu_seconds`, of which nothing is left out, stands beside `work_seconds` everywhere.
+
+Memory is the peak of the process above what it was when everything had been imported that any contestant uses: what
+PyTorch loads at first use, such as the modules behind an optimizer's first step, is nobody's model.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.comm.sentry import Waits
+from mpi4dl.runtime.memory import MemoryMeter
+
+
+class ClockedWaits(Waits):
+    """Marks waits as `inner` does, and counts the CPU seconds that they take of the thread that waits."""
+
+    def __init__(self, inner: Waits) -> None:
+        self.inner = inner
+        self.cpu_seconds = 0.0
+        self._depth, self._began = 0, 0.0
+
+    def __enter__(self) -> None:
+        self.inner.__enter__()
+        if self._depth == 0:
+            self._began = time.thread_time()
+        self._depth += 1
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.cpu_seconds += time.thread_time() - self._began
+        self.inner.__exit__(kind, error, trace)
+
+
+def load_libraries(device: torch.device) -> None:
+    """Train a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), nn.TransformerEncoderLayer(36, 4, 8)
+    )
+    optimizer = torch.optim.SGD(layers.to(device).parameters(), lr=0.1)
+    optimizer.zero_grad()
+    layers(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
+    optimizer.step()
+
+
+class Meter:
+    """Measures this rank's steps from here on; make it after `world()` and before the model. Collective."""
+
+    def __init__(self, device: torch.device, comm: Communicator | None) -> None:
+        self.device, self.comm = device, comm
+        load_libraries(device)
+        self.memory = MemoryMeter(device)
+        self.waits = ClockedWaits(Waits() if comm is None else comm.node.waits)
+        if comm is not None:
+            comm.node.waits = self.waits
+
+    def measure(self, step: Callable[[], object], num_steps: int) -> dict[str, Any]:
+        """Wall seconds of the slowest rank, seconds of all ranks together, and the peak of the largest. Collective."""
+        if self.comm is not None:
+            self.comm.barrier()
+        began, cpu, waited = time.perf_counter(), time.process_time(), self.waits.cpu_seconds
+        for _ in range(num_steps):
+            step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        spent = time.process_time() - cpu
+        work = spent - (self.waits.cpu_seconds - waited)
+        own = (time.perf_counter() - began, spent, work, self.memory.peak_bytes())
+        seconds, cpus, works, peaks = zip(*self.of_ranks(own), strict=True)
+        return {
+            "seconds": max(seconds),
+            "cpu_seconds": sum(cpus),
+            "work_seconds": sum(works),
+            "idle_seconds": max(0.0, max(seconds) * len(works) - sum(works)),
+            "peak_bytes": max(peaks),
+            "peak_bytes_of_ranks": list(peaks),
+        }
+
+    def of_ranks(self, value: Any) -> list[Any]:
+        """This value of each rank. Collective."""
+        return [value] if self.comm is None else self.comm.all_gather_object(value)

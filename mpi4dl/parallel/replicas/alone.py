@@ -1,0 +1,59 @@
+"""Gradients of parameters that one rank holds alone: they stay where autograd adds them up, and nothing is summed.
+
+A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class Alone:
+    """The gradients of `parameters`, as a Reducer of one rank has them, without its hooks, buckets and copies.
+
+    `prepare()` before backward, `finish()` after it; passes in between add up. Then `used` says which parameters have
+    a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.used: list[bool] = []
+
+    def prepare(self, accumulate: bool = True) -> None:
+        """Forget the gradients of the step before. Passes add up either way."""
+        for p in self.parameters:
+            p.grad = None
+
+    def begin_pass(self, last: bool) -> None:
+        """Passes differ in nothing."""
+
+    def end_pass(self) -> None:
+        """What a pass computed is where it belongs."""
+
+    def finish(self) -> None:
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        self.used = [p.grad is not None for p in self.parameters]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def squares(self) -> list[Tensor]:
+        """The sum of the squares of the gradients, if there are any."""
+        gradients = [gradient for gradient in self._gradients() if gradient.numel()]
+        if not gradients:
+            return []
+        return [torch.stack(torch._foreach_norm(gradients)).double().square().sum()]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1.0 and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, factor)
+
+    def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
+        """Replace each gradient by `by(i, gradient)`, from the first parameter on."""
+        for i, p in enumerate(self.parameters):
+            if p.grad is not None:
+                p.grad.copy_(by(i, p.grad))

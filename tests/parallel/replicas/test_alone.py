@@ -1,0 +1,68 @@
+"""Gradients of one rank stay where autograd puts them, and are what a Reducer of one rank would have."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.replicas.alone import Alone
+from mpi4dl.parallel.replicas.reducer import Reducer, sums_on_host
+from tests.pool.ranks import Ranks
+
+
+class Model(nn.Module):
+    """Sparse gradients, channels last, a parameter without a gradient and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4, sparse=True)
+        self.image = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.idle = nn.Linear(2, 2)
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.words(torch.tensor([0, 2, 2])).sum(0) * self.image(x).mean((0, 2, 3))
+        return found.square().sum() + self.empty.sum()
+
+
+def model_after(reducer_of: object, num_passes: int) -> tuple[Model, Reducer | Alone]:
+    torch.manual_seed(0)
+    model = Model()
+    reducer = reducer_of(list(model.parameters()))  # type: ignore[operator]
+    for _ in range(2):  # the first step is forgotten
+        reducer.prepare(accumulate=True)
+        for number in range(num_passes):
+            reducer.begin_pass(last=number + 1 == num_passes)
+            model(torch.randn(2, 3, 5, 5)).backward()
+            reducer.end_pass()
+        reducer.finish()
+    return model, reducer
+
+
+def body(comm: Communicator, num_passes: int) -> None:
+    ours, alone = model_after(Alone, num_passes)
+    theirs, reducer = model_after(lambda parameters: Reducer(parameters, comm).attach(), num_passes)
+    assert alone.used == reducer.used == [True, True, True, True, False, False]
+    assert sums_on_host([alone.squares()]) == pytest.approx(sums_on_host([reducer.squares()]), rel=1e-6)
+    for each in (alone, reducer):
+        each.scale(0.5)
+        each.scale(1.0)
+        each.change(lambda i, gradient: gradient + i)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None and q.grad is not None:
+            assert p.grad.layout is torch.strided
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_alone_is_a_reducer_of_one_rank(ranks: Ranks) -> None:
+    for num_passes in (1, 3):
+        ranks(1).run(body, num_passes)
+
+
+def test_without_gradients_there_is_nothing_to_square() -> None:
+    alone = Alone([nn.Parameter(torch.ones(2))])
+    alone.prepare()
+    alone.finish()
+    assert (alone.used, alone.squares()) == ([False], [])
+    alone.scale(2.0)
