@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import quick_pooling, shifts
@@ -67,6 +68,15 @@ def test_what_is_left_to_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         spoilt = image.detach().clone()
         spoilt[0, 0, 0, 0] = float("nan")
         assert F.max_pool2d(spoilt, 3, 1, 1)[0, 0, 0, 0].isnan()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_elsewhere(reentrant: bool) -> None:
+    image = image_for(LAYERS["max 3"])
+    with spatial.quick_pooling():
+        y = checkpoint(LAYERS["max 3"], image, use_reentrant=reentrant)
+    (found,) = torch.autograd.grad(y.sum(), image) if not reentrant else (y.sum().backward(), image.grad)[1:]
+    assert torch.equal(found, torch.autograd.grad(LAYERS["max 3"](image).sum(), image)[0])
 
 
 def test_who_needs_it() -> None:
