@@ -68,7 +68,7 @@ def worker(options: argparse.Namespace) -> None:
     import torch
 
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import ActivationMeter, MemoryMeter, keep_freed_memory
+    from mpi4dl.runtime.memory import ActivationMeter, MemoryMeter, keep_freed_memory, load_libraries
 
     model, size, name = options.worker
     case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]
@@ -108,15 +108,6 @@ def worker(options: argparse.Namespace) -> None:
         }
 
     answer_turns(turn, comm)
-
-
-def load_libraries(device: "torch.device") -> None:
-    """Compute a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
-    import torch
-    from torch import nn
-
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
-    layers.to(device)(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
 
 
 def plain_trainer(options: argparse.Namespace, case: Case, device: "torch.device") -> Trainer:

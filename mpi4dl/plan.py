@@ -6,8 +6,9 @@ It says what training by these flags would be, without MPI, and without making t
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     import torch
     from torch import nn
 
+    from mpi4dl.parallel.costs.prices import Clockwork
     from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import look_ahead, require_rules
     from mpi4dl.runtime.images import open_alone
@@ -87,16 +89,17 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
     with build.without_rules(config):
         require_rules(config, plan, num_classes, channels)
-    return look_ahead(
-        config,
-        plan,
-        num_classes,
-        channels,
-        balance=config.parallel.balance,
-        device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
-        rank_gflops=config.shown.rank_gflops,
-        command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
-    )
+    with as_a_rank(config, plan.num_ranks) as device:
+        return look_ahead(
+            config,
+            plan,
+            num_classes,
+            channels,
+            balance=config.parallel.balance,
+            device=device,
+            clockwork=replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops),
+            command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
+        )
 
 
 def training_flags(argv: Sequence[str]) -> list[str]:
@@ -107,14 +110,24 @@ def training_flags(argv: Sequence[str]) -> list[str]:
     return own.parse_known_args(list(argv))[1]
 
 
-def measuring_device(config: Config) -> str:
-    """Where atoms are timed: where the training would compute."""
+@contextmanager
+def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
+    """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
+
+    Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
+    """
     import torch
 
-    asked, there = config.parallel.device, torch.cuda.is_available()
-    if asked == "cuda" and not there:
-        raise ConfigError("--device cuda with --balance time measures on a GPU, but there is none: use --balance auto")
-    return "cuda" if there and asked != "cpu" else "cpu"
+    from mpi4dl.comm.node import cores
+    from mpi4dl.runtime.memory import keep_freed_memory
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores() // num_ranks))
+    keep_freed_memory(config.parallel.keep_freed_memory)
+    try:
+        yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+    finally:
+        torch.set_num_threads(before)
 
 
 def require_drawable(path: Path) -> None:

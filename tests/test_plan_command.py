@@ -35,13 +35,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*STAGES, "--tiles", "1x2,1x1", "--rank-gflops", "2", "--model-options", "pool=max"])
+    main([*STAGES, "--tiles", "1x2,1x1", "--balance", "flops", "--rank-gflops", "2", "--model-options", "pool=max"])
     lines = capsys.readouterr().out.splitlines()
     plan = "stages(2: 1x2 + 1x1 tiles) x data(1), microbatches(4), 1f1b"
     assert lines[0] == f"small_resnet, 177,178 parameters, on 3 ranks: {plan}, images of 64 x 64 px, batches of 4"
     assert lines[1] == (
         "start: mpirun -n 3 python -m mpi4dl.train --model small_resnet --image-size 64 --stages 2 --microbatches 4 "
-        "--tiles 1x2,1x1 --model-options pool=max"
+        "--tiles 1x2,1x1 --balance flops --model-options pool=max"
     )
     assert lines[3].startswith("stage  ranks  tiles")
     assert "2 GFLOP/s a rank" in "".join(lines)
@@ -178,16 +178,12 @@ def test_what_cannot_be_is_refused_with_one_message(
     assert refusal(capsys, *SMALL, *flags).startswith(message)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_measuring_on_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, *STAGES, "--balance", "time", "--device", "cuda") == (
-        "--device cuda with --balance time measures on a GPU, but there is none: use --balance auto"
-    )
-
-
-def test_balance_by_time_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*STAGES, "--balance", "time", "--device", "cpu"])
-    assert "seconds as measured here on 64 x 64 px" in capsys.readouterr().out
+def test_atoms_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*STAGES, "--tiles", "1x2,1x1"])
+    first = capsys.readouterr().out
+    assert "atoms timed on their tiles, on 1 thread here" in first
+    main([*STAGES, "--tiles", "1x2,1x1"])
+    assert capsys.readouterr().out == first
 
 
 def test_the_options_can_be_printed_for_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
