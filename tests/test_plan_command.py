@@ -24,6 +24,9 @@ SMALL = ["--model", "small_resnet", "--image-size", "64"]
 STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
 
 
+FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The one message that the command ends with, with exit code 2."""
     with pytest.raises(SystemExit) as left:
@@ -125,6 +128,7 @@ def test_too_many_open_files_is_one_message(
     [
         (["--timeline", "a.png", "--tiles", "2x2"], ["--tiles", "2x2"]),
         (["--mean", "-0.5", "--timeline=a.png", "--flip", "--rank-gflops=3"], ["--mean", "-0.5", "--flip"]),
+        (["--search", "--ranks", "4", "--memory=4GiB", "--lr", "1"], ["--lr", "1"]),
         (["--config", "my run.toml", "--no-flip"], ["--config", "my run.toml", "--no-flip"]),
     ],
 )
@@ -163,6 +167,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["--timelins", "x.png"], "there is no flag --timelins; did you mean --timeline?"),
         (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
         (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
+        (["--search"], "--search needs --ranks: for how many ranks to look"),
+        (["--memory", "4"], "--memory is '4', but must be a size such as 4GiB"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),
         (["--stages", "20"], "small_resnet: Sequential has 11 atoms, too few for 20 stages"),
         (["--stages", "2", "--balance", "3,4"], "small_resnet: balance 3,4 puts 7 atoms into 2 stages"),
@@ -184,6 +190,15 @@ def test_atoms_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "atoms timed on their tiles, on 1 thread here" in first
     main([*STAGES, "--tiles", "1x2,1x1"])
     assert capsys.readouterr().out == first
+
+
+def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--search", "--ranks", "2", "--memory", "4GiB", *SMALL, "--batch-size", "2", "--lr", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("plans for 2 ranks looked at, 0 of which need more than 4,096 MiB")
+    commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
+    assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
+    assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
 
 
 def test_the_options_can_be_printed_for_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

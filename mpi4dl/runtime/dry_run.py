@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.pipeline.split import outline
@@ -13,6 +15,7 @@ from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, r
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
+from mpi4dl.runtime.search import Forecaster
 from mpi4dl.runtime.wording import counted
 
 
@@ -95,3 +98,19 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
         yield from found.memory()
     else:
         yield from (*found.stages(), *found.images(), *found.memory(), *found.ranks())
+
+
+def build_forecaster(
+    config: Config, num_classes: int, channels: int, clockwork: Clockwork, device: torch.device
+) -> Forecaster:
+    """What foresees plans of this configuration."""
+    chosen = engine_options(config)
+    return Forecaster(
+        lambda: build_model(config, num_classes, channels),
+        (config.data.batch_size, channels, *config.data.image_size),
+        clockwork,
+        device,
+        partial(build_optimizer, config),
+        allocator_of(config, device.type),
+        AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+    )
