@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.link import measure_link
+from mpi4dl.parallel.costs.link import ASSUMED, measure_link
 from mpi4dl.parallel.costs.prices import Prices
 from mpi4dl.parallel.costs.timing import AtomSeconds, Clock, Column, Site, clock_on, time_column
 from mpi4dl.parallel.pipeline.split import Cuttable
@@ -29,7 +29,8 @@ def measured_prices(
     clock: Clock | None = None,
 ) -> Prices:
     """What atoms take on each stage, the mean of its ranks. Collective; the same on all ranks."""
-    link = measure_link(comm, device)
+    crowded = bool(comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"))
+    link = ASSUMED if crowded else measure_link(comm, device)  # with too few cores a message waits for one
     if clock is None:
         alone = torch.get_num_threads() == 1 and device.type == "cpu"
         clock = comm.node.work_seconds if alone else clock_on(device)

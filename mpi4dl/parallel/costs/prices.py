@@ -22,7 +22,7 @@ from mpi4dl.parallel.pipeline.balance import count_flops
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, unfit
 from mpi4dl.parallel.plan import Plan
 
-BUDGET_SECONDS = 6.0  # for all tile shapes of a plan together
+BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
 RANK_GFLOPS = 50.0
 LINK = {"what": "link"}
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
@@ -98,7 +98,12 @@ class Clockwork:
         return (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
 
     def link_of(self, comm: Communicator, device: torch.device) -> Link:
-        """Measured between the ranks once, and remembered, so that the same job is cut alike again. Collective."""
+        """Measured between the ranks once, and remembered, so that the same job is cut alike again. Collective.
+
+        With more ranks than cores, where a message waits for a core, it is assumed.
+        """
+        if comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"):
+            return ASSUMED
         facts = {**LINK, "device": device.type, "ranks": comm.size, "on one machine": comm.node.local_size}
         known = comm.broadcast_object(self.remembered.get(facts) if comm.rank == 0 else None)
         if known is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from math import prod
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -102,14 +101,14 @@ def time_column(
     clock = clock_on(device) if clock is None else clock
     measure = partial(_measure, cuttable, device=device, clock=clock, grid_of=grid_of or imagined)
 
-    def timed(size: Site) -> _Timed:
-        column = measure(size)
-        return _Timed(size, column, most(sum(atom.forward + atom.backward for atom in column)) * (REPEATS + 1))
+    def timed(size: Site, repeats: int) -> _Timed:
+        column = measure(size, repeats=repeats)
+        return _Timed(size, column, most(sum(atom.forward + atom.backward for atom in column)), repeats)
 
     sizes = list(_halved(site))[::-1]
-    known = [timed(sizes[0])]
+    known = [timed(sizes[0], REPEATS)]
     while (larger := _next(sizes, known, budget_seconds)) is not None:
-        known.append(timed(larger))
+        known.append(timed(*larger))
     if known[-1].site == site:
         return known[-1].column
     small, large = known[-2:]
@@ -118,22 +117,26 @@ def time_column(
 
 
 class _Timed(NamedTuple):
-    """What atoms took at one size, and what it took to find that out."""
+    """What atoms took at one size: all of them once, after a pass to warm up, which was repeated."""
 
     site: Site
     column: Column
-    spent_seconds: float
+    pass_seconds: float
+    repeats: int
 
 
-def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float) -> Site | None:
-    """The largest size for which there is time, if every pixel takes what it took last; None: that is enough."""
-    last, left = known[-1], budget_seconds - sum(each.spent_seconds for each in known)
+def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float) -> tuple[Site, int] | None:
+    """The largest size for which there is time, if every pixel takes what it took last, and how often to repeat it.
+
+    None: that is enough.
+    """
+    last, left = known[-1], budget_seconds - sum(each.pass_seconds * (each.repeats + 1) for each in known)
     larger = [size for size in sizes if size.pixels > last.site.pixels]
-    most = min(MOST_PIXELS, left * last.site.pixels / max(last.spent_seconds, 1e-9))
-    fitting = [size for size in larger if size.pixels <= most]
-    if fitting:
-        return fitting[-1]
-    return larger[0] if larger and len(known) == 1 else None  # nothing can be drawn out of one size
+    for size in reversed(larger):
+        repeats = int(left * last.site.pixels / max(last.pass_seconds * size.pixels, 1e-9)) - 1
+        if repeats >= 1 and size.pixels <= MOST_PIXELS:
+            return size, min(repeats, REPEATS)
+    return (larger[0], 1) if larger and len(known) == 1 else None  # nothing can be drawn out of one size
 
 
 def _halved(site: Site) -> Iterator[Site]:
@@ -164,7 +167,7 @@ def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: i
 
 
 def _measure(
-    cuttable: Cuttable, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid]
+    cuttable: Cuttable, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
 ) -> Column:
     grid = grid_of(site)
     grid.foresight.steps = True
@@ -172,14 +175,16 @@ def _measure(
     found = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
-            seconds, values = _time(_copied_to(device, cuttable.atom(i)), values, grid, clock)
+            seconds, values = _time(_copied_to(device, cuttable.atom(i)), values, grid, clock, repeats)
             found.append(seconds)
     return tuple(found)
 
 
-def _time(atom: Stage, values: tuple[Any, ...], grid: Grid, clock: Clock) -> tuple[AtomSeconds, tuple[Any, ...]]:
+def _time(
+    atom: Stage, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
+) -> tuple[AtomSeconds, tuple[Any, ...]]:
     forward, backward = [], []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         received = map_leaves(_fresh, values)  # what is received is overwritten by some atoms
         before = _counts(grid)
         grid.foresight.begin()
@@ -198,7 +203,7 @@ def _time(atom: Stage, values: tuple[Any, ...], grid: Grid, clock: Clock) -> tup
         grid.foresight.settle()
     num_bytes = sum(number for name, number in counts.items() if name.endswith("_bytes"))
     handed = sum(local_part(t).nbytes for t in pack((results,))[0])
-    seconds = AtomSeconds(median(forward[1:]), median(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
+    seconds = AtomSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
     return seconds, map_leaves(as_received, results)
 
 

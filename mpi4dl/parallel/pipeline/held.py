@@ -209,7 +209,9 @@ def stage_prices(
     with comm.together():
         found = None
         if comm.rank == 0:
-            found = prices_for(cuttable, plan, image, how, device, clockwork, (link, "as measured"))
+            found = prices_for(
+                cuttable, plan, image, how, device, clockwork, (link, "assumed" if link == ASSUMED else "as measured")
+            )
     prices: Prices = comm.broadcast_object(found)
     return prices
 
