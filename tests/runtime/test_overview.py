@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl import models
+from mpi4dl.parallel.costs import prices
 from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.prices import LINK, Clockwork
 from mpi4dl.parallel.costs.remembered import Remembered
@@ -203,13 +204,14 @@ def test_seconds_follow_the_speed_of_a_rank(tmp_path: Path) -> None:
     assert slow.costs.backward_seconds == tuple(2 * seconds for seconds in slow.costs.forward_seconds)
 
 
-def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path) -> None:
+def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a third of an image the first atoms take as long as on all of it; an atom sends two messages of 1 s."""
 
     def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
         first = 9.0 if site.shape.size == 1 else 8.0
         return tuple(AtomSeconds(seconds, 2 * seconds, messages=2) for seconds in (first, 1, 1, 1, 3, 2, 1))
 
+    monkeypatch.setattr(prices, "cores", lambda: 4)
     timing = clockwork(tmp_path, time=time_column)
     timing.remembered.put(LINK, Link(1.0, 0.0))
     found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mpi4dl.comm import Communicator
+from mpi4dl.comm.node import cores
 from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
 from mpi4dl.parallel.costs.memory import AtomBytes, count_atoms
 from mpi4dl.parallel.costs.remembered import Remembered, cache_folder, machine, versions
@@ -92,9 +93,9 @@ class Clockwork:
         self.remembered.put(facts, found)
         return found
 
-    def link(self) -> tuple[Link, str]:
-        """What the last job found on this machine, or what is assumed where there was none."""
-        known = self.remembered.get(LINK)
+    def link(self, num_ranks: int) -> tuple[Link, str]:
+        """What the last job found here; assumed if there was none, or where `link_of` would, of so many ranks."""
+        known = None if num_ranks > cores() else self.remembered.get(LINK)
         return (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
 
     def link_of(self, comm: Communicator, device: torch.device) -> Link:
@@ -147,7 +148,7 @@ def timed_prices(
     columns: Mapping[Site, Column] = {
         site: clockwork.column(cuttable, site, device, len(different)) for site in different
     }
-    found, said = clockwork.link() if link is None else link
+    found, said = clockwork.link(plan.num_ranks) if link is None else link
     threads = torch.get_num_threads()
     on = f"{threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else "a GPU"
     source = f"atoms timed on their tiles, on {on} here; {found}, {said}"
