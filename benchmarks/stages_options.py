@@ -50,7 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help=f"of {', '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--stages", type=int, default=2, help="into how many LP and PP cut the model")
-    parser.add_argument("--balance", default="auto", choices=("auto", "flops", "memory", "time"), help="of the stages")
+    balances = ("auto", "flops", "memory", "measured")
+    parser.add_argument("--balance", default="auto", choices=balances, help="of the stages")
     parser.add_argument("--tiles", default="1x2", help="grid of SP, over the first stage")
     parser.add_argument("--microbatches", type=int, default=4, help="of a batch; with GEMS half of them each way")
     parser.add_argument(

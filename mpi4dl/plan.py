@@ -5,14 +5,15 @@ It says what training by these flags would be, without MPI, and without making t
 
 import shlex
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from argparse import ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl.runtime.config import Config, ConfigError, to_toml
-from mpi4dl.runtime.kinds import NAME, POSITIVE, optional
+from mpi4dl.runtime.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 from mpi4dl.runtime.options import option, parse_options
 
 if TYPE_CHECKING:
@@ -39,8 +40,23 @@ class Shown:
 
 
 @dataclass(frozen=True)
+class Searched:
+    search: bool = option(
+        False,
+        "show the fastest of all plans for --ranks ranks, instead of the one that flags name",
+        BOOLEAN,
+        flag_only=True,
+    )
+    ranks: int | None = option(None, "for how many ranks to search", optional(COUNT), flag_only=True)
+    memory: int | None = option(
+        None, "how much memory each rank has, such as 4GiB; none: any", optional(BYTES), flag_only=True
+    )
+
+
+@dataclass(frozen=True)
 class PlanConfig(Config):
     shown: Shown = field(default_factory=Shown)
+    searched: Searched = field(default_factory=Searched)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,6 +77,9 @@ def show(argv: Sequence[str]) -> None:
     timeline = None if config.shown.timeline is None else Path(config.shown.timeline)
     if timeline is not None:
         require_drawable(timeline)
+    if config.searched.search:
+        print("\n".join(searched(config, training_flags(argv))))
+        return
     found = planned(config, training_flags(argv))
     print(found)
     if timeline is not None:
@@ -75,6 +94,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     import torch
     from torch import nn
 
+    from mpi4dl.parallel.costs.prices import Clockwork
     from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import look_ahead, require_rules
     from mpi4dl.runtime.images import open_alone
@@ -87,34 +107,73 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
     with build.without_rules(config):
         require_rules(config, plan, num_classes, channels)
-    return look_ahead(
-        config,
-        plan,
-        num_classes,
-        channels,
-        balance=config.parallel.balance,
-        device=measuring_device(config) if plan.num_stages > 1 and config.parallel.balance == "time" else "cpu",
-        rank_gflops=config.shown.rank_gflops,
-        command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
-    )
+    with as_a_rank(config, plan.num_ranks) as device:
+        return look_ahead(
+            config,
+            plan,
+            num_classes,
+            channels,
+            balance=config.parallel.balance,
+            device=device,
+            clockwork=replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops),
+            command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
+        )
 
 
 def training_flags(argv: Sequence[str]) -> list[str]:
     """The flags that are for the training too, as they were given."""
     own = ArgumentParser(add_help=False, allow_abbrev=False)
-    for item in fields(Shown):
-        own.add_argument("--" + item.name.replace("_", "-"))
+    for item in (*fields(Shown), *fields(Searched)):
+        flag = "--" + item.name.replace("_", "-")
+        if item.type is bool:
+            own.add_argument(flag, action=BooleanOptionalAction)
+        else:
+            own.add_argument(flag)
     return own.parse_known_args(list(argv))[1]
 
 
-def measuring_device(config: Config) -> str:
-    """Where atoms are timed: where the training would compute."""
+def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
+    """A table of the fastest plans, and the command that starts each. Raises ValueError."""
     import torch
 
-    asked, there = config.parallel.device, torch.cuda.is_available()
-    if asked == "cuda" and not there:
-        raise ConfigError("--device cuda with --balance time measures on a GPU, but there is none: use --balance auto")
-    return "cuda" if there and asked != "cpu" else "cpu"
+    from mpi4dl.parallel.costs.prices import Clockwork
+    from mpi4dl.runtime import build
+    from mpi4dl.runtime.dry_run import build_forecaster
+    from mpi4dl.runtime.images import open_alone
+    from mpi4dl.runtime.ranked import ranked
+    from mpi4dl.runtime.search import candidates, search
+
+    num_ranks, asked = config.searched.ranks, config.searched.memory
+    if num_ranks is None:
+        raise ConfigError("--search needs --ranks: for how many ranks to look")
+    images = open_alone(config)
+    num_classes, channels = build.number_of_classes(config, images.training.classes), images.training.channels
+    clockwork = replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops)
+    with as_a_rank(config, num_ranks) as device:
+        forecaster = build_forecaster(config, num_classes, channels, clockwork, torch.device(device))
+        plans = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
+        found = search(forecaster, plans, float("inf") if asked is None else asked)
+    return ranked(found, num_ranks, asked, flags)
+
+
+@contextmanager
+def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
+    """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
+
+    Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
+    """
+    import torch
+
+    from mpi4dl.comm.node import cores
+    from mpi4dl.runtime.memory import keep_freed_memory
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores() // num_ranks))
+    keep_freed_memory(config.parallel.keep_freed_memory)
+    try:
+        yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+    finally:
+        torch.set_num_threads(before)
 
 
 def require_drawable(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from mpi4dl.runtime.checkpoint.manifest import CHECKPOINTS
 from mpi4dl.runtime.checkpoint.randomness import put_back
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.dry_run import explain, title, without_effect
+from mpi4dl.runtime.forecast import Forecast, WorkMeter, compared
 from mpi4dl.runtime.images import Images
 from mpi4dl.runtime.interval import LogInterval
 from mpi4dl.runtime.memory import MemoryMeter
@@ -58,6 +59,7 @@ class TrainingRun:
         self.options = options_to_compare(config, len(images.training))
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = LogInterval(engine, self.training)
+        self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
         self.folder: Any = None
@@ -174,7 +176,18 @@ class TrainingRun:
             self.checkpoints.wait()
         save_model(self.engine, self.folder.path / "model.safetensors", self.images.training.classes)
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
+        self.compare()
         self.say(f"done: {found}; see {self.folder.path}")
+
+    def compare(self) -> None:
+        """Say of a plan of several stages how the work of each rank was foreseen, and how it was. Collective."""
+        held, plan = self.engine.held, self.engine.plan
+        of_ranks = self.comm.all_gather_object(self.work.worked)
+        if held.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
+            return  # of a GPU, whose work the host does not wait for, it would say nothing
+        forecast = Forecast.of(plan, held.prices, held.counts)
+        for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
+            self.say(line)
 
     def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> Reading:
         """The batches that all ranks can read."""
@@ -211,13 +224,14 @@ class TrainingRun:
         self.interval = LogInterval(self.engine, self.training, self.interval.losses)
         if self.finished:
             return
-        reading = self.reading(self.training, self.epoch, self.batch)
+        reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
         with self.saved_if_refused():
             for batch, microbatches in reading:
                 if self.engine.num_steps == 0:
                     show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
-                result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
+                with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
+                    result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
                 reading.hear(result.told)
                 self.batch = reading.used
                 self.schedule.after_step()

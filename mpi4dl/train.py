@@ -56,7 +56,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.run import TrainingRun
     from mpi4dl.runtime import build
     from mpi4dl.runtime.images import open_images
-    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
+    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.runtime.patience import Patience
 
     with comm.together((ValueError,)):
@@ -69,6 +69,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         device = comm.node.device(config.parallel.device)
     if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
         comm.choose_gpu_wire(config.parallel.gpu_wire)
+    load_libraries(device)
     meter = MemoryMeter(device)
     images = open_images(comm, config)
     patience.feed()

@@ -24,6 +24,9 @@ SMALL = ["--model", "small_resnet", "--image-size", "64"]
 STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
 
 
+FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The one message that the command ends with, with exit code 2."""
     with pytest.raises(SystemExit) as left:
@@ -35,13 +38,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_it_says_what_would_be_trained_and_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*STAGES, "--tiles", "1x2,1x1", "--rank-gflops", "2", "--model-options", "pool=max"])
+    main([*STAGES, "--tiles", "1x2,1x1", "--balance", "flops", "--rank-gflops", "2", "--model-options", "pool=max"])
     lines = capsys.readouterr().out.splitlines()
     plan = "stages(2: 1x2 + 1x1 tiles) x data(1), microbatches(4), 1f1b"
     assert lines[0] == f"small_resnet, 177,178 parameters, on 3 ranks: {plan}, images of 64 x 64 px, batches of 4"
     assert lines[1] == (
         "start: mpirun -n 3 python -m mpi4dl.train --model small_resnet --image-size 64 --stages 2 --microbatches 4 "
-        "--tiles 1x2,1x1 --model-options pool=max"
+        "--tiles 1x2,1x1 --balance flops --model-options pool=max"
     )
     assert lines[3].startswith("stage  ranks  tiles")
     assert "2 GFLOP/s a rank" in "".join(lines)
@@ -125,6 +128,7 @@ def test_too_many_open_files_is_one_message(
     [
         (["--timeline", "a.png", "--tiles", "2x2"], ["--tiles", "2x2"]),
         (["--mean", "-0.5", "--timeline=a.png", "--flip", "--rank-gflops=3"], ["--mean", "-0.5", "--flip"]),
+        (["--search", "--ranks", "4", "--memory=4GiB", "--lr", "1"], ["--lr", "1"]),
         (["--config", "my run.toml", "--no-flip"], ["--config", "my run.toml", "--no-flip"]),
     ],
 )
@@ -163,6 +167,8 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["--timelins", "x.png"], "there is no flag --timelins; did you mean --timeline?"),
         (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
         (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
+        (["--search"], "--search needs --ranks: for how many ranks to look"),
+        (["--memory", "4"], "--memory is '4', but must be a size such as 4GiB"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),
         (["--stages", "20"], "small_resnet: Sequential has 11 atoms, too few for 20 stages"),
         (["--stages", "2", "--balance", "3,4"], "small_resnet: balance 3,4 puts 7 atoms into 2 stages"),
@@ -178,16 +184,21 @@ def test_what_cannot_be_is_refused_with_one_message(
     assert refusal(capsys, *SMALL, *flags).startswith(message)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_measuring_on_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, *STAGES, "--balance", "time", "--device", "cuda") == (
-        "--device cuda with --balance time measures on a GPU, but there is none: use --balance auto"
-    )
+def test_atoms_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*STAGES, "--tiles", "1x2,1x1"])
+    first = capsys.readouterr().out
+    assert "atoms timed on their tiles, on 1 thread here" in first
+    main([*STAGES, "--tiles", "1x2,1x1"])
+    assert capsys.readouterr().out == first
 
 
-def test_balance_by_time_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*STAGES, "--balance", "time", "--device", "cpu"])
-    assert "seconds as measured here on 64 x 64 px" in capsys.readouterr().out
+def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--search", "--ranks", "2", "--memory", "4GiB", *SMALL, "--batch-size", "2", "--lr", "0.5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("plans for 2 ranks looked at, 0 of which need more than 4,096 MiB")
+    commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
+    assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
+    assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
 
 
 def test_the_options_can_be_printed_for_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ class Task:
     dense: bool = False
     model_options: tuple[tuple[str, Any], ...] = ()
     engine_options: tuple[tuple[str, Any], ...] = ()
-    balance: str | tuple[int, ...] = "auto"
+    balance: str | tuple[int, ...] = "flops"
     num_steps: int = NUM_STEPS
     device: str = "cpu"
 

@@ -40,8 +40,9 @@ ALARM_SECONDS = 0.02
 class Node:
     """This rank's place on its machine, as MPI reports it: never read from a launcher's environment.
 
-    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators; `waits` marks when
-    it does. `underway` is the communication that this rank has to drive forward while it waits for anything.
+    `wait_seconds` counts the time that this rank has spent waiting for others, in all communicators, of which it has
+    worked at waiting for `wait_cpu_seconds`; `waits` marks when it does. `underway` is the communication that this rank
+    has to drive forward while it waits for anything.
     """
 
     local_rank: int
@@ -49,6 +50,7 @@ class Node:
     cores: int
     threads: int
     wait_seconds: float = 0.0
+    wait_cpu_seconds: float = 0.0
     waits: Waits = field(default_factory=Waits)
     underway: list[Driven] = field(default_factory=list)
 
@@ -90,7 +92,7 @@ class Node:
 
         `alarm(seconds)` is called now and then by who waits long: it may raise what makes waiting pointless.
         """
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
         with self.waits:
             waited, next_alarm = 0.0, ALARM_SECONDS
             looks = LOOKS_OVERSUBSCRIBED if self.oversubscribed else LOOKS_BETWEEN_CLOCKS
@@ -105,6 +107,11 @@ class Node:
                     looks = 1
                     time.sleep(min(max(SHORTEST_NAP_SECONDS, NAP_SHARE * waited), LONGEST_NAP_SECONDS))
         self.wait_seconds += time.perf_counter() - begin
+        self.wait_cpu_seconds += time.thread_time() - begin_cpu
+
+    def work_seconds(self) -> float:
+        """For how long this thread has worked, on a core, at anything but waiting: what others compute counts not."""
+        return time.thread_time() - self.wait_cpu_seconds
 
     def _look(self, request: Request, times: int, yields: bool) -> bool:
         """Drive forward all that is under way, some times; whether this is complete."""
@@ -118,6 +125,11 @@ class Node:
             if yields:
                 os.sched_yield()
         return False
+
+
+def cores() -> int:
+    """How many cores this process alone may use."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), quota())))
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:

@@ -4,7 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.view import Fit
 from mpi4dl.models.registry import takes_channels
+from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.timing import Column, time_column
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
 from mpi4dl.runtime.config import Config, ConfigError
+from mpi4dl.runtime.memory import return_freed_memory
 from mpi4dl.runtime.options import nearest
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
@@ -150,11 +153,19 @@ def hold_model(
             seed=config.training.seed,
             balance=config.parallel.balance,
             image=(samples, channels, *config.data.image_size),
+            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
         )
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
+
+
+def time_and_tidy(*site: Any) -> Column:
+    """Time atoms, and leave no trace of that in the memory of this rank, which is to be that of training."""
+    found = time_column(*site)
+    return_freed_memory()
+    return found
 
 
 @contextmanager

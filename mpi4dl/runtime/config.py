@@ -112,8 +112,9 @@ class Parallel:
     )
     balance: str | tuple[int, ...] = option(
         "auto",
-        "how the model is cut: by counted FLOPs (auto), by memory, by measured time, or atoms of each stage",
-        counts_or("auto", "flops", "memory", "time"),
+        "how the model is cut: by seconds, timed here once (auto) or on all ranks (measured), by FLOPs or memory, or "
+        "atoms of each stage",
+        counts_or("auto", "flops", "memory", "measured"),
     )
     no_rule: str = option(
         "error",

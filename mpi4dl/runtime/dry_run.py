@@ -4,13 +4,18 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
 from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
+from mpi4dl.runtime.search import Forecaster
 from mpi4dl.runtime.wording import counted
 
 
@@ -52,9 +57,17 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         (config.data.batch_size, channels, *config.data.image_size),
         optimizer=partial(build_optimizer, config),
         accept=require_logits,
+        allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         **options,
     )
+
+
+def allocator_of(config: Config, device: str) -> Allocator:
+    """Who gives out memory there, as the flags choose it."""
+    if device.startswith("cuda"):
+        return OF_TENSORS
+    return HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
 
 
 def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
@@ -74,7 +87,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
 def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
     """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
     held = engine.held
-    found = look_ahead(config, held.plan, num_classes, channels, balance=held.counts)
+    found = look_ahead(config, held.plan, num_classes, channels, balance=held.counts, clockwork=Clockwork.of_user())
     yield title(config, engine)
     if engine.plan.num_stages == 1:
         shape = (config.data.batch_size, channels, *config.data.image_size)
@@ -85,3 +98,19 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
         yield from found.memory()
     else:
         yield from (*found.stages(), *found.images(), *found.memory(), *found.ranks())
+
+
+def build_forecaster(
+    config: Config, num_classes: int, channels: int, clockwork: Clockwork, device: torch.device
+) -> Forecaster:
+    """What foresees plans of this configuration."""
+    chosen = engine_options(config)
+    return Forecaster(
+        lambda: build_model(config, num_classes, channels),
+        (config.data.batch_size, channels, *config.data.image_size),
+        clockwork,
+        device,
+        partial(build_optimizer, config),
+        allocator_of(config, device.type),
+        AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+    )

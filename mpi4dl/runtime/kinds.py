@@ -88,6 +88,16 @@ PROPER_FRACTION = number("a number between 0 and 1", lambda x: 0 < x < 1)
 SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
+def _bytes(value: Any) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", str(value))
+    if found is None or not float(found[1]):
+        raise ValueError
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+
+
+BYTES = Kind("a size such as 4GiB", "SIZE", _bytes, raw=lambda number: f"{number}B")
+
+
 def choice(*choices: str) -> Kind:
     def check(value: Any) -> str:
         if value not in choices:

@@ -1,5 +1,6 @@
 """How much memory a rank has used at most: the allocator's count on a GPU, the process' resident memory on a CPU."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -115,6 +116,33 @@ def within_limits(run: Callable[[], None], rank: int) -> None:
         ) from error
 
 
+def load_libraries(device: Device) -> None:
+    """Train something tiny, so that what PyTorch loads at first use is not taken for a model's memory."""
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng([torch.device(device)] if _on_gpu(device) else []):
+        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+        layers.to(device)(torch.ones(2, 3, 8, 8, device=device)).sum().backward()
+        torch.optim.SGD(layers.parameters(), lr=0.1).step()
+
+
+def return_freed_memory() -> None:
+    """Give all memory that nothing lies in back to the system, where that is glibc's, and forget the peak so far."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    reset_peak()
+
+
+def reset_peak() -> bool:
+    """Count the resident memory's peak anew from here on; False where the system does not let a process do that."""
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
 class MemoryMeter:
     """The peak memory of training itself: what a rank uses beyond what it used when the meter was made.
 
@@ -141,11 +169,7 @@ class MemoryMeter:
 
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK)
-        except OSError:
-            return False
-        return True
+        return reset_peak()
 
 
 class _Kept:

@@ -1,6 +1,7 @@
 """What training by a plan would be, in words: who holds, reads, hands on and keeps what, and when."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -10,18 +11,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import SPACE, Interval
-from mpi4dl.parallel.pipeline import balance as costing
+from mpi4dl.parallel.costs.link import Link
+from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atoms
+from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.prices import RANK_GFLOPS, Clockwork, Prices, assumed, counted_prices
+from mpi4dl.parallel.costs.timing import AtomSeconds, Site
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.held import MEASURED_PX, atom_costs, choose_counts
+from mpi4dl.parallel.pipeline.held import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.tables.checker import Report, check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
-from mpi4dl.runtime.anatomy import BuildOptimizer, Share, StateBytes, anatomy, count_state
-from mpi4dl.runtime.tensor_meter import TensorMeter
+from mpi4dl.runtime.anatomy import HEAP_KEPT, Allocator, BuildOptimizer, Share, StateBytes, anatomy, count_state
 from mpi4dl.runtime.wording import aligned, counted, mebibytes, runs
 
 TEXT_COLUMNS = 120
@@ -48,8 +52,8 @@ class Work(NamedTuple):
 class Overview:
     """A plan for a model and a batch of images of shape `image`, and what it comes to; `str` writes it.
 
-    `work` has one entry a stage; `costs`, `report` and `simulation` are those of the ranks of one replica.
-    `assumption` says where the seconds come from, `command` what starts the training.
+    `work`, and `bytes` of a rank's memory, have one entry a stage; `costs`, `report` and `simulation` are those of the
+    ranks of one replica. `assumption` says where the seconds come from, `command` what starts the training.
     """
 
     name: str
@@ -63,6 +67,8 @@ class Overview:
     assumption: str
     states: tuple[StateBytes, ...] = ()
     command: str = ""
+    bytes: tuple[StageBytes, ...] = ()
+    allocator: Allocator = HEAP_KEPT
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.images(), self.memory(), self.ranks())
@@ -81,7 +87,8 @@ class Overview:
     def stages(self) -> list[str]:
         """A table with one line a stage."""
         plan = self.plan
-        mean = sum(self.costs.forward_seconds) / plan.num_stages or 1.0
+        seconds = [sum(both) for both in zip(self.costs.forward_seconds, self.costs.backward_seconds, strict=True)]
+        mean = sum(seconds) / plan.num_stages or 1.0
         total = sum(work.forward_flops for work in self.work) or 1.0
         traced, staged, mirrored = bool(self.work[0].atoms), plan.num_stages > 1, plan.num_directions > 1
         columns = ["stage", "ranks", *["mirrored"] * mirrored, "tiles", "ways", *["atoms"] * traced, "parameters"]
@@ -96,7 +103,7 @@ class Overview:
                 cells.append(f"{len(work.atoms)}: {' .. '.join(ends)}")
             cells += [f"{work.num_parameters:,}", f"{100 * work.forward_flops / total:.1f} %"]
             if staged:
-                cells.append(f"{self.costs.forward_seconds[stage] / mean:.2f}")
+                cells.append(f"{seconds[stage] / mean:.2f}")
                 cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
             rows.append(cells)
         lines = list(aligned(rows, left={"tiles", "atoms"}))
@@ -145,23 +152,22 @@ class Overview:
 
     def anatomy(self) -> Iterator[tuple[int, int, Share]]:
         """For each ZeRO stage the rank that needs most memory, and what it is for."""
-        activations = []
-        for rank, kept in enumerate(self.simulation.peak_bytes):
-            stages = {stage for _, stage in self.plan.held_by(rank)}
-            working = max(self.work[stage].working_bytes // self.plan.shape(stage).size for stage in stages)
-            activations.append(int(kept) + working)
-        return anatomy(self.plan, self.states, activations)
+        return anatomy(self.plan, self.states, activations_of(self.plan, self.simulation.peak_bytes, self.bytes))
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
         if not self.states:
             return []
-        rows = [["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "together"]]
+        head = ["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "process", "together"]
+        rows = [head]
         for zero, rank, share in self.anatomy():
             name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
-            rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in share)])
+            beside = self.allocator.beside(share.activations, self.plan.num_microbatches)
+            sizes = [*share[:-1], beside, share.together + beside]
+            rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in sizes)])
         return [
-            "memory of the rank that needs most, in MiB (activations with what layers need as they compute):",
+            "memory of the rank that needs most, in MiB (activations with what layers need as they compute; process: "
+            "what libraries and the heap take beside):",
             *aligned(rows, left={"zero"}),
         ]
 
@@ -172,20 +178,21 @@ def overview(
     plan: Plan,
     image: tuple[int, ...],
     *,
-    balance: str | Sequence[int] = "auto",
+    balance: str | Sequence[int] = "flops",
     device: torch.device | str = "cpu",
-    rank_gflops: float = 50.0,
+    clockwork: Clockwork | None = None,
     command: str = "",
     optimizer: BuildOptimizer | None = None,
+    allocator: Allocator = HEAP_KEPT,
     low_precision: torch.dtype | None = None,
     accept: Callable[[Any], None] = lambda outputs: None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
-    Nothing is allocated but with balance "time", which measures on `device`. Else a rank is assumed to compute
-    `rank_gflops` per second. A plan of one stage needs no model that can be traced. With `optimizer`, which makes one
-    for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. `accept`
-    raises ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
+    `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
+    compute so many GFLOP per second. A plan of one stage needs no model that can be traced. With `optimizer`, which
+    makes one for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one.
+    `accept` raises ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
@@ -196,20 +203,20 @@ def overview(
         raise ValueError(problem)
     model = outline(build).train()
     microbatch = (samples_of(plan, image), channels, *size)
-    seconds: list[float] = []
     try:
-        if plan.num_stages == 1:
+        cuttable = _cuttable(model, plan) if plan.num_stages > 1 or balance == "auto" else None
+        if cuttable is None:
             stages: Sequence[nn.Module] = [model]
             work = count_work(stages, [_names(model)], microbatch, accept)
+            prices = flat_price(work[0], plan, RANK_GFLOPS if clockwork is None else clockwork.rank_gflops)
+            counts: tuple[int, ...] = (1,)
         else:
-            cuttable = Cuttable(model)
-            if balance == "time" and len(cuttable) >= plan.num_stages:
-                seconds = atom_costs(cuttable, None, "time", microbatch, device)
-                counts = costing.partition(seconds, plan.num_stages, plan.sharing)
-            else:
-                counts = choose_counts(cuttable, plan, None, balance, microbatch, device)
-            names = [cuttable.names[start:stop] for start, stop in _bounds(counts)]
-            stages = cuttable.stages(counts)
+            counts, cut_prices = choose_cut(cuttable, plan, None, balance, microbatch, device, clockwork)
+            prices, names = (
+                cut_prices or counted_prices(cuttable, plan, microbatch),
+                [cuttable.names[start:stop] for start, stop in _bounds(counts)],
+            )
+            stages = cuttable.stages(counts) if plan.num_stages > 1 else [model]
             work = count_work(stages, names, microbatch, accept)
     except (RuntimeError, AssertionError) as error:
         reason = unfit(model, microbatch)
@@ -218,15 +225,8 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if seconds:
-        side = " x ".join(str(min(pixels, MEASURED_PX)) for pixels in size) + " px"
-        whole = [sum(seconds[start:stop]) for start, stop in _bounds(counts)]
-        forward = [total / 3 for total in whole]
-        assumption = f"seconds as measured here on {side}, a third of them forward; messages take no time"
-    else:
-        forward = [stage.forward_flops / (rank_gflops * 1e9) for stage in work]
-        assumption = f"{rank_gflops:g} GFLOP/s a rank, a backward as two forwards; messages take no time"
-    costs = costs_of(plan, work, forward)
+    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork)
+    costs = costs_of(plan, work, prices, counts, kept)
     table = plan.table()
     num_parameters = sum(p.numel() for p in model.parameters())
     states = () if optimizer is None else tuple(count_state(stage, optimizer, low_precision) for stage in stages)
@@ -239,9 +239,11 @@ def overview(
         costs,
         check(table, plan.placement),
         simulate(table, plan.placement, costs),
-        assumption,
+        prices.source,
         states,
         command,
+        kept,
+        allocator,
     )
 
 
@@ -250,12 +252,61 @@ def samples_of(plan: Plan, image: tuple[int, ...]) -> int:
     return max(1, image[0] // plan.num_microbatches)
 
 
-def costs_of(plan: Plan, work: Sequence[Work], forward_seconds: Sequence[float]) -> Costs:
-    """The costs of each rank, where `forward_seconds` are those of one rank doing all of a stage's work."""
+def memory_of_stages(
+    cuttable: Cuttable | None,
+    plan: Plan,
+    microbatch: tuple[int, ...],
+    counts: Sequence[int],
+    work: Sequence[Work],
+    clockwork: Clockwork | None,
+) -> tuple[StageBytes, ...]:
+    """What stages take of the memory of each rank: on its tiles, or if that cannot be seen, in even parts."""
     sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
-    forward = tuple(seconds / size for seconds, size in zip(forward_seconds, sizes, strict=True))
-    kept = tuple(-(-stage.activation_bytes // size) for stage, size in zip(work, sizes, strict=True))
-    return Costs(forward, tuple(2 * seconds for seconds in forward), (0.0,) * (plan.num_stages - 1), kept)
+    if cuttable is not None:
+        count = count_atoms if clockwork is None else clockwork.bytes
+        sites = [Site.of(plan, stage, microbatch) for stage in range(plan.num_stages)]
+        with suppress(RuntimeError):  # an operator without a rule is one, and is reported by whoever trains
+            columns = {site: count(cuttable, site) for site in dict.fromkeys(sites)}
+            return bytes_of_stages(counts, [columns[site] for site in sites])
+    return tuple(
+        StageBytes(-(-stage.activation_bytes // size), -(-stage.working_bytes // size))
+        for stage, size in zip(work, sizes, strict=True)
+    )
+
+
+def activations_of(plan: Plan, kept: Sequence[int], stages: Sequence[StageBytes]) -> list[int]:
+    """The most bytes that each rank has of activations, of which it keeps so many, and of what it computes with."""
+    held = [{stage for _, stage in plan.held_by(rank)} for rank in range(plan.ranks_per_replica)]
+    return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
+
+
+def costs_of(
+    plan: Plan, work: Sequence[Work], prices: Prices, counts: Sequence[int], memory: Sequence[StageBytes]
+) -> Costs:
+    """The costs of each rank of stages that have so many atoms."""
+    sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
+    # Who has fewer ranks has more bytes to send or receive, one after the other.
+    messages = (
+        prices.link.seconds(1, stage.handed_bytes / min(pair))
+        for stage, pair in zip(work[:-1], pairwise(sizes), strict=True)
+    )
+    return Costs(*prices.of_stages(counts), tuple(messages), tuple(stage.kept for stage in memory))
+
+
+def flat_price(work: Work, plan: Plan, rank_gflops: float) -> Prices:
+    """That of a model in one stage which cannot be taken apart."""
+    seconds = work.forward_flops / plan.shape(0).size / (rank_gflops * 1e9)
+    return Prices(((AtomSeconds(seconds, 2 * seconds),),), Link(0.0, 0.0), assumed(rank_gflops), timed=False)
+
+
+def _cuttable(model: nn.Module, plan: Plan) -> Cuttable | None:
+    """The model's atoms; of one that cannot be traced none, if it need not be cut."""
+    try:
+        return Cuttable(model)
+    except ValueError:
+        if plan.num_stages > 1:
+            raise
+        return None
 
 
 def count_work(

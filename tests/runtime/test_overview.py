@@ -1,6 +1,7 @@
 """Overviews: what they count against plain PyTorch and the balance, and what they say, by literal equality."""
 
 from collections.abc import Callable
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -9,8 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl import models
+from mpi4dl.parallel.costs import prices
+from mpi4dl.parallel.costs.link import Link
+from mpi4dl.parallel.costs.prices import LINK, Clockwork
+from mpi4dl.parallel.costs.remembered import Remembered
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
 from mpi4dl.parallel.pipeline import balance as costing
-from mpi4dl.parallel.pipeline.held import choose_counts
+from mpi4dl.parallel.pipeline.held import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.overview import Overview, overview
@@ -51,7 +57,7 @@ none recomputed):
         rank 0 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 1 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 2 |   F0 B0---- F1 B1--- F2- B2--- F3 B3----
-        0.02853 s, bubble 22.7 %, at most 8.095 MiB of activations on a rank"""
+        0.02853 s, bubble 22.7 %, at most 8.131 MiB of activations on a rank"""
     assert str(planned(plan, command="mpirun -n 3 python -m mpi4dl.train")) == dedent(expected)
 
 
@@ -123,10 +129,10 @@ def test_one_stage_needs_no_model_that_can_be_traced() -> None:
     ]
 
 
-@pytest.mark.parametrize("balance", ["auto", "memory", (2, 4, 1)])
+@pytest.mark.parametrize("balance", ["flops", "memory", (2, 4, 1)])
 def test_stages_are_cut_as_for_training(balance: Any) -> None:
     plan = Plan.of(stages=3, tiles=[(2, 1), (1, 1), (1, 1)], microbatches=2, batch_ways=(1, 2, 1))
-    counts = choose_counts(Cuttable(outline(build)), plan, None, balance, (4, 3, 64, 64))
+    counts, _ = choose_cut(Cuttable(outline(build)), plan, None, balance, (4, 3, 64, 64))
     assert tuple(len(work.atoms) for work in planned(plan, balance=balance).work) == counts
 
 
@@ -181,32 +187,39 @@ def test_ranks_share_the_work_of_a_stage_over_tiles_ways_and_replicas() -> None:
         Plan.of(stages=2, microbatches=2, tiles=[(2, 1), (1, 1)], batch_ways=(2, 1), data=2), balance=(3, 4)
     )
     assert [a / b for a, b in zip(alone.costs.forward_seconds, shared.costs.forward_seconds, strict=True)] == [8.0, 2.0]
-    assert shared.costs.activation_bytes[0] == -(-alone.costs.activation_bytes[0] // 8)
+    # Halos are kept too, but less by a norm over ranks than by PyTorch's.
+    assert shared.costs.activation_bytes[0] == pytest.approx(alone.costs.activation_bytes[0] / 8, rel=0.05)
     assert shared.work == alone.work
 
 
-def test_seconds_follow_the_speed_of_a_rank() -> None:
-    slow, fast = (planned(Plan.of(stages=2, microbatches=4), rank_gflops=gflops) for gflops in (1.0, 4.0))
+def clockwork(tmp_path: Path, **options: Any) -> Clockwork:
+    return Clockwork(Remembered(tmp_path), **options)
+
+
+def test_seconds_follow_the_speed_of_a_rank(tmp_path: Path) -> None:
+    plan = Plan.of(stages=2, microbatches=4)
+    slow, fast = (planned(plan, clockwork=clockwork(tmp_path, rank_gflops=gflops)) for gflops in (1.0, 4.0))
     assert slow.simulation.makespan_seconds == pytest.approx(4 * fast.simulation.makespan_seconds)
     assert slow.costs.forward_seconds[0] == pytest.approx(slow.work[0].forward_flops / 1e9)
     assert slow.costs.backward_seconds == tuple(2 * seconds for seconds in slow.costs.forward_seconds)
 
 
-def test_measured_seconds_cut_the_model_and_make_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = [9.0, 1.0, 1.0, 1.0, 3.0, 2.0, 1.0]
-    monkeypatch.setattr(costing, "measure_seconds", lambda *inputs, device: seconds)
-    found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="time")
-    assert [len(work.atoms) for work in found.work] == [1, 6]
-    assert found.costs.forward_seconds == (3.0, 1.0)
-    assert found.costs.backward_seconds == (6.0, 2.0)
-    assert "(seconds as measured here on 64 x 64 px, a third of them forward; messages take no time;" in str(found)
+def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a third of an image the first atoms take as long as on all of it; an atom sends two messages of 1 s."""
 
+    def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
+        first = 9.0 if site.shape.size == 1 else 8.0
+        return tuple(AtomSeconds(seconds, 2 * seconds, messages=2) for seconds in (first, 1, 1, 1, 3, 2, 1))
 
-def test_atoms_are_measured_for_the_timeline() -> None:
-    found = overview(
-        "small", lambda: models.build("small_resnet", 3), Plan.of(stages=2), (1, 3, 64, 64), balance="time"
-    )
-    assert min(found.costs.forward_seconds) > 0
+    monkeypatch.setattr(prices, "cores", lambda: 4)
+    timing = clockwork(tmp_path, time=time_column)
+    timing.remembered.put(LINK, Link(1.0, 0.0))
+    found = planned(Plan.of(stages=2, tiles=[(1, 1), (1, 3)], microbatches=2), balance="auto", clockwork=timing)
+    assert [len(work.atoms) for work in found.work] == [2, 5]
+    assert found.costs.forward_seconds == (10.0 + 2 * 2, 8.0 + 5 * 2)
+    assert found.costs.backward_seconds == (20.0 + 2 * 2, 16.0 + 5 * 2)
+    assert found.costs.communication_seconds == (1.0,)
+    assert "(atoms timed on their tiles, on 1 thread here; " in str(found)
 
 
 def test_many_readers_and_many_samples_are_shortened() -> None:
@@ -249,9 +262,9 @@ def test_what_does_not_fit_is_refused(plan: Plan, image: tuple[int, int, int, in
     assert "\n" not in str(refused.value)
 
 
-def test_too_few_atoms_to_measure_are_refused_before_they_are_measured() -> None:
+def test_too_few_atoms_to_time_are_refused_before_they_are_timed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="7 atoms, too few for 8 stages"):
-        planned(Plan.of(stages=8), balance="time")
+        planned(Plan.of(stages=8), balance="auto", clockwork=clockwork(tmp_path, time=lambda *_: pytest.fail("timed")))
 
 
 def test_nothing_is_allocated() -> None:

@@ -7,21 +7,24 @@ optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.costs.link import ASSUMED
+from mpi4dl.parallel.costs.on_ranks import measured_prices
+from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.pipeline import balance as costs
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import pools
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.table import Action
 
-BALANCES = ("auto", "flops", "memory", "time")
-MEASURED_PX = 256
+BALANCES = ("auto", "flops", "memory", "measured")
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,12 @@ class Held(nn.Module):
         comm: Communicator,
         counts: tuple[int, ...] = (),
         names: tuple[str, ...] = (),
+        prices: Prices | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
             raise Refusal(plan.wrong_world(comm.size))
-        self.plan, self.comm, self.counts, self.names = plan, comm, counts, names
+        self.plan, self.comm, self.counts, self.names, self.prices = plan, comm, counts, names, prices
         self.modules_of = dict(modules)
         self.stages = nn.ModuleList(modules.values())
         if next(self.parameters(), None) is None:
@@ -131,15 +135,17 @@ def split(
     *,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    balance: str | Sequence[int] = "auto",
+    balance: str | Sequence[int] = "flops",
     image: tuple[int, ...],
     whole: Collection[str] = (),
+    clockwork: Clockwork | None = None,
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
 
-    `balance` is how many atoms of the model each stage gets: by numbers, or by counted FLOPs ("auto", "flops"), by the
-    bytes that training keeps ("memory"), or by measured seconds ("time"), for images of shape `image`; the cost of a
-    stage is divided by the number of ranks that share it. `whole` are paths of modules not to be cut. Collective.
+    `balance` is how many atoms of the model each stage gets, for images of shape `image`: by numbers; by counted FLOPs
+    ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
+    ("auto"), or which all ranks time together ("measured"); or by the bytes that training keeps ("memory"). `whole` are
+    paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut so; on all ranks alike.
@@ -150,66 +156,78 @@ def split(
             torch.default_generator.manual_seed(seed)
             return Held.whole(build().to(device), plan, comm)
     cuttable = Cuttable(model, whole)
-    counts = choose_counts(cuttable, plan, comm, balance, image, device)
+    counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
     modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
-    return Held(modules, model, plan, comm, counts, cuttable.names)
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices)
 
 
-def choose_counts(
+class Cut(NamedTuple):
+    """How many atoms each stage gets, and what they cost; the latter is None where nobody asked."""
+
+    counts: tuple[int, ...]
+    prices: Prices | None
+
+
+def choose_cut(
     cuttable: Cuttable,
     plan: Plan,
     comm: Communicator | None,
     balance: str | Sequence[int],
     image: tuple[int, ...],
     device: torch.device | str = "cpu",
-) -> tuple[int, ...]:
-    """How many atoms each stage gets, the same on all ranks of `comm`. Collective."""
+    clockwork: Clockwork | None = None,
+) -> Cut:
+    """The cut by `balance`, the same on all ranks of `comm`. Collective."""
+    counts = None
     if not isinstance(balance, str):
-        return costs.by_hand(cuttable, balance, plan.num_stages)
-    if balance not in BALANCES:
+        counts = costs.by_hand(cuttable, balance, plan.num_stages)
+        if clockwork is None:
+            return Cut(counts, None)
+    elif balance not in BALANCES:
         raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
-    if len(cuttable) < plan.num_stages:
+    elif len(cuttable) < plan.num_stages:
         raise ValueError(
             f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
-    return costs.partition(atom_costs(cuttable, comm, balance, image, device), plan.num_stages, plan.sharing)
+    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork)
+    if counts is None:
+        counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
+    return Cut(counts, prices)
 
 
-def atom_costs(
+def stage_prices(
     cuttable: Cuttable,
+    plan: Plan,
     comm: Communicator | None,
-    balance: str,
+    balance: str | Sequence[int],
     image: tuple[int, ...],
-    device: torch.device | str = "cpu",
-) -> list[float]:
-    """What each atom costs, by `balance`: found by rank 0, and told to the others of `comm`. Collective.
-
-    Seconds are measured on images of at most 256 px a side.
-    """
+    device: torch.device,
+    clockwork: Clockwork | None,
+) -> Prices:
+    """What atoms cost on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
+    how = balance if isinstance(balance, str) else "auto"
     if comm is None:
-        return _atom_costs(cuttable, balance, image, device)
+        return prices_for(cuttable, plan, image, how, device, clockwork)
+    if how == "measured":
+        return measured_prices(cuttable, plan, comm, image, device)
+    link = (clockwork or Clockwork.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
     with comm.together():
-        found = _atom_costs(cuttable, balance, image, device) if comm.rank == 0 else None
-    costs_of_atoms: list[float] = comm.broadcast_object(found)
-    return costs_of_atoms
+        found = None
+        if comm.rank == 0:
+            found = prices_for(
+                cuttable, plan, image, how, device, clockwork, (link, "assumed" if link == ASSUMED else "as measured")
+            )
+    prices: Prices = comm.broadcast_object(found)
+    return prices
 
 
-def _atom_costs(cuttable: Cuttable, balance: str, image: tuple[int, ...], device: torch.device | str) -> list[float]:
-    dtype = image_dtype(cuttable.model)
-    small = (*image[:2], *(min(pixels, MEASURED_PX) for pixels in image[2:]))
-    try:
-        if balance == "time":
-            images = torch.rand(small, dtype=dtype, generator=torch.Generator().manual_seed(0))
-            return costs.measure_seconds(cuttable, images, device=device)
-        count = costs.count_bytes if balance == "memory" else costs.count_flops
-        return count(cuttable, torch.empty(image, dtype=dtype, device="meta"))
-    except (RuntimeError, AssertionError) as error:
-        reason = unfit(cuttable.model, image)
-        if reason is None and balance == "time" and unfit(cuttable.model, small) is not None:
-            size = " x ".join(map(str, small[2:]))
-            reason = f"its atoms cannot be timed on images of {size} px: balance it by FLOPs or memory"
-        if reason is None:
-            raise
-        raise ValueError(reason) from error
+def costs_by(
+    balance: str | Sequence[int], cuttable: Cuttable, plan: Plan, image: tuple[int, ...], prices: Prices
+) -> list[list[float]]:
+    """What `partition` weighs: seconds, or the bytes that training keeps."""
+    if balance != "memory":
+        return prices.matrix
+    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=image_dtype(cuttable.model), device="meta"))
+    return costs.shared_out(kept, plan.sharing)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
-from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid
 from mpi4dl.parallel.spatial.sharding import image_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
@@ -73,33 +72,6 @@ def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:
     return halo, messages, gathered, reduced
 
 
-class Ledger(Communicator):
-    """A communicator of ranks that need not exist: it counts what this rank would send."""
-
-    def __init__(self, rank: int, size: int, counts: dict[str, int] | None = None) -> None:
-        self.rank = rank
-        self.size = size
-        self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
-        self.node = None  # type: ignore[assignment]
-
-    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
-        for _, tensor in sends:
-            self.counts["halo_bytes"] += tensor.nbytes
-            self.counts["messages"] += 1
-        return Pending(self.node)
-
-    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
-        self.counts["reduced_bytes"] += tensor.nbytes
-        return Pending(self.node)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self.counts["gathered_bytes"] += tensor.nbytes
-        return tensor.new_empty((self.size, *tensor.shape))
-
-    def split(self, color: int, key: int = 0) -> "Ledger":
-        return Ledger(0, self.size, self.counts)
-
-
 class _Recorder(TorchFunctionMode):
     """Notes every function that the model calls on a SpatialTensor, with what it made the ledger count."""
 
@@ -126,7 +98,7 @@ def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.GridS
 
     Raises NoRule, or ValueError, where training on such a grid would.
     """
-    _forward(model, _on_meta(model), shape, Grid.of(Ledger(0, grid.size), grid))
+    _forward(model, _on_meta(model), shape, imaginary_grid(grid))
 
 
 def _on_meta(model: nn.Module) -> dict[str, Tensor]:
@@ -146,8 +118,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
     shape = tuple(size) if len(size) > len(grid.space) else (grid.shape.batch, channels, *size)
     values, most = _on_meta(model), Explanation()
     for rank in range(grid.size):
-        ledger = Ledger(rank, grid.size)
-        operators, saved = _forward(model, values, shape, Grid.of(ledger, grid.shape))
+        operators, saved = _forward(model, values, shape, imaginary_grid(grid.shape, rank))
         most.saved_bytes = max(most.saved_bytes, saved)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):
@@ -157,7 +128,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
 
 
 def _forward(
-    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: Grid
+    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: ImaginaryGrid
 ) -> tuple[list[Operator], int]:
     """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
     dims = image_dims(grid, len(shape))
@@ -180,7 +151,6 @@ def _forward(
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
         hooks.append(module.register_forward_hook(lambda *_: path.pop() and None))
     try:
-        assert isinstance(grid.comm, Ledger)
         recorder = _Recorder(grid.comm, path)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), recorder:
             torch.func.functional_call(model, values, (x,))

@@ -11,57 +11,57 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
-from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, measure_seconds, partition
+from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 
-def slowest(costs: Sequence[float], counts: Sequence[int], divisors: Sequence[int]) -> float:
+def slowest(costs: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
     bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return max(sum(costs[low:high]) / d for (low, high), d in zip(pairwise(bounds), divisors, strict=True))
+    return max(sum(row[low:high]) for row, (low, high) in zip(costs, pairwise(bounds), strict=True))
 
 
 @given(st.data())
 def test_no_other_partition_is_better(data: st.DataObject):
-    costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
-    stages = data.draw(st.integers(1, len(costs)))
-    divisors = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=stages, max_size=stages))
-    counts = partition(costs, stages, divisors)
-    assert (len(counts), sum(counts), min(counts) >= 1) == (stages, len(costs), True)
-    cuts = combinations(range(1, len(costs)), stages - 1)
-    everything = [[high - low for low, high in pairwise([0, *cut, len(costs)])] for cut in cuts]
-    assert slowest(costs, counts, divisors) == min(slowest(costs, other, divisors) for other in everything)
+    atoms = data.draw(st.integers(1, 8))
+    stages = data.draw(st.integers(1, atoms))
+    row = st.lists(st.integers(0, 9), min_size=atoms, max_size=atoms)
+    costs = data.draw(st.lists(row, min_size=stages, max_size=stages))
+    counts = partition(costs)
+    assert (len(counts), sum(counts), min(counts) >= 1) == (stages, atoms, True)
+    cuts = combinations(range(1, atoms), stages - 1)
+    everything = [[high - low for low, high in pairwise([0, *cut, atoms])] for cut in cuts]
+    assert slowest(costs, counts) == min(slowest(costs, other) for other in everything)
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "divisors", "counts"),
+    ("costs", "counts"),
     [
-        ([1, 1, 1, 1], 2, None, (2, 2)),
-        ([1, 1, 1, 1, 1], 2, [4, 1], (4, 1)),
-        ([9, 1, 1, 1], 3, None, (1, 1, 2)),
-        ([10, 10, 0], 2, [10, 1], (2, 1)),
-        ([0, 0, 0], 3, None, (1, 1, 1)),
-        ([3.5], 1, [4], (1,)),
+        ([[1, 1, 1, 1]] * 2, (2, 2)),
+        (shared_out([1, 1, 1, 1, 1], [4, 1]), (4, 1)),
+        ([[9, 1, 1, 1]] * 3, (1, 1, 2)),
+        (shared_out([10, 10, 0], [10, 1]), (2, 1)),
+        ([[0, 0, 0]] * 3, (1, 1, 1)),
+        ([[3.5 / 4]], (1,)),
+        ([[1, 9, 1, 1], [2, 2, 2, 2]], (1, 3)),  # an atom that gains nothing from tiles
     ],
 )
-def test_partitions(costs: list[float], stages: int, divisors: list[int] | None, counts: tuple[int, ...]):
-    assert partition(costs, stages, divisors) == counts
+def test_partitions(costs: list[list[float]], counts: tuple[int, ...]):
+    assert partition(costs) == counts
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "divisors", "message"),
+    ("costs", "message"),
     [
-        ([1, 2], 3, None, "3 stages cannot be made of 2 atoms: every stage needs .* choose between 1 and 2 stages"),
-        ([1, 2], 0, None, "0 stages cannot be made of 2 atoms"),
-        ([1, 2], 2, [1], r"divisors \[1\] must be one positive number for each of 2 stages"),
-        ([1, 2], 2, [1, 0], r"divisors \[1, 0\] must be"),
-        ([1, -2], 1, None, "the cost of atom 1 is -2, but must be finite and not negative"),
-        ([float("nan")], 1, None, "the cost of atom 0 is nan"),
+        ([[1, 2]] * 3, "3 stages cannot be made of 2 atoms: every stage needs .* choose between 1 and 2 stages"),
+        ([], "0 stages cannot be made of 0 atoms"),
+        ([[1, 2], [1, -2]], "the cost of atom 1 on stage 1 is -2, but must be finite and not negative"),
+        ([[float("nan")]], "the cost of atom 0 on stage 0 is nan"),
     ],
 )
-def test_what_cannot_be_partitioned(costs: list[float], stages: int, divisors: list[int] | None, message: str):
+def test_what_cannot_be_partitioned(costs: list[list[float]], message: str):
     with pytest.raises(ValueError, match=message):
-        partition(costs, stages, divisors)
+        partition(costs)
 
 
 def test_a_balance_by_hand_must_fit():
@@ -105,28 +105,6 @@ def test_tied_parameters_count_once():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
     model[2].weight = model[0].weight
     assert count_bytes(Cuttable(model), torch.empty(1, 3)) == [4 * (9 + 3), 4 * 3, 0]
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_seconds_tell_a_heavy_atom_from_a_light_one(device: str):
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 64, 9))
-    cuttable = Cuttable(model.to(device))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    image, state = torch.randn(1, 3, 40, 40), torch.get_rng_state()
-    seconds = measure_seconds(cuttable, image, repeats=3)
-    assert len(seconds) == 4
-    assert max(seconds) == seconds[3] > 0
-    assert torch.equal(state, torch.get_rng_state())
-    if device == "cpu":
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_an_atom_without_gradients_takes_time_too():
-    class Ranked(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.argsort(dim=1) * 2
-
-    assert min(measure_seconds(Cuttable(Ranked()), torch.randn(2, 3))) > 0
 
 
 OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 16}, "vit_b_16": {"image_size": 32}}

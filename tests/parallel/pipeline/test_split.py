@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
-from mpi4dl.parallel.pipeline.balance import count_flops, partition
+from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
-from mpi4dl.parallel.pipeline.held import choose_counts
+from mpi4dl.parallel.pipeline.held import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
-from mpi4dl.parallel.spatial.explain import Ledger
+from mpi4dl.parallel.spatial.imaginary import Ledger
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -53,7 +53,7 @@ def cuttable(request: pytest.FixtureRequest) -> Cuttable:
 
 def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
     flops = count_flops(cuttable, IMAGE)
-    balanced = [partition(flops, stages) for stages in (2, 5)]
+    balanced = [partition(shared_out(flops, [1] * stages)) for stages in (2, 5)]
     by_chance = [random_counts(len(cuttable), stages) for stages in (3, 4)]
     assert_cuts_like_the_model(cuttable, balanced + by_chance, IMAGE)
 
@@ -364,13 +364,14 @@ class Large(nn.Sequential):
         return super().forward(x)
 
 
-def test_atoms_are_not_timed_on_smaller_images_than_the_model_takes() -> None:
+def test_atoms_that_cannot_be_timed_on_small_images_are_counted() -> None:
     cuttable, plan = Cuttable(Large(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 1, 3)).to("meta")), Plan.of(stages=2)
-    assert sum(choose_counts(cuttable, plan, None, "auto", (1, 1, 300, 10))) == len(cuttable)
-    with pytest.raises(ValueError, match="cannot be timed on images of 256 x 10 px: balance it by FLOPs or memory"):
-        choose_counts(cuttable, plan, None, "time", (1, 1, 300, 10))
+    counts, prices = choose_cut(cuttable, plan, None, "auto", (1, 1, 300, 300))
+    assert sum(counts) == len(cuttable)
+    assert prices is not None
+    assert not prices.timed
     with pytest.raises(ValueError, match=r"cannot take images of 1 x 299 x 10 .*: 300 rows wanted"):
-        choose_counts(cuttable, plan, None, "auto", (1, 1, 299, 10))
+        choose_cut(cuttable, plan, None, "auto", (1, 1, 299, 10))
 
 
 class Rotated(nn.Module):

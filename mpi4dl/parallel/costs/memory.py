@@ -1,0 +1,115 @@
+"""Bytes of atoms as they will be kept: on the tile that a rank of their stage has, with its padded copies.
+
+Counted on meta tensors, on one rank of a grid of which no other need exist. Nothing is computed, nothing allocated.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.timing import Site, as_received, image_at, imagined, local_part
+from mpi4dl.parallel.pipeline.handover import map_leaves, pack
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
+
+
+class AtomBytes(NamedTuple):
+    """What an atom takes of a rank's memory for a microbatch, in bytes.
+
+    `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
+    by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes.
+    """
+
+    kept: int
+    handed: int
+    unkept: int
+    forward: int
+    backward: int
+
+
+class StageBytes(NamedTuple):
+    """What a stage takes of a rank's memory, in bytes: `kept` for each microbatch under way, `working` once.
+
+    Kept is also what the stage before handed on. Its gradients are there while the stage works; so is what is handed
+    on, which others may not have received yet, with its gradients.
+    """
+
+    kept: int
+    working: int
+
+
+def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
+    """The bytes of every atom at a site. What two atoms keep counts for the first of them."""
+    grid = imagined(site)
+    model = cuttable.model
+    empty: dict[int, Tensor] = {}  # one for each of the model's tensors, so that tied ones stay tied
+    for value in [*model.parameters(), *model.buffers()]:
+        shape = torch.empty_like(value, device="meta")
+        empty[id(value)] = nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
+    values: tuple[Any, ...] = (image_at(site, grid, image_dtype(model), torch.device("meta")),)
+    own = {tensor.untyped_storage()._cdata for tensor in empty.values()}
+    saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by which atom first; that keeps it alive, and its address
+    total = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and storage._cdata not in saved:
+            saved[storage._cdata] = i, storage
+            total += storage.nbytes()
+        return tensor
+
+    found: list[AtomBytes] = []
+    handed_on: list[list[torch.UntypedStorage]] = []
+    for i in range(len(cuttable)):
+        atom = deepcopy(cuttable.atom(i), {**empty}).train()
+        before, received = total, map_leaves(as_received, values)
+        meter = TensorMeter()
+        grid.foresight.begin()
+        with torch.enable_grad(), meter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                results = atom(*received)
+                grid.foresight.pay()
+            tensors = [local_part(t) for t in pack((results,))[0]]
+            kept, handed = total - before, sum(tensor.nbytes for tensor in tensors)
+            forward, lasting = meter.peak_bytes, meter.live_bytes
+            meter.peak_bytes = lasting
+            roots = [tensor for tensor in tensors if tensor.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+            backward = meter.peak_bytes
+        for parameter in atom.parameters():
+            parameter.grad = None
+        grid.foresight.settle()
+        found.append(AtomBytes(kept, handed, 0, max(0, forward - kept), max(0, backward - kept)))
+        handed_on.append([tensor.untyped_storage() for tensor in tensors])
+        values = map_leaves(as_received, results)
+    return tuple(
+        atom._replace(unkept=sum(s.nbytes() for s in storages if s._cdata not in saved or saved[s._cdata][0] <= place))
+        for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
+    )
+
+
+def stage_bytes(atoms: Sequence[AtomBytes], before: AtomBytes | None, is_last: bool) -> StageBytes:
+    """What a stage of these atoms takes, to which the atom `before` them hands what they need.
+
+    While an atom computes, forward or backward, only those before it are kept of the same microbatch.
+    """
+    kept = list(accumulate(atom.kept for atom in atoms))
+    most = max(sofar + max(atom.forward, atom.backward) for sofar, atom in zip(kept, atoms, strict=True))
+    received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
+    handed = 0 if is_last else atoms[-1].handed
+    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed)
+
+
+def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[AtomBytes, ...]]) -> tuple[StageBytes, ...]:
+    """Those of stages of so many atoms; `columns[s]` are all atoms' on a rank of stage s."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    return tuple(
+        stage_bytes(column[start:stop], column[start - 1] if start else None, stop == len(column))
+        for column, (start, stop) in zip(columns, bounds, strict=True)
+    )

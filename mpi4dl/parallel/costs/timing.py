@@ -1,0 +1,267 @@
+"""Seconds of atoms as they will run: on the tile that a rank of their stage has, with its rules, packing and padding.
+
+A site is where atoms run: a microbatch of images on one rank of a grid, of which no other rank need exist. One atom
+at a time is copied there and run forward and backward on made-up values. Waits for others are not in that.
+
+large images     timed at two sizes that are small enough, and drawn out along a straight line: a fixed part of each
+                 atom (Python, messages), and a part that grows with the number of pixels
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl.geometry import BATCH, GridShape, Tiling
+from mpi4dl.parallel.pipeline.handover import map_leaves, pack
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
+from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial import pools, quick_pooling
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid
+from mpi4dl.parallel.spatial.sharding import image_dims
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
+
+REPEATS = 3
+MOST_PIXELS = 1 << 22  # of all samples on a rank; more are not timed
+FEWEST_PIXELS = 1 << 13  # from which on a smaller image says little of a large one
+SMALLEST_SIDE = 32
+
+Clock = Callable[[], float]
+
+
+class Site(NamedTuple):
+    """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
+
+    `image` is the shape of a microbatch, (N, C, H, W), over all ranks.
+    """
+
+    image: tuple[int, ...]
+    shape: GridShape
+    tracks_batch: bool
+    plain: bool
+
+    @classmethod
+    def of(cls, plan: Plan, stage: int, image: tuple[int, ...]) -> "Site":
+        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage))
+
+    @property
+    def pixels(self) -> int:
+        """How many pixels of all samples a rank has."""
+        return self.image[0] * prod(self.image[2:]) // self.shape.size
+
+
+class AtomSeconds(NamedTuple):
+    """What an atom takes on one rank, and what it exchanges there in its forward pass; backward, the same again.
+
+    `handed_bytes` are those of all that is needed behind it, on this rank.
+    """
+
+    forward: float
+    backward: float
+    messages: int = 0
+    num_bytes: int = 0
+    handed_bytes: int = 0
+
+
+Column = tuple[AtomSeconds, ...]  # of all atoms, at one site
+
+
+def clock_on(device: torch.device) -> Clock:
+    """What tells how long this process works: on one thread of a CPU, others that compute beside it do not count."""
+    if device.type == "cuda":
+
+        def synchronized() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return synchronized
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def time_column(
+    cuttable: Cuttable,
+    site: Site,
+    device: torch.device,
+    budget_seconds: float,
+    clock: Clock | None = None,
+    grid_of: Callable[[Site], Grid] | None = None,
+    most: Callable[[float], float] = float,
+) -> Column:
+    """Seconds of every atom at a site, found within about so many seconds. The model stays as it is.
+
+    The model may lie on the meta device. `grid_of(site)` is a grid of ranks that all do the same, one that is imagined
+    if it is left out; among such ranks `most(seconds)` is the longest that one of them took, known to all.
+    """
+    clock = clock_on(device) if clock is None else clock
+    measure = partial(_measure, cuttable, device=device, clock=clock, grid_of=grid_of or imagined)
+
+    def timed(size: Site, repeats: int) -> _Timed:
+        column = measure(size, repeats=repeats)
+        return _Timed(size, column, most(sum(atom.forward + atom.backward for atom in column)), repeats)
+
+    sizes = list(_halved(site))[::-1]
+    known = [timed(sizes[0], REPEATS)]
+    while (larger := _next(sizes, known, budget_seconds)) is not None:
+        known.append(timed(*larger))
+    if known[-1].site == site:
+        return known[-1].column
+    small, large = known[-2:]
+    drawn_out = partial(_drawn_out, small=small.site.pixels, large=large.site.pixels, wanted=site.pixels)
+    return tuple(map(drawn_out, small.column, large.column))
+
+
+class _Timed(NamedTuple):
+    """What atoms took at one size: all of them once, after a pass to warm up, which was repeated."""
+
+    site: Site
+    column: Column
+    pass_seconds: float
+    repeats: int
+
+
+def _next(sizes: Sequence[Site], known: Sequence[_Timed], budget_seconds: float) -> tuple[Site, int] | None:
+    """The largest size for which there is time, if every pixel takes what it took last, and how often to repeat it.
+
+    None: that is enough.
+    """
+    last, left = known[-1], budget_seconds - sum(each.pass_seconds * (each.repeats + 1) for each in known)
+    larger = [size for size in sizes if size.pixels > last.site.pixels]
+    for size in reversed(larger):
+        repeats = int(left * last.site.pixels / max(last.pass_seconds * size.pixels, 1e-9)) - 1
+        if repeats >= 1 and size.pixels <= MOST_PIXELS:
+            return size, min(repeats, REPEATS)
+    return (larger[0], 1) if larger and len(known) == 1 else None  # nothing can be drawn out of one size
+
+
+def _halved(site: Site) -> Iterator[Site]:
+    """The site, and the same with images of half the sides, a quarter, and so on."""
+    smallest: Site | None = site
+    while smallest is not None:
+        yield smallest
+        smallest = _half(smallest)
+
+
+def _half(site: Site) -> Site | None:
+    """The site with images of half the sides; None where they, or their tiles, would be too small to tell anything."""
+    image = (*site.image[:2], *(side // 2 for side in site.image[2:]))
+    half, parts = site._replace(image=image), site.shape.space
+    sides = [*image[2:], *(2 * side // n for side, n in zip(image[-len(parts) :], parts, strict=True))]
+    return half if half.pixels >= FEWEST_PIXELS and min(sides) >= SMALLEST_SIDE else None
+
+
+def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: int) -> AtomSeconds:
+    """What an atom takes for so many pixels, by what it took for few and for more of them."""
+
+    def along(x: float, y: float) -> float:
+        slope = max(0.0, (y - x) / (large - small))
+        return max(y + slope * (wanted - large), y)
+
+    sizes = (round(along(*pair)) for pair in ((a.num_bytes, b.num_bytes), (a.handed_bytes, b.handed_bytes)))
+    return AtomSeconds(along(a.forward, b.forward), along(a.backward, b.backward), b.messages, *sizes)
+
+
+def _measure(
+    cuttable: Cuttable, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
+) -> Column:
+    grid = grid_of(site)
+    grid.foresight.steps = True
+    values: tuple[Any, ...] = (image_at(site, grid, image_dtype(cuttable.model), device),)
+    found = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for i in range(len(cuttable)):
+            atom = _copied_to(device, cuttable.atom(i))
+            with quick_pooling() if site.plain and pools(atom) else nullcontext():
+                seconds, values = _time(atom, values, grid, clock, repeats)
+            found.append(seconds)
+    return tuple(found)
+
+
+def _time(
+    atom: Stage, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
+) -> tuple[AtomSeconds, tuple[Any, ...]]:
+    forward, backward = [], []
+    for _ in range(repeats + 1):
+        received = map_leaves(_fresh, values)  # what is received is overwritten by some atoms
+        before = _counts(grid)
+        grid.foresight.begin()
+        start = clock()
+        results = atom(*received)
+        grid.foresight.pay()
+        forward.append(clock() - start)
+        counts = {name: number - before[name] for name, number in _counts(grid).items()}
+        roots = [t for t in map(local_part, pack((results,))[0]) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in roots]
+        del received
+        start = clock()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        backward.append(clock() - start)
+        grid.foresight.settle()
+    num_bytes = sum(number for name, number in counts.items() if name.endswith("_bytes"))
+    handed = sum(local_part(t).nbytes for t in pack((results,))[0])
+    seconds = AtomSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
+    return seconds, map_leaves(as_received, results)
+
+
+def _counts(grid: Grid) -> dict[str, int]:
+    """What was exchanged so far; of ranks that exist, whose clock sees that, nothing."""
+    return dict(grid.comm.counts) if isinstance(grid.comm, Ledger) else {}
+
+
+def imagined(site: Site) -> Grid:
+    """As the rank in the middle sees it, who has most neighbours."""
+    middle = [n // 2 for n in site.shape]
+    rank = next(rank for rank in range(site.shape.size) if list(site.shape.coordinates(rank)) == middle)
+    return imaginary_grid(site.shape, rank, site.tracks_batch)
+
+
+def image_at(site: Site, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def values(shape: tuple[int, ...]) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+
+    if site.plain:
+        return values(site.image)
+    dims = image_dims(grid, len(site.image))
+    tiling = Tiling.even(grid.shape, (site.image[0], *site.image[-len(grid.space) :]))
+    layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
+    return SpatialTensor(values(layout.local_shape(site.image)), layout)
+
+
+def _copied_to(device: torch.device, stage: Stage) -> Stage:
+    values = [*stage.parameters(), *stage.buffers()]
+    if not any(value.is_meta for value in values):
+        return deepcopy(stage).to(device).train()
+    copied = deepcopy(stage).to_empty(device=device).train()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.normal_(std=0.02)
+        for buffer in copied.buffers():
+            buffer.fill_(1)
+    return copied
+
+
+def local_part(t: Tensor) -> Tensor:
+    return owned(t) if isinstance(t, SpatialTensor) else t
+
+
+def _fresh(leaf: Any) -> Any:
+    if isinstance(leaf, SpatialTensor):
+        return SpatialTensor(_fresh(leaf.local), leaf.layout)
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def as_received(leaf: Any) -> Any:
+    """What the next atom receives."""
+    if isinstance(leaf, SpatialTensor):
+        return SpatialTensor(as_received(leaf.local), leaf.layout)
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,81 @@
+"""One rank of a grid whose other ranks need not exist: what it would send is counted, and what would come is made up.
+
+On meta tensors nothing is computed either. On real ones this rank does all that it would do among others, rules and
+packing included, and what comes from them is nought: how long that takes is how long it would take, but for waiting.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpi4dl import geometry
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
+from mpi4dl.parallel.spatial.grid import Grid
+
+COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies")
+
+
+class Ledger(Communicator):
+    """A communicator of ranks that need not exist: it counts what this rank would send.
+
+    `latencies` are the messages that MPI would send of this rank, those within collectives among them.
+    """
+
+    def __init__(self, rank: int, size: int, counts: dict[str, int] | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
+        self.node = None  # type: ignore[assignment]
+
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
+        for _, tensor in sends:
+            self.counts["halo_bytes"] += tensor.nbytes
+            self.counts["messages"] += 1
+        messages = messages_of(sends)
+        self.counts["latencies"] += len(messages)
+        leaving = [packed(message) for message in messages if not message.pieces[0].is_meta]
+        for message in messages_of(receives):
+            if not message.pieces[0].is_meta:
+                buffer = buffer_for(message)
+                buffer.detach().zero_()
+                if buffer is not message.pieces[0]:
+                    unpack(message, buffer)
+        del leaving
+        return Pending(self.node)
+
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self.counts["reduced_bytes"] += tensor.nbytes
+        self.counts["latencies"] += self.size - 1
+        if op == "sum" and tensor.is_floating_point():
+            tensor.detach().mul_(self.size)
+        return Pending(self.node)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.counts["gathered_bytes"] += tensor.nbytes
+        self.counts["latencies"] += self.size - 1
+        return tensor.detach().expand(self.size, *tensor.shape).clone()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def agree(self, error: str | None = None, **facts: Any) -> None:
+        if error is not None:
+            raise ValueError(error)
+
+
+class ImaginaryGrid(Grid):
+    """A grid of which only this rank exists."""
+
+    comm: Ledger
+
+    def along(self, axes: tuple[int, ...]) -> Ledger:
+        ranks = self.ranks_along(tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1))
+        return Ledger(ranks.index(self.rank), len(ranks), self.comm.counts)
+
+
+def imaginary_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool = False) -> ImaginaryGrid:
+    grid = ImaginaryGrid.of(Ledger(rank, shape.size), shape, tracks_batch)
+    assert isinstance(grid, ImaginaryGrid)
+    return grid

@@ -1,0 +1,64 @@
+"""Bytes of atoms: what PyTorch keeps of them, on tiles too."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine
+from mpi4dl.models import build
+from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages, count_atoms
+from mpi4dl.parallel.costs.timing import Site
+from mpi4dl.parallel.pipeline.balance import count_bytes
+from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.runtime.memory import ActivationMeter
+from tests.pool.ranks import Ranks
+
+SIZE, BATCH_SIZE = (64, 64), 4
+OPTIONS = {"resnet_v2": {"depth": 11}, "amoebanetd": {"num_layers": 3, "num_filters": 16}}
+PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
+
+
+def cuttable_of(name: str) -> Cuttable:
+    return Cuttable(outline(lambda: build(name, 10, **OPTIONS[name])))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_one_rank_it_is_what_the_model_keeps(name: str) -> None:
+    cuttable, image = cuttable_of(name), (2, 3, *SIZE)
+    atoms = count_atoms(cuttable, Site.of(Plan.of(), 0, image))
+    model = cuttable.model
+    kept_anyway = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    expected = sum(count_bytes(cuttable, torch.empty(image, device="meta"))) - sum(t.nbytes for t in kept_anyway)
+    assert sum(atom.kept for atom in atoms) == expected
+
+
+def kept_by_training(comm: Communicator, name: str, counts: tuple[int, ...]) -> int:
+    held = split(lambda: build(name, 10, **OPTIONS[name]), PLAN, comm, balance=counts, image=(2, 3, *SIZE))
+    engine = Engine(held, PLAN, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    shapes = [[slab.length for slab in read.box] for read in engine.reads(BATCH_SIZE, SIZE)]
+    tiles = [torch.rand(n, 3, *space) for n, *space in shapes]
+    meter = ActivationMeter()
+    with meter.counting():
+        engine.step(tiles, torch.zeros(BATCH_SIZE, dtype=torch.int64), SIZE)
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_tiles_it_is_what_ranks_keep(ranks: Ranks, name: str) -> None:
+    cuttable = cuttable_of(name)
+    counts = (3, len(cuttable) - 3)
+    columns = [count_atoms(cuttable, Site.of(PLAN, stage, (2, 3, *SIZE))) for stage in (0, 1)]
+    first, last = (sum(atom.kept for atom in part) for part in (columns[0][:3], columns[1][3:]))
+    found = ranks(3).run(kept_by_training, name, counts)
+    assert found == pytest.approx([2 * first, 2 * first, last], rel=0.05)  # two microbatches are under way there
+
+
+def test_stages_keep_what_is_handed_to_them() -> None:
+    """The second atom's 900 bytes come when the third's are let go of; what is handed on counts with its gradient."""
+    atoms = (AtomBytes(9, 8, 6, 10, 5), AtomBytes(70, 4, 0, 10, 900), AtomBytes(400, 2, 2, 10, 3))
+    first, last = bytes_of_stages((1, 2), (atoms, atoms))
+    assert first == StageBytes(9, 10 + 2 * 8)
+    assert last == StageBytes(470 + 6, 70 + 900 - 470 + 8)

@@ -1,0 +1,120 @@
+"""Prices: timed once and remembered, counted where nothing can be timed, and what stages cost by them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
+from mpi4dl.parallel.costs.on_ranks import measured_prices
+from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
+from mpi4dl.parallel.costs.remembered import Remembered
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
+from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+
+CPU = torch.device("cpu")
+IMAGE = (2, 3, 16, 16)
+PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)])
+
+
+def model() -> nn.Sequential:
+    convolutions = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
+    return nn.Sequential(*convolutions)
+
+
+class Stopwatch:
+    """Says that atom i takes 10 ** i seconds on each rank, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+
+    def __call__(self, cuttable: Cuttable, site: Site, device: torch.device, budget_seconds: float) -> Column:
+        self.sites.append(site)
+        return tuple(AtomSeconds(10.0**i / site.shape.size, 0.0, 3, 100) for i in range(len(cuttable)))
+
+
+def test_every_site_is_timed_once(tmp_path: Path) -> None:
+    timer = Stopwatch()
+    clockwork = Clockwork(Remembered(tmp_path), timer)
+    first = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
+    assert [site.shape.size for site in timer.sites] == [2, 1]
+    assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
+    assert len(timer.sites) == 2
+    prices_for(Cuttable(model()[:3]), PLAN, IMAGE, "auto", CPU, clockwork)
+    prices_for(Cuttable(model()), PLAN, (4, *IMAGE[1:]), "auto", CPU, clockwork)
+    assert len(timer.sites) == 6
+    for file in tmp_path.iterdir():
+        file.write_text("{")
+    assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
+    assert len(timer.sites) == 8
+    assert first.timed
+    assert first.link == ASSUMED
+
+
+def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
+    def fail(*_: Any) -> Column:
+        raise RuntimeError("it looks at values")
+
+    clockwork = Clockwork(Remembered(tmp_path), fail, rank_gflops=1e-3)
+    found = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
+    flops = 2 * 2 * 16 * 16 * 3 * 3 * 9
+    assert not found.timed
+    assert found.of_stages((1, 3))[0] == pytest.approx((flops / 2 / 1e6, 3 * flops / 1e6))
+    with pytest.raises(ValueError, match="cannot take images of 4 x 16 x 16"):
+        prices_for(Cuttable(model()), PLAN, (2, 4, 16, 16), "auto", CPU, clockwork)
+
+
+def test_messages_cost_what_the_link_says() -> None:
+    atom = AtomSeconds(1.0, 2.0, messages=3, num_bytes=100)
+    prices = Prices(((atom, atom),), Link(0.5, 0.01), "", True)
+    assert prices.of_stages((2,)) == ((2 * (1.0 + 1.5 + 1.0),), (2 * (2.0 + 1.5 + 1.0),))
+    assert prices.matrix == [[8.0, 8.0]]
+
+
+def test_what_many_write_at_once_is_read_whole(tmp_path: Path) -> None:
+    kept = Remembered(tmp_path)
+
+    def work(number: int) -> list[Any]:
+        kept.put({"fact": number % 2}, [number] * 2000)
+        return kept.get({"fact": number % 2}) or []
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, found in enumerate(pool.map(work, range(200))):
+            assert len(found) == 2000
+            assert len(set(found)) == 1
+            assert found[0] % 2 == number % 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = Remembered(tmp_path / "file" / "folder")
+    kept.put({"a": 1}, 2)
+    assert kept.get({"a": 1}) is None
+
+
+def on_ranks(comm: Communicator) -> tuple[Any, ...]:
+    """By a clock on which all atoms take 1 s, forward and backward."""
+    ticks = iter(range(10**6))
+    cuttable, image = Cuttable(model()), (2, 3, 32, 32)
+    before = torch.get_rng_state()
+    prices = measured_prices(cuttable, PLAN, comm, image, CPU, lambda: float(next(ticks)))
+    held = split(model, PLAN, comm, balance="measured", image=image)
+    return prices.of_stages((2, 2)), held.counts, torch.equal(before, torch.get_rng_state()), measure_link(comm, CPU)
+
+
+def test_all_ranks_time_their_own_tiles_and_know_the_same(ranks: Ranks) -> None:
+    found = ranks(3).run(on_ranks)
+    assert len({(seconds, counts, link) for seconds, counts, _, link in found}) == 1
+    seconds, counts, same_randomness, link = found[0]
+    assert seconds == ((2.0, 2.0), (2.0, 2.0))
+    assert (len(counts), sum(counts)) == (2, 4)
+    assert same_randomness
+    assert min(link) > 0
