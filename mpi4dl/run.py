@@ -56,7 +56,7 @@ class TrainingRun:
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
         schedule.require(self.num_steps)
-        self.options = options_to_compare(config, len(images.training))
+        self.options = options_to_compare(config, len(images.training), engine.held.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = LogInterval(engine, self.training)
         self.work = WorkMeter(engine.comm.node)

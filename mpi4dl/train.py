@@ -58,6 +58,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.runtime.images import open_images
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.runtime.patience import Patience
+    from mpi4dl.runtime.resuming import as_it_was_cut
 
     with comm.together((ValueError,)):
         plan = build.build_plan(config)
@@ -75,7 +76,8 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     patience.feed()
     with comm.together((ValueError, TypeError)):
         num_classes = build.number_of_classes(config, images.training.classes)
-        model = build.hold_model(config, plan, num_classes, images.training.channels, comm, device).train()
+        cut = as_it_was_cut(comm, config, plan)
+        model = build.hold_model(cut, plan, num_classes, images.training.channels, comm, device).train()
     patience.feed()
     with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model.parameters())

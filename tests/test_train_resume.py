@@ -1,5 +1,6 @@
 """mpi4dl.train: a run that was killed, or could not write, goes on, and ends as if nothing had happened."""
 
+import json
 import random
 import re
 import shutil
@@ -239,6 +240,18 @@ def test_stages_go_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, flags: str) 
     ranks(2).run(train, flags_of(tmp_path / "run", "--max-steps", "7", plan=plan))
     ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto", plan=plan))
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_a_run_goes_on_as_it_was_cut(ranks: Ranks, tmp_path: Path) -> None:
+    """Stages draw their own random numbers, and cuts by time may come out otherwise at the next start."""
+    plan = ("--stages", "2", "--microbatches", "2")
+    odd = ("--balance", "1,10")
+    ranks(2).run(train, flags_of(tmp_path / "whole", *odd, plan=plan))
+    ranks(2).run(train, flags_of(tmp_path / "run", "--max-steps", "7", *odd, plan=plan))
+    ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto", plan=plan))
+    assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+    state = checkpoints_in(tmp_path / "run" / "checkpoints")[0] / "state.json"
+    assert json.loads(state.read_text())["extra"]["options"]["--balance"] == '"1,10"'
 
 
 def refused(comm: Communicator, *flags: str) -> str:

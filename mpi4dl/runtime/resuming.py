@@ -2,22 +2,27 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.checkpoint import Checkpoints
 from mpi4dl.runtime.checkpoint.checkpoints import refusing
 from mpi4dl.runtime.checkpoint.likeness import unlike
 from mpi4dl.runtime.checkpoint.manifest import STATE, candidates_at
-from mpi4dl.runtime.checkpoint.node import Damaged, Machine
+from mpi4dl.runtime.checkpoint.node import Damaged, Machine, Unreadable
 from mpi4dl.runtime.checkpoint.saved import Saved, newest_whole
 from mpi4dl.runtime.config import Config, ConfigError, shared_options, to_toml
 from mpi4dl.runtime.folder import RunFolder, default_path
-from mpi4dl.runtime.options import with_options
+from mpi4dl.runtime.options import dump, with_options
 
 NUM_IMAGES = "the number of training images"
+BALANCE = "--balance"
+TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
 # What weights are trained for, and which images they have never seen.
 SAME_ALWAYS = (
     "--model",
@@ -67,6 +72,28 @@ def _find(config: Config, now: datetime) -> Origin:
     if not candidates:
         raise ConfigError(f"--resume {asked}: there is no checkpoint in this folder")
     return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
+
+
+def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
+    """The configuration with the cut of the checkpoint that --resume names, if stages are cut by what is timed.
+
+    Times differ from start to start; where a model is cut decides which random numbers its layers draw. A checkpoint of
+    another plan, or one that cannot be read, says nothing here: what is wrong with it is found when it is loaded.
+    Collective.
+    """
+    cut = None
+    if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
+        with suppress(ConfigError, OSError, Damaged, Unreadable):
+            cut = next(iter(map(partial(_cut_of, plan), _find(config, datetime.now()).candidates)), None)
+    cut = comm.broadcast_object(cut)
+    return config if cut is None else with_options(config, {BALANCE: cut})
+
+
+def _cut_of(plan: Plan, checkpoint: Path) -> str | None:
+    with Saved(checkpoint) as saved:
+        if saved.plan != plan.describe():
+            return None
+        return Machine(saved.extra, str(checkpoint)).at("options").at(BALANCE).text()
 
 
 def lock(comm: Communicator, origin: Origin) -> None:
@@ -152,9 +179,13 @@ def _evaluation(node: Machine) -> dict[str, Any]:
     }
 
 
-def options_to_compare(config: Config, num_images: int) -> dict[str, str]:
-    """What a checkpoint remembers of how its run was started: every option, as a TOML file has it."""
-    return {**shared_options(config), NUM_IMAGES: str(num_images)}
+def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
+    """What a checkpoint remembers of how its run was started: every option, as a TOML file has it.
+
+    Of --balance it is what it came to: `counts` atoms of each stage.
+    """
+    cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
+    return {**shared_options(config), **cut, NUM_IMAGES: str(num_images)}
 
 
 def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
