@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.sentry import Waits
-from mpi4dl.runtime.memory import MemoryMeter
+from mpi4dl.runtime.memory import MemoryMeter, load_libraries
 
 
 class ClockedWaits(Waits):
@@ -44,17 +43,6 @@ class ClockedWaits(Waits):
         if self._depth == 0:
             self.cpu_seconds += time.thread_time() - self._began
         self.inner.__exit__(kind, error, trace)
-
-
-def load_libraries(device: torch.device) -> None:
-    """Train a little of everything, so that what PyTorch loads at first use is not taken for a model's memory."""
-    layers = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), nn.TransformerEncoderLayer(36, 4, 8)
-    )
-    optimizer = torch.optim.SGD(layers.to(device).parameters(), lr=0.1)
-    optimizer.zero_grad()
-    layers(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
-    optimizer.step()
 
 
 class Meter:

@@ -122,7 +122,9 @@ def load_libraries(device: Device) -> None:
     from torch import nn
 
     with torch.random.fork_rng([torch.device(device)] if _on_gpu(device) else []):
-        layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+        layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), nn.TransformerEncoderLayer(36, 4, 8)
+        )
         layers.to(device)(torch.ones(2, 3, 8, 8, device=device)).sum().backward()
         torch.optim.SGD(layers.parameters(), lr=0.1).step()
 
