@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,17 +82,19 @@ def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
     """
     cut = None
     if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
-        with suppress(ConfigError, OSError, Damaged, Unreadable):
-            cut = next(iter(map(partial(_cut_of, plan), _find(config, datetime.now()).candidates)), None)
+        with suppress(ConfigError, OSError):
+            cut = _cut_of(plan, _find(config, datetime.now()).candidates)
     cut = comm.broadcast_object(cut)
     return config if cut is None else with_options(config, {BALANCE: cut})
 
 
-def _cut_of(plan: Plan, checkpoint: Path) -> str | None:
-    with Saved(checkpoint) as saved:
-        if saved.plan != plan.describe():
-            return None
-        return Machine(saved.extra, str(checkpoint)).at("options").at(BALANCE).text()
+def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
+    """That of the first one that can be read, if it was written by this plan."""
+    for checkpoint in checkpoints:
+        with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
+            cut = Machine(saved.extra, str(checkpoint)).at("options").at(BALANCE).text()
+            return cut if saved.plan == plan.describe() else None
+    return None
 
 
 def lock(comm: Communicator, origin: Origin) -> None:

@@ -244,7 +244,7 @@ class _Run:
         """What a stage's functions are seen by."""
         if self.training and part.grid.size > 1:
             return whole_gradients(part.grid)
-        return quick_pooling() if part.pools else nullcontext()
+        return quick_pooling() if part.pools and self.executor.held.device.type == "cpu" else nullcontext()
 
     def backward(self, action: Action) -> None:
         self.input(action)
