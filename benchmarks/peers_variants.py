@@ -19,7 +19,7 @@ from benchmarks.encoder import encoder
 from benchmarks.peers_options import BACKEND, CHUNKS, ENGINE, GLOO, PIPELINES, TRANSFORMER, Contest
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import choose_counts, split
+from mpi4dl.parallel.pipeline.held import choose_cut, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 
@@ -77,7 +77,7 @@ class Task:
             layers = self.layers()
         names = [name for name, _ in layers.named_children()]
         plan = Plan(((1, 1),) * num_stages, microbatches=self.num_microbatches)
-        return choose_counts(Cuttable(layers, names), plan, None, "flops", self.image)
+        return choose_cut(Cuttable(layers, names), plan, None, "flops", self.image).counts
 
 
 def sgd(parameters: Any) -> torch.optim.SGD:

@@ -57,7 +57,7 @@ none recomputed):
         rank 0 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 1 |F0 F1        B0--- F2 B1--- F3  B2---     B3---
         rank 2 |   F0 B0---- F1 B1--- F2- B2--- F3 B3----
-        0.02853 s, bubble 22.7 %, at most 8.131 MiB of activations on a rank"""
+        0.02853 s, bubble 22.7 %, at most 8.135 MiB of activations on a rank"""
     assert str(planned(plan, command="mpirun -n 3 python -m mpi4dl.train")) == dedent(expected)
 
 
@@ -82,10 +82,10 @@ together
 
         a step, simulated (50 GFLOP/s a rank, a backward as two forwards; messages take no time; activations in fp32, \
 none recomputed):
-          ranks 0-1: at most 1 microbatch with 4.0 MiB of activations, idle 40.3 %
+          ranks 0-1: at most 1 microbatch with 4.1 MiB of activations, idle 40.3 %
         rank 0 |F0---          B0-------- f0 b0--- F1--                B1-------- f1 b1---
         rank 1 |      F0 B0--- f0--                b0-------- F1 B1--- f1--                b1--------
-        0.02769 s, bubble 40.3 %, at most 4.048 MiB of activations on a rank"""
+        0.02769 s, bubble 40.3 %, at most 4.05 MiB of activations on a rank"""
     assert str(planned(plan)) == dedent(expected)
 
 

@@ -5,22 +5,18 @@ forward     x -> mean and variance of what this rank owns --\
 backward    g -> two sums for each channel -----------------\
             g -> of strips that others own -----------------> all ranks -> gradient of x
 
-Each way is one exchange, whether or not somebody asked for strips. The ranks' moments are merged in float64 by the
-formula of Chan, Golub and LeVeque (1979), so that a mean of 1000 with unit variance keeps its digits, and every rank
-gets the same bits. What is saved is the input, the strips, and two vectors.
-
-Most of these tensors are a few numbers for each channel, and an operator of PyTorch's takes a microsecond or two for
-them, whatever it does: so there are to be few of them, and on CPUs numpy, which takes a quarter of that.
+Each way is one exchange, whether or not somebody asked for strips. The ranks' moments are merged in float64
+(`merging`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. What is
+saved is the input, the strips, and five numbers for each channel.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +25,16 @@ from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narr
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Box
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.rules.merging import (
+    PER_CHANNEL,
+    Constants,
+    Shares,
+    backward_of_batch_norm,
+    merged,
+    sums_around,
+)
 from mpi4dl.parallel.spatial.tensor import substitutes
 
-backward_of_batch_norm = torch.ops.aten.native_batch_norm_backward.default
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
 
 
@@ -58,6 +61,14 @@ class Norm:
     def __init__(self, layout: Layout, output: Layout, among: Sharers, eps: float) -> None:
         self.layout, self.output, self.among, self.eps = layout, output, among, eps
         self.count = sum(among.counts)
+        self.constants = Constants()
+        self._shares: dict[torch.device, Shares] = {}
+
+    def shares(self, device: torch.device) -> Shares:
+        """Of how many numbers each rank knows the sums."""
+        if device not in self._shares:
+            self._shares[device] = Shares.of(self.among.counts, device)
+        return self._shares[device]
 
     @cached_property
     def exchange(self) -> Exchange | None:
@@ -83,8 +94,7 @@ class Norm:
 def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias with statistics over all dims but 1, and over all who share x.
 
-    Returns this rank's part of it, held as `norm.output` says, and in float64, (5, C), the mean, the biased and the
-    unbiased variance, the slope, weight / sqrt(variance + eps), and what the slope is for the mean, -slope / count.
+    Returns this rank's part of it, held as `norm.output` says, and in float64, (5, C), what `merged` gives.
     """
     return _Normalize.apply((norm,), x, weight, bias)
 
@@ -135,13 +145,13 @@ class _Normalize(torch.autograd.Function):
         told, strips = _Round(norms, FORWARD_TAG), []
         for norm, x in zip(norms, xs, strict=True):
             assert x is not None
-            strips.append(told.add(norm, _sums_around(norm.own(x)), norm.exchange, x))
+            strips.append(told.add(norm, sums_around(norm.own(x), norm.constants), norm.exchange, x))
         outputs, saved = [], []
         for norm, x, weight, bias, around, theirs in zip(
             norms, xs, weights, biases, strips, told.gather(_gathered), strict=True
         ):
             assert x is not None
-            moments = _merge(theirs, norm, weight)
+            moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
             kind = weight.dtype if weight is not None else torch.float64 if x.dtype == torch.float64 else torch.float32
             short = moments.to(kind)
             outputs += [_applied(norm, x, around, weight, bias, short[0], short[1]), moments]
@@ -169,7 +179,7 @@ class _Normalize(torch.autograd.Function):
                 continue
             parts = _parts(norm, gradient, x, strips)
             mean, variance = short[0], short[1]
-            sums = _sums(parts, mean, variance, norm.eps)
+            sums = _sums(norm, parts, mean, variance)
             found += [None, sums[0] if weight is not None else None, sums[1] if ctx.biased[i] else None]
             if ctx.needs_input_grad[1 + 3 * i]:
                 back = None if norm.exchange is None else norm.exchange.adjoint
@@ -233,88 +243,6 @@ def _reduced(comm: Communicator, mine: Tensor) -> Tensor:
     return comm.all_gather(mine) if comm.size <= FEW else comm.all_reduce(mine.clone())[None]
 
 
-_OTHERS = {ndim: ([d for d in range(ndim) if d != 1],) for ndim in range(2, 7)}  # all dims but that of channels
-_PER_CHANNEL = {ndim: (-1, *(1,) * (ndim - 2)) for ndim in range(2, 7)}  # the shape of a number for each, beside x
-
-
-def _sums_around(own: Tensor) -> Tensor:
-    """Of each channel (dim 1) a number near its mean, and the sums of the squared distances to it and of the distances.
-
-    (3, C), in float32 or float64.
-    """
-    if own.is_meta or not own.numel():
-        return own.new_zeros(3, own.shape[1], dtype=torch.float64 if own.dtype == torch.float64 else torch.float32)
-    if not own.is_cpu:
-        mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
-        return torch.stack((mean, variance * (own.numel() // own.shape[1]), torch.zeros_like(mean)))
-    # Several times faster than `var_mean`, and no less exact: shift by the rounded mean, then take both sums in one
-    # pass of the kernel that batch norm's backward takes its sums with.
-    own = own.float() if own.itemsize < 4 else own
-    near = own.mean(*_OTHERS[own.dim()])
-    centred = own - near.view(_PER_CHANNEL[own.dim()])
-    zeros, ones = _constants(near.shape[0], near.dtype, near.device)
-    _, squares, rest = backward_of_batch_norm(
-        centred, centred, ones, zeros, ones, None, None, False, 0.0, [False, True, True]
-    )
-    return torch.stack((near, squares, rest))
-
-
-@lru_cache(maxsize=1024)
-def _constants(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Noughts and ones, which nobody writes to."""
-    with torch.inference_mode(False):
-        return torch.zeros(length, dtype=dtype, device=device), torch.ones(length, dtype=dtype, device=device)
-
-
-def _numbers(x: Tensor) -> Any:
-    """A few numbers in float64, to calculate with: on CPUs an array of numpy, of the same memory if x is float64."""
-    x = x.detach().double()
-    return x.numpy() if x.is_cpu else x
-
-
-class _Shares(NamedTuple):
-    """How many numbers each rank has, at least one, and which share of all, (ranks, 1) and (ranks,); who has some."""
-
-    counts: Any
-    shares: Any
-    first: int
-
-
-@lru_cache(maxsize=1024)
-def _shares(counts: tuple[int, ...], device: torch.device) -> _Shares:
-    with torch.inference_mode(False):
-        each = torch.tensor(counts, dtype=torch.float64, device=device)
-        first = next((place for place, count in enumerate(counts) if count), 0)
-        return _Shares(_numbers(each.clamp(min=1)[:, None]), _numbers(each / max(sum(counts), 1)), first)
-
-
-def _merge(of_ranks: Tensor, norm: Norm, weight: Tensor | None) -> Tensor:
-    """The moments of `normalize` from each rank's `_sums_around`, (ranks, 3, C)."""
-    merged = torch.empty(5, of_ranks.shape[2], dtype=torch.float64, device=of_ranks.device)
-    with np.errstate(all="ignore"):  # infinities are for the model to find, as in PyTorch
-        _fill(_numbers(merged), _numbers(of_ranks), norm, weight, _shares(norm.among.counts, of_ranks.device))
-    return merged
-
-
-def _fill(found: Any, values: Any, norm: Norm, weight: Tensor | None, shares: _Shares) -> None:
-    """The same, from numbers to numbers."""
-    total = max(norm.count, 1)
-    number, share, first = shares
-    near, squares, rest = values[:, 0], values[:, 1], values[:, 2]
-    beside = rest / number
-    variances = squares / number - beside * beside
-    beside = beside + near
-    middle = beside[first]  # any number near the mean
-    beside = beside - middle
-    mean = share @ beside
-    found[0] = middle + mean
-    found[1] = share @ (variances + beside * beside) - mean * mean
-    found[2] = found[1] * (total / max(total - 1, 1))
-    slope = (found[1] + norm.eps) ** -0.5
-    found[3] = slope if weight is None else slope * _numbers(weight)
-    found[4] = found[3] / -total
-
-
 def _scaled(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
@@ -353,15 +281,15 @@ def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) ->
     return [(own, norm.own(x)), *zip(around, strips, strict=True)]
 
 
-def _sums(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+def _sums(norm: Norm, parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, variance: Tensor) -> Tensor:
     """The gradients of weight and bias, (2, C)."""
-    _, ones = _constants(mean.shape[0], mean.dtype, mean.device)
+    _, ones = norm.constants.like(mean)
     found: Tensor | None = None
     for gradient, x in parts:
         if x.numel():
             # Saved statistics: kernels of CUDA ask for tensors, and look at none of these.
             _, scaled, plain = backward_of_batch_norm(
-                gradient, x, ones, mean, variance, mean, mean, False, eps, [False, True, True]
+                gradient, x, ones, mean, variance, mean, mean, False, norm.eps, [False, True, True]
             )
             sums = torch.stack((scaled, plain))
             found = sums if found is None else found.add_(sums)
@@ -377,7 +305,7 @@ def _gradient(
 ) -> Tensor:
     """The gradient of x, this rank's part, once the strips of others have come and the sums of all ranks, (*, 2, C)."""
     gradient, x = own
-    shape = _PER_CHANNEL[x.dim()]
+    shape = PER_CHANNEL[x.dim()]
     mean, variance, _, slope, of_sums = short.unbind()
     factor, constant = (of_ranks.sum(0) * of_sums).to(short.dtype).unbind()
     if norm.exchange is not None:
