@@ -9,7 +9,6 @@ large images     timed at two sizes that are small enough, and drawn out along a
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from math import prod
@@ -23,7 +22,6 @@ from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial import pools, quick_pooling
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid
 from mpi4dl.parallel.spatial.sharding import image_dims
@@ -177,9 +175,7 @@ def _measure(
     found = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
-            atom = _copied_to(device, cuttable.atom(i))
-            with quick_pooling() if site.plain and pools(atom) else nullcontext():
-                seconds, values = _time(atom, values, grid, clock, repeats)
+            seconds, values = _time(_copied_to(device, cuttable.atom(i)), values, grid, clock, repeats)
             found.append(seconds)
     return tuple(found)
 

@@ -24,7 +24,7 @@ from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
 from mpi4dl.parallel.plan import Microbatch
-from mpi4dl.parallel.spatial import quick_pooling, whole_gradients
+from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table
 
@@ -225,7 +225,8 @@ class _Run:
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if self.defers else nullcontext()
-        with self.timed(action), self._modes(part):
+        hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
+        with self.timed(action), hooks:
             with executor.collecting(action), executor.context(), deferred:
                 outputs = part.module(*arrival.values)
                 part.grid.foresight.pay()
@@ -239,12 +240,6 @@ class _Run:
             self._keep(pending)
         if self.training:
             self.live[action[1:]] = live
-
-    def _modes(self, part: Part) -> AbstractContextManager[Any]:
-        """What a stage's functions are seen by."""
-        if self.training and part.grid.size > 1:
-            return whole_gradients(part.grid)
-        return quick_pooling() if part.pools and self.executor.held.device.type == "cpu" else nullcontext()
 
     def backward(self, action: Action) -> None:
         self.input(action)

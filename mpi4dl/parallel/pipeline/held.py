@@ -6,7 +6,6 @@ optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial import pools
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.table import Action
 
@@ -36,11 +34,6 @@ class Part:
     module: nn.Module
     grid: Grid
     plain: bool
-
-    @cached_property
-    def pools(self) -> bool:
-        """Whether it pools plain images."""
-        return self.plain and pools(self.module)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from mpi4dl.parallel.spatial.gathering import GatheredWarning, gathering
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather, retile, widen
 from mpi4dl.parallel.spatial.rules.hooks import whole_gradients
-from mpi4dl.parallel.spatial.rules.quick_pooling import pools, quick_pooling
 from mpi4dl.parallel.spatial.sharding import from_tile, from_tiling, shard, shard_like, sum_gradients
 from mpi4dl.parallel.spatial.tensor import NoRule, SpatialTensor, register, wrap
 
@@ -37,8 +36,6 @@ __all__ = [
     "shard",
     "shard_like",
     "sum_gradients",
-    "pools",
-    "quick_pooling",
     "whole_gradients",
     "widen",
     "wrap",

@@ -78,18 +78,6 @@ def of_maxima(gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], w
     return gradient
 
 
-def taken(x: Tensor, chosen: Sequence[Tensor], windows: Sequence[Window]) -> Tensor:
-    """The pixels of x that were chosen as `maxima`: the adjoint of `of_maxima`."""
-    for (dim, window), choice in zip(_last_first(x, windows), chosen, strict=True):
-        total: Tensor | None = None
-        for tap, view in enumerate(_views(x, dim, window)):
-            its = torch.where(choice == tap, view, 0.0)
-            total = its if total is None else total.add_(its)
-        assert total is not None
-        x = total
-    return x
-
-
 def means(x: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
     """The sums of windows that fit x exactly, over `divisor`."""
     for dim, window in _last_first(x, windows):
