@@ -9,12 +9,12 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.timing import Site, as_received, image_at, imagined, local_part
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, shapes_of
 
 
 class AtomBytes(NamedTuple):
@@ -46,10 +46,7 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
     """The bytes of every atom at a site. What two atoms keep counts for the first of them."""
     grid = imagined(site)
     model = cuttable.model
-    empty: dict[int, Tensor] = {}  # one for each of the model's tensors, so that tied ones stay tied
-    for value in [*model.parameters(), *model.buffers()]:
-        shape = torch.empty_like(value, device="meta")
-        empty[id(value)] = nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
+    empty = shapes_of(model)
     values: tuple[Any, ...] = (image_at(site, grid, image_dtype(model), torch.device("meta")),)
     own = {tensor.untyped_storage()._cdata for tensor in empty.values()}
     saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by which atom first; that keeps it alive, and its address

@@ -7,6 +7,7 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -181,10 +182,9 @@ def prices_for(
     """By "auto" timed, where that can be done; else counted. Raises ValueError if the model cannot take the images."""
     clockwork = clockwork or Clockwork.of_user()
     if balance in TIMED:
-        try:
+        # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
+        with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
             return timed_prices(cuttable, plan, image, device, clockwork, link)
-        except (RuntimeError, AssertionError, ValueError, MemoryError):
-            pass  # it looks at values, or takes no smaller images: what it is, FLOPs say too, or nobody can
     try:
         return counted_prices(cuttable, plan, image, clockwork.rank_gflops)
     except (RuntimeError, AssertionError) as error:

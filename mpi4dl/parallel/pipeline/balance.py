@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves
-from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 from mpi4dl.parallel.pipeline.stage import Stage
 
 Costs = list[float]
@@ -133,11 +133,7 @@ class _Run:
 
 def _each_atom_on_meta(cuttable: Cuttable, inputs: tuple[Any, ...]) -> Iterator[_Run]:
     """Each atom, on the meta device in training mode, with the values of the one before."""
-    model = cuttable.model
-    empty: dict[int, Tensor] = {}  # one for each of the model's tensors, so that tied ones stay tied
-    for value in [*model.parameters(), *model.buffers()]:
-        shape = torch.empty_like(value, device="meta")
-        empty[id(value)] = nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
+    empty = shapes_of(cuttable.model)
     values = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
     for i in range(len(cuttable)):
         run = _Run(deepcopy(cuttable.atom(i), {**empty}).train(), values)

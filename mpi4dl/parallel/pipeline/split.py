@@ -179,6 +179,15 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
                 return build().to("meta")
 
 
+def shapes_of(model: nn.Module) -> dict[int, Tensor]:
+    """By the id of each tensor of a model one on the meta device, for `deepcopy` to take: tied ones stay tied."""
+    shapes: dict[int, Tensor] = {}
+    for value in [*model.parameters(), *model.buffers()]:
+        shape = torch.empty_like(value, device="meta")
+        shapes[id(value)] = nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
+    return shapes
+
+
 def image_dtype(model: nn.Module) -> torch.dtype:
     """What images this model takes: the first real type of its parameters."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
