@@ -5,7 +5,7 @@ forward   values from the stage before -> stage -> values to the stage behind; o
 backward  gradients from the stage behind -> autograd -> gradients to the stage before
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from mpi4dl.parallel.pipeline.statistics import RunningStatistics
 from mpi4dl.parallel.plan import Microbatch
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
-from mpi4dl.parallel.tables.table import Action, Table
+from mpi4dl.parallel.tables.table import Action, Table, undivided
 
 GRADIENTS = ("backward", "input", "weight")
 
@@ -105,12 +105,12 @@ class Executor:
         Of a microbatch that the feed has not, the batch having lost it, nothing is done but that all who hold a stage
         still make as many backward passes.
         """
-        row = table[self.comm.rank % self.plan.ranks_per_replica]
+        row = undivided(table[self.comm.rank % self.plan.ranks_per_replica])
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
         if self.records:
             self.comm.barrier()
-        run = _Run(self, feed, training, defers=any(action.kind == "weight" for action in row))
+        run = _Run(self, feed, training, defers={action.stage for action in row if action.kind == "weight"})
         if training and self.plan.bidirectional:
             self._statistics = {stage: self._copies(stage) for stage in self.held.modules_of}
         with torch.set_grad_enabled(training), self._own_randomness():
@@ -182,7 +182,7 @@ class Executor:
 class _Run:
     """One run of a table on this rank: what is live, what was posted, what is on its way."""
 
-    def __init__(self, executor: Executor, feed: Feed, training: bool, defers: bool) -> None:
+    def __init__(self, executor: Executor, feed: Feed, training: bool, defers: Collection[int]) -> None:
         self.executor, self.feed, self.training, self.defers = executor, feed, training, defers
         self.microbatches = {(m.direction, m.number): m for m in feed.microbatches}
         self.live: dict[tuple[int, int, int], Live] = {}
@@ -224,7 +224,7 @@ class _Run:
         arrival = before.receive(parcel) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
         executor.seed_for(action)
-        deferred = live.weights.deferred() if self.defers else nullcontext()
+        deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
             with executor.collecting(action), executor.context(), deferred:

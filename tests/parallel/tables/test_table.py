@@ -2,7 +2,9 @@
 
 import pytest
 
-from mpi4dl.parallel.tables.table import Action, Placement, needs, precedence
+from mpi4dl.parallel.tables.schedules import zero_bubble
+from mpi4dl.parallel.tables.table import Action, Placement, needs, precedence, undivided
+from tests.parallel.tables.tables import read
 
 
 def test_a_row_lays_the_mirrored_copy_in_reverse() -> None:
@@ -66,3 +68,12 @@ def test_precedence_joins_needs_and_rows() -> None:
 def test_an_action_names_itself() -> None:
     assert str(Action("forward", 0, 1, 2)) == "forward of stage 1, microbatch 2"
     assert str(Action("weight", 1, 0, 3)) == "weight of stage 0, microbatch 3 of the mirrored copy"
+
+
+def test_backwards_stay_whole_where_no_half_waits() -> None:
+    placement = Placement.row([1, 1, 1])
+    rows = [undivided(row) for row in zero_bubble(placement, 4)]
+    assert rows[0] == list(read("F0 F1 F2 B0 F3 B1 B2 B3", placement)[0])
+    assert [tuple(row) for row in rows[1:]] == list(zero_bubble(placement, 4)[1:])
+    (row,) = zero_bubble(Placement.row([1]), 2)
+    assert undivided(row) == list(read("F0 B0 F1 B1", Placement.row([1]))[0])
