@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 REFERENCE = Contest("", "reference")
 CHECKED_STEPS = 3
-TOLERANCE = 1e-4
+TOLERANCE = 2e-3  # float32 through steps of AmoebaNet; another loss, or other samples, differ by far more
 COMPARED = ("images_per_second", "cpu_seconds", "work_seconds", "peak_bytes")
 
 

@@ -63,22 +63,33 @@ class Contestant:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SystemExit(self._ended()) from None
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
             self._process.terminate()
             raise SystemExit(f"{self.label} hangs: no answer for {ANSWER_SECONDS:.0f} s")
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.label} ended: exit code {self._process.wait()}")
+            raise SystemExit(self._ended())
         answer: dict[str, Any] = json.loads(line)
         self.answers.append(answer)
         return answer
+
+    def _ended(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
+        hint = ": out of memory? fewer contestants at once need less" if code in (9, -9, 137) else ""
+        return f"{self.label} ended: exit code {code}{hint}"
 
     def stop(self) -> None:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=STOP_SECONDS)
+            except BrokenPipeError:
+                self._process.wait()
             except subprocess.TimeoutExpired:
                 self._process.terminate()
             self._process = None

@@ -33,6 +33,7 @@ from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.streaming.opening import StreamedImages
 from mpi4dl.runtime.batch import BatchFeed, Size, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
@@ -194,11 +195,16 @@ class Engine:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
         return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
-    def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor:
-        """A tile, such as (n, C, h, w), of images of `size` on the engine's device, as part of the whole microbatch."""
+    def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor | StreamedImages:
+        """A tile, such as (n, C, h, w), of images of `size` on the engine's device, as part of the whole microbatch.
+
+        What is streamed stays where it is.
+        """
+        samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
+        if self.held.stream is not None and part.stage == 0:
+            return StreamedImages(tile, part.grid, samples, size)
         if part.plain:
             return carried(tile, self.device)
-        samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         space = part.grid.shape.space
         cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size[-len(space) :], space, strict=True))
         return spatial.from_tiling(tile, part.grid, Tiling((samples, *cuts)), self.device)

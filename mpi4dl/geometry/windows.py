@@ -6,7 +6,7 @@
 "Rows" are the pixels along any one axis.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -133,11 +133,21 @@ def _computable(mapping: AxisMap, held: Interval, size: int, output: Interval) -
     if not suffices(output):
         return Interval(output.start, output.start)
     start, stop = output
-    while start > 0 and suffices(Interval(start - 1, stop)):
-        start -= 1
-    while stop < mapping.output_size(size) and suffices(Interval(start, stop + 1)):
-        stop += 1
+    start -= _most(start, lambda more: suffices(Interval(start - more, stop)))
+    stop += _most(mapping.output_size(size) - stop, lambda more: suffices(Interval(start, stop + more)))
     return Interval(start, stop)
+
+
+def _most(limit: int, suffices: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` for which something holds that holds for all smaller ones, and for 0."""
+    low, high = 0, 1
+    while high <= limit and suffices(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if suffices(middle) else (low, middle)
+    return low
 
 
 class AxisPlan(NamedTuple):

@@ -55,7 +55,7 @@ class BatchFeed:
     def kind(self, microbatch: Microbatch) -> Any:
         return (self.size, microbatch.counts)
 
-    def images(self, part: Part, microbatch: Microbatch) -> Tensor:
+    def images(self, part: Part, microbatch: Microbatch) -> Any:
         tile = self.tiles.pop((microbatch.direction, microbatch.number))
         return self.engine.images(part, tile, microbatch, self.size)
 

@@ -40,8 +40,8 @@ class Feed(Protocol):
     def kind(self, microbatch: Microbatch) -> Any:
         """What is equal for microbatches whose values have the same shapes; known on all ranks."""
 
-    def images(self, part: Part, microbatch: Microbatch) -> Tensor:
-        """The images as the first stage takes them."""
+    def images(self, part: Part, microbatch: Microbatch) -> Any:
+        """The images as the first stage takes them: a tensor, or what it streams."""
 
     def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
         """This rank's share of the objective; None if there is nothing to train."""

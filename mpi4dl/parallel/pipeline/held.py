@@ -20,6 +20,8 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, o
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
 
 BALANCES = ("auto", "flops", "memory", "measured")
@@ -57,11 +59,13 @@ class Held(nn.Module):
         counts: tuple[int, ...] = (),
         names: tuple[str, ...] = (),
         prices: Prices | None = None,
+        stream: StreamOptions | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
             raise Refusal(plan.wrong_world(comm.size))
         self.plan, self.comm, self.counts, self.names, self.prices = plan, comm, counts, names, prices
+        self.stream = stream
         self.modules_of = dict(modules)
         self.stages = nn.ModuleList(modules.values())
         if next(self.parameters(), None) is None:
@@ -132,27 +136,35 @@ def split(
     image: tuple[int, ...],
     whole: Collection[str] = (),
     clockwork: Clockwork | None = None,
+    stream: StreamOptions | None = None,
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
 
     `balance` is how many atoms of the model each stage gets, for images of shape `image`: by numbers; by counted FLOPs
     ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
     ("auto"), or which all ranks time together ("measured"); or by the bytes that training keeps ("memory"). `whole` are
-    paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. Collective.
+    paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. With `stream`
+    the first stage begins with a part that is streamed, tile by tile. Collective.
 
     Raises:
-        ValueError: the model cannot be traced, or cannot be cut so; on all ranks alike.
+        ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
     model = outline(build)
-    if plan.num_stages == 1:
+    if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return Held.whole(build().to(device), plan, comm)
     cuttable = Cuttable(model, whole)
-    counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
+    counts, prices = Cut((len(cuttable),), None)
+    if plan.num_stages > 1:
+        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
     modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices)
+    if stream is not None:
+        opening = choose_opening(cuttable, counts[0], stream, plan.shape(0), image)
+        if 0 in modules:
+            modules[0].opening = opening
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices, stream)
 
 
 class Cut(NamedTuple):

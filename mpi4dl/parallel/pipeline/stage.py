@@ -7,7 +7,7 @@ the model's inputs                 -> first stage           last stage -> the mo
 from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +44,26 @@ class Recipe:
         return self.index == self.num_stages - 1
 
 
+class Opening(Protocol):
+    """What makes the first calls of a stage in another way."""
+
+    def __call__(self, stage: "Stage", *values: Any) -> tuple[int, dict[str, Any]]:
+        """How many calls it made, and the values that are alive then."""
+
+
 class Stage(nn.Module):
     """Some of a model's atoms: `stage(*values)` takes the values of `recipe.inputs`, and returns those of `outputs`.
 
     It always returns a tuple, except the last stage, which returns just what the model returns. A value is a tensor, a
     number, or a nest of them (`pack` and `unpack` take them apart for sending), or None if the mode does not make it.
-    The stage shares the modules of `model` that it runs.
+    The stage shares the modules of `model` that it runs. An `opening` makes its first calls instead of it.
     """
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
         super().__init__()
         self.recipe = recipe
         self.training = model.training
+        self.opening: Opening | None = None
         _adopt(self, model, recipe.holds)
 
     def forward(self, *values: Any) -> Any:
@@ -65,9 +73,12 @@ class Stage(nn.Module):
                 f"stage {recipe.index} of {recipe.num_stages} got {len(values)} values, but takes "
                 f"{len(recipe.inputs)}: {', '.join(recipe.inputs)}"
             )
-        known = dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
+        if self.opening is not None:
+            done, known = self.opening(self, *values)
+        else:
+            done, known = 0, dict(zip(recipe.inputs, values if recipe.is_first else enter(values), strict=True))
         del values
-        for call, forget in zip(recipe.calls, recipe.forget, strict=True):
+        for call, forget in zip(recipe.calls[done:], recipe.forget[done:], strict=True):
             known[call.name] = self._result(call, known) if call.made[not self.training] else None
             for name in forget:
                 del known[name]

@@ -50,11 +50,13 @@ class Waiting(Protocol):
 class Foresight:
     """What is to be held on one grid. With `steps` somebody says where one step ends and the next begins.
 
-    With `everywhere` norms bring halos on CPUs too.
+    With `everywhere` norms bring halos on CPUs too. `visits`: whatever runs, also within a backward pass, is a whole
+    forward pass and does as the one before it did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, visits: bool = False) -> None:
         self.steps = self.everywhere = False
+        self.visits = visits
         self._held: Any = WeakIdKeyDictionary()  # a `Holding` for each source, by what it is known by
         self._wished: Any = WeakIdKeyDictionary()  # the same, from the next step on
         self._between = False

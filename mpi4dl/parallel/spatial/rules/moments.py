@@ -24,6 +24,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG, Exchange, Like, narrow, shape_of
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Box
+from mpi4dl.parallel.spatial.foresight import Foresight
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.rules.merging import (
     PER_CHANNEL,
@@ -123,12 +124,12 @@ class Task:
             task.done(*found[2 * i : 2 * i + 2])
 
 
-def may_wait(*tensors: Tensor | None) -> bool:
+def may_wait(foresight: Foresight, *tensors: Tensor | None) -> bool:
     """Whether autograd would find nothing changed if a function of these were called a little later."""
     return (
         torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in tensors)
-        and torch._C._current_graph_task_id() < 0  # of a backward pass, which computes something again
+        and (foresight.visits or torch._C._current_graph_task_id() < 0)  # a backward pass computes some layers again
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not substitutes
     )

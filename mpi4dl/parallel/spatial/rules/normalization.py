@@ -54,7 +54,7 @@ def batch_norm(
                 running.detach().lerp_(known.to(running.dtype), momentum)
 
     patient = foresight.reached(weight)
-    if (patient or foresight.waiting) and may_wait(x, weight, bias):
+    if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):
         foresight.wait(Task(norm, x, weight, bias, done, x._version))
         result.before_first_look(foresight.pay)
         if not patient:

@@ -1,0 +1,150 @@
+"""Where the tiles lie that are visited one after the other, and what each holds: its own pixels, and a margin.
+
+ranks        tiles of rank 0            tiles of rank 1
+           +------+------+------+     +------+------+------+      the grid of all tiles: every rank visits those
+           |  0   |  1   |  2   |     |  3   |  4   |  5   |      that lie in its own part of the image
+           +------+------+------+     +------+------+------+
+                 [margin|  1   |margin]                           what a visit reads, so that no layer asks a neighbour
+
+The cuts of all tiles are one tiling, which layers carry on as ever; each rank's own cuts are some of them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.sharding import image_dims
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+
+
+class Source(Protocol):
+    """Images of which any box can be read, as often as it is asked for: (samples, channels, *space).
+
+    `shape` is that of the whole batch, such as (N, C, H, W). What is read has the values of the whole image there.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, box: Box) -> Tensor:
+        """The values in a box: which samples, and which pixels along each axis of space."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A source in memory: `values` are what `held` says of images of this shape."""
+
+    values: Tensor
+    shape: torch.Size
+    held: Box
+
+    @classmethod
+    def of(cls, images: Tensor) -> "Pixels":
+        """Whole images, or tiles of them with whatever halo they hold."""
+        if isinstance(images, SpatialTensor):
+            return cls(images.local, images.shape, images.layout.held)
+        samples, _, *space = images.shape
+        return cls(images, images.shape, Box(*(Interval(0, n) for n in (samples, *space))))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def read(self, box: Box) -> Tensor:
+        samples, *space = (wanted.shift(-held.start) for wanted, held in zip(box, self.held, strict=True))
+        return self.values[(slice(*samples), slice(None), *(slice(*each) for each in space))]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The tiles of images of `size` (H, W), `counts` for each axis of space in every rank's part, with a margin.
+
+    `shape` is the grid of ranks, `rank` this one's number in it.
+    """
+
+    shape: GridShape
+    rank: int
+    counts: tuple[int, ...]
+    samples: Split
+    size: tuple[int, ...]
+    margin: tuple[int, ...]
+
+    @cached_property
+    def grid(self) -> GridShape:
+        """That of all tiles."""
+        batch, *space = self.shape
+        return GridShape(batch, *(n * count for n, count in zip(space, self.counts, strict=True)))
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """Of the images: what visits own, and what they hold."""
+        cuts = (Split.at(even_cuts(pixels, parts)) for pixels, parts in zip(self.size, self.grid.space, strict=True))
+        return Tiling((self.samples, *(split.widen(m) for split, m in zip(cuts, self.margin, strict=True))))
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The tiles that this rank visits, by their numbers in the grid of all."""
+        batch, *place = self.shape.coordinates(self.rank)
+        along = [range(p * count, (p + 1) * count) for p, count in zip(place, self.counts, strict=True)]
+        wanted = {(batch, *each) for each in product(*along)}
+        return [tile for tile in range(self.grid.size) if self.grid.coordinates(tile) in wanted]
+
+    def layout(self, grid: Grid, num_dims: int) -> Layout:
+        """How the tile of this grid is held."""
+        dims, tiling = image_dims(grid, num_dims), self.tiling
+        return Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
+
+    def box(self, tile: int) -> Box:
+        """What the visit of a tile reads."""
+        return self.tiling.held(tile)
+
+    def of_ranks(self, layout: Layout, grid: Grid) -> Layout:
+        """How ranks own what their visits own by this layout."""
+        batch, *space = layout.tiling.splits
+        cuts = [split.cuts[::count] for split, count in zip(space, self.counts, strict=True)]
+        tiling = Tiling((batch.narrow(), *map(Split.at, cuts)))
+        return Layout(grid, tiling, layout.dims).with_dims(layout.dims)
+
+
+class Collected:
+    """A rank's part of one tensor, `local`, out of what its visits own of it."""
+
+    def __init__(self, visits: Visits, grid: Grid, like: SpatialTensor) -> None:
+        if like.layout.flat:
+            raise TypeError("the streamed part ends where several axes are one dim: end it before that")
+        self.layout = visits.of_ranks(like.layout, grid)
+        shape = self.layout.local_shape(tuple(like.shape))
+        self.local = torch.empty(shape, dtype=like.dtype, device=like.local.device)
+
+    def take(self, y: SpatialTensor) -> None:
+        """Take what the visit of y's grid owns."""
+        self.part(y, self.local).copy_(owned(y).detach())
+
+    def part(self, y: SpatialTensor, local: Tensor) -> Tensor:
+        """What the visit of y's grid owns of this rank's part, or of a gradient of it."""
+        for dim, wanted, held in zip(y.layout.dims, y.layout.owned, self.layout.owned, strict=True):
+            if dim is not None:
+                local = local.narrow(dim, wanted.start - held.start, wanted.length)
+        return local
+
+    def close(self) -> None:
+        """Let go of the memory, which is the output's now."""
+        del self.local
+
+
+def owned(y: SpatialTensor) -> Tensor:
+    """What this tile owns of y's local part, a view."""
+    found, layout = y.local, y.layout
+    for dim, wanted, held in zip(layout.dims, layout.owned, layout.held, strict=True):
+        if dim is not None:
+            found = found.narrow(dim, wanted.start - held.start, wanted.length)
+    return found
