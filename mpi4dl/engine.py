@@ -34,7 +34,7 @@ from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.parallel.streaming.opening import StreamedImages
-from mpi4dl.runtime.batch import BatchFeed, Size, Tiles
+from mpi4dl.runtime.batch import BatchFeed, Size, Tile, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
 from mpi4dl.runtime.restoring import Undo, evaluating
@@ -195,7 +195,7 @@ class Engine:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
         return self.plan.reads(self.comm.rank, self.plan.divide(num_samples, training), size)
 
-    def images(self, part: Part, tile: Tensor, microbatch: Microbatch, size: Size) -> Tensor | StreamedImages:
+    def images(self, part: Part, tile: Tile, microbatch: Microbatch, size: Size) -> Tensor | StreamedImages:
         """A tile, such as (n, C, h, w), of images of `size` on the engine's device, as part of the whole microbatch.
 
         What is streamed stays where it is.
@@ -203,6 +203,7 @@ class Engine:
         samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         if self.held.stream is not None and part.stage == 0:
             return StreamedImages(tile, part.grid, samples, size)
+        assert isinstance(tile, Tensor)
         if part.plain:
             return carried(tile, self.device)
         space = part.grid.shape.space

@@ -11,6 +11,7 @@ import torch
 
 from mpi4dl.datasets.augment import SHUFFLE_STREAM
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
+from mpi4dl.datasets.lazy import LazyImages
 from mpi4dl.datasets.prefetch import Prefetcher
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
@@ -22,7 +23,8 @@ MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of 
 class Batch:
     """This rank's boxes of a global batch.
 
-    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box. `labels` and `indices` are
+    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them.
+    `labels` and `indices` are
     those of the whole global batch: classes and other integers as int64, floating point in its own type, and masks
     (samples, ..., height, width) as the images are shown. `errors`, if the loader reports them, maps positions in the
     global batch to what is wrong with that image, whose tiles are zeros. A position is there only on ranks that hold a
@@ -30,7 +32,7 @@ class Batch:
     that others see, a package.
     """
 
-    tiles: tuple[torch.Tensor, ...]
+    tiles: tuple[torch.Tensor | LazyImages, ...]
     labels: torch.Tensor
     indices: tuple[int, ...]
     errors: dict[int, str]
@@ -51,6 +53,9 @@ class Loader:
 
     An image that cannot be read raises `BadImage` where its batch is wanted; by `on_bad_image` "report" it is named in
     the batch's `errors` instead, for loops whose ranks then agree on what to do without it.
+
+    With `lazy`, tiles are `LazyImages`, of the samples of their boxes, which read pixels when they are asked for; only
+    what opening an image finds wrong with it is found beforehand.
 
     `num_workers` threads read ahead, up to `prefetch` batches; 0 reads in the caller's thread when a batch is wanted.
     The order of samples depends on (`seed`, epoch) alone, never on the number of workers.
@@ -75,6 +80,7 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
         on_bad_image: Literal["error", "report"] = "error",
+        lazy: bool = False,
     ) -> None:
         if batch_size < 1 or num_workers < 0 or prefetch < 1:
             asked = f"batch_size={batch_size}, num_workers={num_workers}, prefetch={prefetch}"
@@ -87,6 +93,7 @@ class Loader:
             )
         self._dataset, self._view, self._batch_size, self._boxes_of = dataset, view, batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        self._lazy = lazy
         self._num_workers, self._prefetch, self._reports = num_workers, prefetch, on_bad_image == "report"
         self.wait_seconds = 0.0
 
@@ -156,14 +163,17 @@ class Loader:
         epoch: int,
         errors: dict[int, str],
         problems: list[str],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
-        tile = torch.zeros((samples, self._dataset.channels, *space))
+        tile = torch.zeros((0 if self._lazy else samples, self._dataset.channels, *space))
         for position in range(*box.batch) if not box.empty else ():
-            index, out = indices[position], tile[position - box.batch.start]
+            index = indices[position]
+            out = torch.empty(0) if self._lazy else tile[position - box.batch.start]
             try:
                 image = self._dataset.image(index)
                 self._check_mask(labels[position], image, index)
+                if self._lazy:
+                    continue
                 variation = self._view.variation(index, epoch)
                 self._view.tile(image, *box.space, variation=variation, out=out.numpy())
             except DatasetError as error:
@@ -174,6 +184,8 @@ class Loader:
                 else:
                     problems.append(str(error))
                 out.zero_()
+        if self._lazy:
+            return LazyImages(self._dataset, self._view, indices[slice(*box.batch)], epoch)
         return tile
 
     def _is_mask(self, label: torch.Tensor) -> bool:

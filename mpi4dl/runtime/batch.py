@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.streams import carried
+from mpi4dl.datasets.lazy import LazyImages
 from mpi4dl.geometry import BATCH, Interval
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.plan import Microbatch
 
-Tiles = Tensor | Sequence[Tensor]
+Tile = Tensor | LazyImages
+Tiles = Tensor | Sequence[Tile]
 Size = tuple[int, ...]
 
 

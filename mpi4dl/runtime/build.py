@@ -22,6 +22,7 @@ from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
+from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.memory import return_freed_memory
 from mpi4dl.runtime.options import nearest
@@ -141,7 +142,8 @@ def hold_model(
     The random numbers that training draws follow from --seed, in one stage or several.
     """
     torch.manual_seed(config.training.seed)
-    if plan.num_stages == 1:
+    stream = stream_options(config)
+    if plan.num_stages == 1 and stream is None:
         return Held.whole(build_model(config, num_classes, channels).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)
     try:
@@ -154,11 +156,24 @@ def hold_model(
             balance=config.parallel.balance,
             image=(samples, channels, *config.data.image_size),
             clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
+            stream=stream,
         )
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
+
+
+def stream_options(config: Config) -> StreamOptions | None:
+    """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other."""
+    chosen = config.parallel
+    if chosen.stream is None:
+        if chosen.stream_until is not None:
+            raise ConfigError(
+                f"--stream-until {chosen.stream_until} says where streaming ends, but --stream is missing"
+            )
+        return None
+    return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm)
 
 
 def time_and_tidy(*site: Any) -> Column:

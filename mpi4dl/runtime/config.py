@@ -24,6 +24,7 @@ from mpi4dl.runtime.kinds import (
     PROPER_FRACTION,
     SEED,
     SHARE,
+    SIDES,
     TEXT,
     ZERO_STAGE,
     choice,
@@ -115,6 +116,20 @@ class Parallel:
         "how the model is cut: by seconds, timed here once (auto) or on all ranks (measured), by FLOPs or memory, or "
         "atoms of each stage",
         counts_or("auto", "flops", "memory", "measured"),
+    )
+    stream: tuple[int, ...] | None = option(
+        None,
+        "visit so many tiles of each rank's part of an image one after the other, so that memory is that of one; none: "
+        "all at once",
+        optional(SIDES),
+    )
+    stream_until: str | None = option(
+        None, "the last module that is streamed; none: as far as margins are small beside tiles", optional(NAME)
+    )
+    stream_norm: str = option(
+        "exact",
+        "batch norm while streaming: by the statistics of the whole batch, which repeats visits, or the running ones",
+        choice("exact", "running", "frozen"),
     )
     no_rule: str = option(
         "error",

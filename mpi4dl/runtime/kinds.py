@@ -150,6 +150,12 @@ IMAGE_SIZE = Kind(
     _sides,
     raw=_joined,
 )
+SIDES = Kind(
+    "numbers along the axes of space, such as 4x4 (rows x columns), 2x2x1 (depth first) or 8 of sequences",
+    "RxC",
+    _sides,
+    raw=_joined,
+)
 GRIDS = Kind(
     "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
     "such as 2x2,1x2,1x1",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.geometry import GridShape, Split, Tiling
+from mpi4dl.geometry import BATCH, GridShape, Split, Tiling
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
@@ -21,7 +21,7 @@ from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.rehearsal import CannotStream, can_run
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.stream import Streaming
-from mpi4dl.parallel.streaming.visits import Pixels, Source, Visits
+from mpi4dl.parallel.streaming.visits import OwnSamples, Pixels, Source, Visits
 
 MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
 
@@ -47,7 +47,7 @@ class StreamOptions:
 class StreamedImages:
     """What the first stage of a plan is given: images to be read by visits, on these ranks, who share the batch so."""
 
-    source: Source | Tensor
+    source: Any  # a tensor, this rank's tile of each image, or a `Source` of its samples
     grid: Grid
     samples: Split
     size: tuple[int, ...]
@@ -83,16 +83,16 @@ class Leading:
     def _source(self, lead: Stage, images: StreamedImages) -> Source:
         """What visits read; of tiles in memory what their margins need comes from the other ranks first."""
         source, grid = images.source, images.grid
+        whole = torch.Size((images.samples.size, *source.shape[1:2], *images.size))
         if not isinstance(source, Tensor):
-            return source
+            return OwnSamples(source, images.samples.owned(grid.coordinates[BATCH]).start, whole)
         if grid.size == 1:
             return Pixels.of(source)
         bare = Visits(
             grid.shape, grid.rank, (1,) * len(images.size), images.samples, images.size, (0,) * len(images.size)
         )
         x = from_tiling(source, grid, bare.tiling)
-        shape = torch.Size((images.samples.size, *x.shape[1:]))
-        margin = self._route(lead, images, Pixels(source, shape, bare.tiling.whole)).visits.margin
+        margin = self._route(lead, images, Pixels(source, whole, bare.tiling.whole)).visits.margin
         batch, *space = x.layout.tiling.splits
         wide = Tiling((batch, *(split.widen(most) for split, most in zip(space, margin, strict=True))))
         return Pixels.of(retile(x, wide))

@@ -65,6 +65,22 @@ class Pixels:
 
 
 @dataclass(frozen=True)
+class OwnSamples:
+    """A source of the whole batch's shape, of which this rank has the samples from `first` on: those of `source`."""
+
+    source: Source
+    first: int
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.source.read(Box(box.batch.shift(-self.first), *box.space))
+
+
+@dataclass(frozen=True)
 class Visits:
     """The tiles of images of `size` (H, W), `counts` for each axis of space in every rank's part, with a margin.
 

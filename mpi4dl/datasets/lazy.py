@@ -1,0 +1,45 @@
+"""Images of a batch that are read box by box, when somebody asks: for images that are too large to lie in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mpi4dl.datasets.base import Dataset
+from mpi4dl.datasets.view import View
+from mpi4dl.geometry import Box
+
+
+@dataclass(frozen=True)
+class LazyImages:
+    """The samples `indices` of a dataset, as `view` shows them in this epoch.
+
+    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type.
+    """
+
+    dataset: Dataset
+    view: View
+    indices: tuple[int, ...]
+    epoch: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.indices), self.dataset.channels, *self.view.size))
+
+    def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
+        """Those at these positions."""
+        return replace(self, indices=tuple(self.indices[position] for position in positions))
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Some samples, and some pixels along each axis of space: (samples, C, *space).
+
+        Raises:
+            DatasetError: an image cannot be read.
+        """
+        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
+        if not box.empty:
+            for index, out in zip(self.indices[slice(*box.batch)], tile, strict=True):
+                variation = self.view.variation(index, self.epoch)
+                self.view.tile(self.dataset.image(index), *box.space, variation=variation, out=out.numpy())
+        return tile
