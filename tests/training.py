@@ -16,6 +16,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation, StepResult
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.opening import StreamOptions
 from tests.pool.ranks import Ranks
 
 NUM_CLASSES = 3
@@ -33,7 +34,8 @@ BOTH = Plan(((1, 2),), data=2)
 class Task:
     """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key.
 
-    `balance` cuts the model into the plan's stages. `optimizer` is a key of OPTIMIZERS.
+    `balance` cuts the model into the plan's stages, the first of which is streamed if `stream` says how.
+    `optimizer` is a key of OPTIMIZERS.
     """
 
     model: str | type[nn.Module]
@@ -46,6 +48,7 @@ class Task:
     balance: str | tuple[int, ...] = "flops"
     num_steps: int = NUM_STEPS
     device: str = "cpu"
+    stream: StreamOptions | None = None
 
     def with_engine(self, **options: Any) -> "Task":
         return replace(self, engine_options=tuple(options.items()))
@@ -304,11 +307,9 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
 def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) -> Outcome:
     """A body: the task on ranks, whose models begin with the same values or each with its own."""
     seed = comm.rank if own_values else 0
-    if plan.num_stages > 1:
-        image = (task.batch, 3, *task.size)
-        model = split(
-            lambda: model_of(task), plan, comm, device=task.device, seed=seed, balance=task.balance, image=image
-        )
+    if plan.num_stages > 1 or task.stream is not None:
+        options: Any = {"device": task.device, "seed": seed, "balance": task.balance, "stream": task.stream}
+        model = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size), **options)
     else:
         torch.manual_seed(seed)
         model = Held.whole(model_of(task).to(task.device), plan, comm)

@@ -149,6 +149,10 @@ def split(
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
+    if stream is not None and plan.bidirectional and stream.norms != "exact":
+        raise ValueError(
+            f"copies in both directions share their statistics later: stream with exact norms, not {stream.norms}"
+        )
     model = outline(build)
     if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl.geometry import BATCH, GridShape, Split, Tiling
+from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
@@ -89,7 +89,13 @@ class Leading:
         if grid.size == 1:
             return Pixels.of(source)
         bare = Visits(
-            grid.shape, grid.rank, (1,) * len(images.size), images.samples, images.size, (0,) * len(images.size)
+            grid.shape,
+            grid.rank,
+            (1,) * len(images.size),
+            images.samples,
+            images.size,
+            (0,) * len(images.size),
+            grid.tracks_batch,
         )
         x = from_tiling(source, grid, bare.tiling)
         margin = self._route(lead, images, Pixels(source, whole, bare.tiling.whole)).visits.margin
@@ -113,18 +119,20 @@ def choose(
     """The opening of a first stage of so many atoms, for images of this shape (N, C, H, W) on a grid of ranks.
 
     Raises:
-        CannotStream: there is no such module, or the first atom, or all up to the one named, need the whole image.
+        CannotStream: there is no such module, or it would be the whole model.
     """
     samples, channels, *size = image
     if len(options.counts) != len(size):
         raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
-    visits = Visits(grid, 0, options.counts, Split.at((0, samples)), tuple(size), (0,) * len(size))
+    shared = Split.at(even_cuts(samples, grid.batch))
+    visits = Visits(grid, 0, options.counts, shared, tuple(size), (0,) * len(size), grid.batch > 1)
 
     def runs(count: int) -> bool:
         tile = max(split.owned(0).length for split in visits.tiling.splits[1:])
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
         return can_run(Stage(cuttable.lead(count), cuttable.model), visits, margin, channels)
 
+    most = min(num_atoms, len(cuttable) - 1)  # the model's result must not be all that is streamed
     if options.until is not None:
         ends = [i + 1 for i, name in enumerate(cuttable.names[:num_atoms]) if _within(name, options.until)]
         if not ends:
@@ -134,15 +142,13 @@ def choose(
             )
         count = ends[-1]
     else:
-        count, beyond = 0, num_atoms
+        count, beyond = 0, most + 1
         while beyond - count > 1:
             middle = (count + beyond) // 2
             count, beyond = (middle, beyond) if runs(middle) else (count, middle)
         count = max(count, 1)
-    if count >= num_atoms:
-        raise CannotStream(
-            f"all of the first stage would be streamed, up to {cuttable.names[count - 1]}: end it before"
-        )
+    if count > most:
+        raise CannotStream(f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that")
     return Leading(cuttable.lead(count), options)
 
 

@@ -104,7 +104,7 @@ def _learned(grid: VisitedGrid) -> Learned:
 def _run(outline: nn.Module, visits: Visits, channels: int, dtype: torch.dtype, learned: Learned = ()) -> Rehearsed:
     turn = Turn()
     tile = visits.own[len(visits.own) // 2]
-    grid = visited_grid(visits.grid, tile, turn, visits.samples.parts > 1, _Rehearsing)
+    grid = visited_grid(visits.grid, tile, turn, visits.tracks_batch, _Rehearsing)
     grid.foresight = Foresight(visits=True)
     for norm, waits, held in learned:
         grid.foresight.learn(norm, waits, held)

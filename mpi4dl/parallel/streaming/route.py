@@ -19,7 +19,6 @@ class Route:
 
     visits: Visits
     rehearsed: Rehearsed
-    tracks_batch: bool
     _turn: Turn = field(default_factory=Turn)
     _grids: dict[int, VisitedGrid] = field(default_factory=dict)
 
@@ -41,15 +40,15 @@ class Route:
             CannotStream: the module needs the whole image at once.
         """
         _, channels, *size = shape
-        bare = Visits(grid.shape, grid.rank, counts, samples, tuple(size), (0,) * len(size))
+        bare = Visits(grid.shape, grid.rank, counts, samples, tuple(size), (0,) * len(size), grid.tracks_batch)
         rehearsed = rehearse(module, lambda margin: replace(bare, margin=(margin,) * len(size)), channels, dtype)
-        return cls(replace(bare, margin=rehearsed.margin), rehearsed, grid.tracks_batch)
+        return cls(replace(bare, margin=rehearsed.margin), rehearsed)
 
     def grid(self, tile: int, script: Script) -> VisitedGrid:
         """That of the next visit, of this tile, which follows the script from its beginning."""
         grid = self._grids.get(tile)
         if grid is None:
-            grid = self._grids[tile] = visited_grid(self.visits.grid, tile, self._turn, self.tracks_batch)
+            grid = self._grids[tile] = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
         self._turn.script, script.position = script, 0
         # Every visit knows as much of what follows as every other, so that all come to the same rounds.
         grid.foresight = Foresight(visits=True)

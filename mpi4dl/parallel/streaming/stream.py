@@ -42,6 +42,7 @@ class Streaming:
         self._lead, self._source, self._route, self._grid, self._norms = lead, source, route, grid, norms
         self._script = Script()
         self._statistics = KnownStatistics()
+        self._module = module
         self._buffers = list(module.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -116,6 +117,7 @@ class Streaming:
                         sums[i] = value if known is None else known.add_(value)
             is_first = False
 
+        self._buffers = list(self._module.buffers())  # GEMS has others in forward
         after = [buffer.clone() for buffer in self._buffers]
         self._all_rounds(differentiate, forward=False)
         _put(self._buffers, after)

@@ -84,7 +84,8 @@ class OwnSamples:
 class Visits:
     """The tiles of images of `size` (H, W), `counts` for each axis of space in every rank's part, with a margin.
 
-    `shape` is the grid of ranks, `rank` this one's number in it.
+    `shape` is the grid of ranks, `rank` this one's number in it, and `samples` how they share the batch.
+    `tracks_batch`: tensors know which of their dims is the batch.
     """
 
     shape: GridShape
@@ -93,6 +94,7 @@ class Visits:
     samples: Split
     size: tuple[int, ...]
     margin: tuple[int, ...]
+    tracks_batch: bool
 
     @cached_property
     def grid(self) -> GridShape:

@@ -11,36 +11,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.comm.exchange import narrow, shape_of
+from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
-def _tile_generator(x: SpatialTensor) -> torch.Generator | None:
+def _generator(layout: Layout, rank: int, seed: int, device: torch.device) -> torch.Generator:
+    """What the tile of a rank is drawn from, alike for ranks that hold copies."""
+    place = 0
+    for axis, (dim, coordinate) in enumerate(zip(layout.dims, layout.grid.shape.coordinates(rank), strict=True)):
+        place = place * layout.grid.shape[axis] + (coordinate if dim is not None else 0)
+    return torch.Generator(device).manual_seed((seed + 0x9E3779B97F4A7C15 * (place + 1)) % 2**63)
+
+
+def _draw(x: SpatialTensor, keep: Tensor, share: float) -> None:
+    """Fill `keep`, of the size of x's local part, with ones for this share of the pixels, as their owners draw them."""
     if x.is_meta:
-        return None
-    seed, layout = int(torch.randint(2**62, ())), x.layout
-    place = 0  # of the tile, alike for ranks that hold copies
-    for axis, dim in enumerate(layout.dims):
-        place = place * layout.grid.shape[axis] + (layout.grid.coordinates[axis] if dim is not None else 0)
-    return torch.Generator(x.local.device).manual_seed((seed + 0x9E3779B97F4A7C15 * (place + 1)) % 2**63)
+        return
+    layout, seed = x.layout, int(torch.randint(2**62, ()))
+    if not layout.wide:
+        keep.bernoulli_(share, generator=_generator(layout, layout.grid.rank, seed, keep.device))
+        return
+    for rank in layout.grid.ranks_along(tuple(axis for axis, dim in enumerate(layout.dims) if dim is not None)):
+        theirs = layout.tiling.owned(rank)
+        both = theirs.intersect(layout.held)
+        if not both.empty:
+            drawn = keep.new_empty(shape_of(theirs, layout.dims, keep.shape))
+            drawn.bernoulli_(share, generator=_generator(layout, rank, seed, keep.device))
+            narrow(keep, layout.dims, layout.held, both).copy_(narrow(drawn, layout.dims, theirs, both))
 
 
 @register(F.dropout, torch.dropout, flat=True)
 def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """The halo that is held is dropped as its owner drops it."""
     if not training or p == 0:
         return input
-    if input.layout.wide:  # the halo that is held would be dropped otherwise than its owner's
-        if inplace:
-            input.hold_less(input.layout.narrow.tiling)
-        else:
-            input = retile(input, input.layout.narrow.tiling)
-    generator, keep = _tile_generator(input), torch.empty_like(input.local)
+    keep = torch.empty_like(input.local)
     for flat in input.layout.flat:  # what every rank has is dropped alike
         keep.narrow(flat.dim, 0, flat.prefix).bernoulli_(1 - p)
     behind = keep
     for flat in input.layout.flat:
         behind = behind.narrow(flat.dim, flat.prefix, behind.shape[flat.dim] - flat.prefix)
-    behind.bernoulli_(1 - p, generator=generator)
+    _draw(input, behind, 1 - p)
     scaled = keep.div_(1 - p) if p < 1 else keep
     return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
 

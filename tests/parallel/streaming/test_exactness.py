@@ -1,0 +1,63 @@
+"""A model whose leading part is streamed trains as plain PyTorch does, by every plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.opening import StreamOptions
+from tests.pool.ranks import Ranks
+from tests.training import Task, check
+
+ONE = (1, 1)
+RESNET = Task("resnet18", (97, 118), batch=4, num_steps=3, stream=StreamOptions((2, 3), "layer2"))
+SKIPPING = Task("skipping", (37, 43), batch=4, stream=StreamOptions((3, 2)), balance=(9, 8))
+
+PLANS = {
+    "one rank": Plan(),
+    "microbatches": Plan(microbatches=2),
+    "tiles": Plan(((1, 2),)),
+    "tiles and ZeRO 2": Plan(((2, 2),), zero=2),
+    "two stages": Plan((ONE, ONE), microbatches=2),
+    "tiles, then one": Plan(((2, 1), ONE), microbatches=2),
+    "replicas": Plan(((1, 2),), data=2),
+    "ZeRO 3": Plan(((1, 2),), data=2, zero=3),
+    "GEMS": Plan((ONE, ONE), microbatches=1, bidirectional=1),
+    "zero-bubble": Plan((ONE, ONE), microbatches=4, schedule="zero-bubble"),
+    "ways of the batch": Plan(((1, 2), ONE), (2, 1), microbatches=2),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
+    check(ranks, SKIPPING, PLANS[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["tiles and ZeRO 2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("GEMS", "one rank"))]
+)
+def test_a_resnet(ranks: Ranks, name: str) -> None:
+    check(ranks, RESNET, PLANS[name])
+
+
+MODELS = {
+    "resnet18": (Task("resnet18", (301, 314), batch=2), "layer3"),
+    "resnet_v2": (Task("resnet_v2", (301, 314), batch=2, model_options=(("depth", 20),)), None),
+    "amoebanetd": (
+        Task("amoebanetd", (301, 314), batch=2, model_options=(("num_layers", 3), ("num_filters", 16))),
+        None,
+    ),
+    "densenet121": (Task("densenet121", (301, 314), batch=2), "features.transition1"),
+    "unet": (Task("unet", (304, 320), batch=2, dense=True), None),
+    "convnext_tiny": (Task("convnext_tiny", (301, 314), batch=2), "features.3"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("counts", [(2, 2), (5, 7)])
+@pytest.mark.parametrize("plan", ["one rank", "tiles", "tiles and ZeRO 2", "two stages"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(ranks: Ranks, name: str, plan: str, counts: tuple[int, int]) -> None:
+    task, until = MODELS[name]
+    task = replace(task, num_steps=3, stream=StreamOptions(counts, until))
+    check(ranks, task, PLANS[plan])
