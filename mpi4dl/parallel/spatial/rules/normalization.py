@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.rules.moments import Norm, Task, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -150,12 +149,13 @@ def _by_sample(
         raise refusal(name, "dims 0 and 1 are not batch and channels here")
     if x.shape[1] % groups:
         raise ValueError(f"`num_channels` (={x.shape[1]}) must be divisible by `num_groups` (={groups})")
-    x = retile(x, x.layout.narrow.tiling)
-    local = x.local
-    n, c, h, *rest = local.shape
-    rows = local.reshape(1, n * groups, c // groups * h, *rest)
-    others = [n for d, n in enumerate(local.shape) if d > 1 and d not in x.layout.dims]
-    norm = Norm(x.layout, x.layout, sharers(x.layout, x.layout.grid.space, c // groups * math.prod(others)), eps)
+    layout, local = x.layout, x.local
+    n, c, *space = local.shape
+    rows = local.reshape(1, n * groups, c // groups, *space)
+    others = [n for d, n in enumerate(local.shape) if d > 1 and d not in layout.dims]
+    # Of rows, samples and groups are the channels, and what is behind them has moved by one.
+    inner = layout.grid.the_one(layout.with_dims(None if not dim else dim + 1 for dim in layout.dims))
+    norm = Norm(inner, inner, sharers(layout, layout.grid.space, c // groups * math.prod(others)), eps)
     y, moments = normalize(norm, rows, None, None)
     y = _affine(wrap(y.view(local.shape), x.layout), weight, bias, (1, -1, *[1] * (x.dim() - 2)))
     return y, moments
