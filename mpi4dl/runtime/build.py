@@ -173,7 +173,7 @@ def stream_options(config: Config) -> StreamOptions | None:
                 f"--stream-until {chosen.stream_until} says where streaming ends, but --stream is missing"
             )
         return None
-    return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm)
+    return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
 
 
 def time_and_tidy(*site: Any) -> Column:

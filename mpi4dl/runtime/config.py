@@ -131,6 +131,9 @@ class Parallel:
         "batch norm while streaming: by the statistics of the whole batch, which repeats visits, or the running ones",
         choice("exact", "running", "frozen"),
     )
+    stream_segments: int = option(
+        1, "in how many parts that is streamed; between them outputs are kept, so that less is computed again", COUNT
+    )
     no_rule: str = option(
         "error",
         "what to do with an operator that has no exact rule for tiles; gather: compute it whole on every rank",

@@ -72,9 +72,9 @@ class Cuttable:
         self._check_ties(bounds)
         return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
 
-    def lead(self, count: int) -> Recipe:
-        """What the first `count` atoms do, of whom the values that are alive behind them come out."""
-        return self._recipe(0, count, 0, len(self))
+    def part(self, first: int, end: int) -> Recipe:
+        """What atoms `first` to `end` - 1 do, of whom the values that are alive behind them come out."""
+        return self._recipe(first, end, first, len(self))
 
     def check(self, counts: Sequence[int]) -> None:
         """Refuse counts of atoms that do not add up, or are not positive."""

@@ -1,53 +1,67 @@
 """The leading part of a model's first stage, streamed: which layers it is made of, and how the stage begins with it.
 
-first stage    atom 0 .. atom k-1   |   atom k .. atom n-1
-               streamed, by visits  |   on the outputs of those, as ever
+    first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
+                   streamed, by visits,       |   on the outputs of those, as ever
+                   in one segment or several  |
+
+Between segments the outputs are kept whole: visits of one segment begin there, so that they read less of a margin, and
+repeat less for the rounds of their norms.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
-from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.streaming.norms import MODES
-from mpi4dl.parallel.streaming.rehearsal import CannotStream, can_run
+from mpi4dl.parallel.streaming.rehearsal import CannotStream, Rehearsed, run
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.stream import Streaming
-from mpi4dl.parallel.streaming.visits import OwnSamples, Pixels, Source, Visits
+from mpi4dl.parallel.streaming.visits import Given, OwnSamples, Visits
 
 MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How the first stage is streamed: in how many visits along each axis of space of a rank's part, up to and with
-    which module (None: as far as margins are small beside tiles), and batch norms by which of `norms.MODES`.
+    """How the first stage is streamed.
+
+    `counts`: in how many visits along each axis of space of a rank's part. `until`: up to and with which module (None:
+    as far as margins are small beside tiles). `norms`: batch norms by which of `norms.MODES`. `segments`: in how many
+    parts, whose outputs are kept whole from forward to backward.
     """
 
     counts: tuple[int, ...]
     until: str | None = None
     norms: str = "exact"
+    segments: int = 1
 
     def __post_init__(self) -> None:
         if self.norms not in MODES:
             raise ValueError(f"norms of streaming are {self.norms!r}, but must be one of {', '.join(MODES)}")
         if not self.counts or min(self.counts) < 1:
             raise ValueError(f"streaming visits {self.counts} tiles along the axes: there must be at least one on each")
+        if self.segments < 1:
+            raise ValueError(f"streaming takes at least one segment, but got {self.segments}")
 
 
 @dataclass(frozen=True)
 class StreamedImages:
-    """What the first stage of a plan is given: images to be read by visits, on these ranks, who share the batch so."""
+    """What the first stage of a plan is given: images of `size` to be read by visits, on the ranks of `grid`.
 
-    source: Any  # a tensor, this rank's tile of each image, or a `Source` of its samples
+    `source` is this rank's tile of each image, a tensor, or a `Source` of the samples that it works on. `samples` says
+    how the ranks share the batch.
+    """
+
+    source: Any
     grid: Grid
     samples: Split
     size: tuple[int, ...]
@@ -55,62 +69,59 @@ class StreamedImages:
 
 @dataclass
 class Leading:
-    """An opening that streams: the first `num_calls` calls of a stage are those of `recipe`."""
+    """An opening that streams the first calls of a stage, those of each of `recipes` in turn."""
 
-    recipe: Recipe
+    recipes: tuple[Recipe, ...]
     options: StreamOptions
-    _lead: Stage | None = None
-    _routes: dict[Any, Route] = field(default_factory=dict)
+    _parts: list[Stage] = field(default_factory=list)
+    _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         (images,) = values
-        lead = self._part_of(stage)
-        source = self._source(lead, images)
-        route = self._route(lead, images, source)
-        outputs = Streaming(lead, lead, source, route, images.grid, self.options.norms).run()
-        return len(self.recipe.calls), dict(zip(self.recipe.outputs, outputs, strict=True))
+        parts = self._parts_of(stage)
+        source = _as_given(images)
+        found: tuple[Any, ...] = (source,)
+        for part, route in zip(parts, self._route(parts, images, source), strict=True):
+            found = Streaming(part, found, route, images.grid, self.options.norms).run()
+        done = sum(len(recipe.calls) for recipe in self.recipes)
+        return done, dict(zip(self.recipes[-1].outputs, found, strict=True))
 
-    def _part_of(self, stage: Stage) -> Stage:
-        """The leading part, in the modes of the stage."""
-        if self._lead is None:
-            self._lead = Stage(self.recipe, stage)
-        for name, module in self._lead.named_modules():
-            original = stage.get_submodule(name)
-            if module is not original:
-                module.training = original.training
-        return self._lead
+    def _parts_of(self, stage: Stage) -> list[Stage]:
+        """The segments, in the modes of the stage."""
+        if not self._parts:
+            self._parts = [Stage(recipe, stage) for recipe in self.recipes]
+        for part in self._parts:
+            for name, module in part.named_modules():
+                original = stage.get_submodule(name)
+                if module is not original:
+                    module.training = original.training
+        return self._parts
 
-    def _source(self, lead: Stage, images: StreamedImages) -> Source:
-        """What visits read; of tiles in memory what their margins need comes from the other ranks first."""
-        source, grid = images.source, images.grid
-        whole = torch.Size((images.samples.size, *source.shape[1:2], *images.size))
-        if not isinstance(source, Tensor):
-            return OwnSamples(source, images.samples.owned(grid.coordinates[BATCH]).start, whole)
-        if grid.size == 1:
-            return Pixels.of(source)
-        bare = Visits(
-            grid.shape,
-            grid.rank,
-            (1,) * len(images.size),
-            images.samples,
-            images.size,
-            (0,) * len(images.size),
-            grid.tracks_batch,
-        )
-        x = from_tiling(source, grid, bare.tiling)
-        margin = self._route(lead, images, Pixels(source, whole, bare.tiling.whole)).visits.margin
-        batch, *space = x.layout.tiling.splits
-        wide = Tiling((batch, *(split.widen(most) for split, most in zip(space, margin, strict=True))))
-        return Pixels.of(retile(x, wide))
-
-    def _route(self, lead: Stage, images: StreamedImages, source: Source) -> Route:
-        modes = tuple(module.training for module in lead.modules())
-        key = (images.grid, source.shape, source.dtype, images.samples, modes, torch.is_grad_enabled())
+    def _route(self, parts: Sequence[Stage], images: StreamedImages, source: Any) -> tuple[Route, ...]:
+        modes = tuple(module.training for part in parts for module in part.modules())
+        grid, size = images.grid, images.size
+        key = (grid, source.shape, source.dtype, images.samples, modes, torch.is_grad_enabled())
         if key not in self._routes:
-            self._routes[key] = Route.of(
-                lead, images.grid, self.options.counts, source.shape, source.dtype, images.samples
-            )
+            visits = Visits(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
+            givens: tuple[Given, ...] = (visits.images(source.shape, source.dtype, images.samples),)
+            routes = []
+            for part in parts:
+                routes.append(Route.of(part, visits, givens, size))
+                givens = tuple(map(Given.like, routes[-1].rehearsed.outputs))
+            self._routes[key] = tuple(routes)
         return self._routes[key]
+
+
+def _as_given(images: StreamedImages) -> Any:
+    """What the first segment takes."""
+    source, grid, samples = images.source, images.grid, images.samples
+    if not isinstance(source, Tensor):
+        whole = torch.Size((samples.size, *source.shape[1:2], *images.size))
+        return OwnSamples(source, samples.owned(grid.coordinates[BATCH]).start, whole)
+    if grid.size == 1:
+        return source
+    cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(images.size, grid.shape.space, strict=True))
+    return from_tiling(source, grid, Tiling((samples, *cuts)))
 
 
 def choose(
@@ -121,16 +132,17 @@ def choose(
     Raises:
         CannotStream: there is no such module, or it would be the whole model.
     """
-    samples, channels, *size = image
+    samples, _, *size = image
     if len(options.counts) != len(size):
         raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
-    shared = Split.at(even_cuts(samples, grid.batch))
-    visits = Visits(grid, 0, options.counts, shared, tuple(size), (0,) * len(size), grid.batch > 1)
+    visits = Visits(grid, 0, options.counts, grid.batch > 1)
+    given = visits.images(torch.Size(image), image_dtype(cuttable.model), Split.at(even_cuts(samples, grid.batch)))
 
-    def runs(count: int) -> bool:
-        tile = max(split.owned(0).length for split in visits.tiling.splits[1:])
-        margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
-        return can_run(Stage(cuttable.lead(count), cuttable.model), visits, margin, channels)
+    def rehearsed(count: int, margin: int) -> Rehearsed | None:
+        try:
+            return run(Stage(cuttable.part(0, count), cuttable.model), visits, (given,), size, margin)
+        except NotImplementedError:  # an operator without a rule for tiles
+            return None
 
     most = min(num_atoms, len(cuttable) - 1)  # the model's result must not be all that is streamed
     if options.until is not None:
@@ -141,15 +153,41 @@ def choose(
                 f"{', '.join(cuttable.names[:num_atoms])}"
             )
         count = ends[-1]
+        if count > most:
+            raise CannotStream(
+                f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that"
+            )
     else:
+        tile = max(split.owned(0).length for split in given.tiling.splits[1:]) if given.tiling is not None else 0
+        margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
         count, beyond = 0, most + 1
         while beyond - count > 1:
             middle = (count + beyond) // 2
-            count, beyond = (middle, beyond) if runs(middle) else (count, middle)
+            count, beyond = (middle, beyond) if rehearsed(middle, margin) is not None else (count, middle)
         count = max(count, 1)
-    if count > most:
-        raise CannotStream(f"the whole model would be streamed, up to {cuttable.names[count - 1]}: end it before that")
-    return Leading(cuttable.lead(count), options)
+    rounds = [0]
+    for end in range(1, count + 1) if options.segments > 1 else ():
+        found = rehearsed(end, max(size))
+        rounds.append(rounds[-1] if found is None else found.num_rounds)
+    bounds = [0, *_ends(rounds, min(options.segments, count)), count] if options.segments > 1 else [0, count]
+    return Leading(tuple(cuttable.part(first, end) for first, end in pairwise(bounds)), options)
+
+
+def _ends(rounds: Sequence[int], segments: int) -> list[int]:
+    """Behind how many atoms each segment but the last ends, if `rounds[i]` are those of the first i atoms.
+
+    Rounds are shared out evenly, and so are atoms where there are none.
+    """
+    ends: list[int] = []
+    total, last = rounds[-1], len(rounds) - 1
+    for segment in range(1, segments):
+        if total:
+            end = next(i for i, found in enumerate(rounds) if found * segments >= total * segment)
+        else:
+            end = last * segment // segments
+        if end > (ends[-1] if ends else 0) and end < last:
+            ends.append(end)
+    return ends
 
 
 def _within(name: str, module: str) -> bool:

@@ -5,8 +5,8 @@ to its end. A rehearsal also learns which norms can share a round, and says how 
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,15 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.spatial.foresight import Foresight, Holding
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.parallel.streaming.script import NeedsNeighbours, Turn, VisitedGrid, Visitors, holds_pixels, visited_grid
-from mpi4dl.parallel.streaming.visits import Visits
+from mpi4dl.parallel.streaming.script import (
+    NeedsNeighbours,
+    Turn,
+    VisitedGrid,
+    Visitors,
+    holds_pixels,
+    visited_grid,
+)
+from mpi4dl.parallel.streaming.visits import Given, Visits
 
 Learned = Sequence[tuple[Tensor, bool, Holding]]
 
@@ -29,13 +36,13 @@ class CannotStream(ValueError):
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What streaming a part takes: its `margin` in pixels on each side, along each axis of space.
+    """What streaming a part takes: the `margin` around tiles, in pixels of the images.
 
     `num_rounds` are those of its forward pass, `learned` what its norms are to know, and `outputs` what it returned, on
     the meta device.
     """
 
-    margin: tuple[int, ...]
+    margin: int
     num_rounds: int
     learned: Learned
     outputs: Any
@@ -55,23 +62,18 @@ class _Rehearsing(Visitors):
         return [mine] * self.size
 
 
-def rehearse(module: nn.Module, visits_with: Callable[[int], Visits], channels: int, dtype: torch.dtype) -> Rehearsed:
-    """The least margin with which visits by `visits_with(margin)` can run `module`, on images of so many channels.
+def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> Rehearsed:
+    """The least margin with which visits can run `module` on what it is given of images of this size (H, W).
 
     Raises:
         CannotStream: no margin is enough.
     """
     outline = copy.deepcopy(module, memo=shapes_of(module))
-    largest = max(visits_with(0).size)
 
     def runs(margin: int) -> bool:
-        try:
-            _run(outline, visits_with(margin), channels, dtype)
-        except NeedsNeighbours:
-            return False
-        return True
+        return run(outline, visits, givens, size, margin) is not None
 
-    low, high = -1, 0
+    low, high, largest = -1, 0, max(size)
     while not runs(high):
         if high >= largest:
             raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
@@ -79,38 +81,51 @@ def rehearse(module: nn.Module, visits_with: Callable[[int], Visits], channels: 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if runs(middle) else (middle, high)
-    first = _run(outline, visits_with(high), channels, dtype)
-    learned = first.learned
-    again = _run(outline, visits_with(high), channels, dtype, learned)
+    first = run(outline, visits, givens, size, high)
+    assert first is not None
+    again = run(outline, visits, givens, size, high, first.learned)
+    assert again is not None
     of_outline = {id(shape): real for shape, real in zip(outline.parameters(), module.parameters(), strict=True)}
     real = [(of_outline[id(norm)], waits, held) for norm, waits, held in again.learned if id(norm) in of_outline]
     return Rehearsed(again.margin, again.num_rounds, real, again.outputs)
 
 
-def can_run(module: nn.Module, visits: Visits, margin: int, channels: int) -> bool:
-    """Whether visits with a margin can run this module, which is on the meta device."""
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    try:
-        _run(module, replace(visits, margin=(margin,) * len(visits.size)), channels, dtype)
-    except (NeedsNeighbours, NotImplementedError):
-        return False
-    return True
+def run(
+    outline: nn.Module,
+    visits: Visits,
+    givens: Sequence[Given],
+    size: Sequence[int],
+    margin: int,
+    learned: Learned = (),
+) -> Rehearsed | None:
+    """Run a module, which is on the meta device, as a visit with this margin would; None if that is not enough."""
+    turn = Turn()
+    tile = visits.own[len(visits.own) // 2]
+    grid = visited_grid(visits.grid, tile, turn, visits.tracks_batch, _Rehearsing)
+    begin(grid, learned)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            outputs = outline(*(_shape(given, grid, margin, size) for given in givens))
+            grid.foresight.pay()
+        except NeedsNeighbours:
+            return None
+    return Rehearsed(margin, turn.script.position, _learned(grid), outputs)
+
+
+def begin(grid: VisitedGrid, learned: Learned) -> None:
+    """Let the grid's norms know as much of what follows as those of every other visit, who come to the same rounds."""
+    grid.foresight = Foresight(visits=True)
+    for norm, waits, held in learned:
+        grid.foresight.learn(norm, waits, held)
+
+
+def _shape(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
+    if given.tiling is None:
+        return torch.empty(given.shape, dtype=given.dtype, device="meta")
+    layout = given.layout(grid, margin, size)
+    local = layout.local_shape(tuple(given.shape))
+    return SpatialTensor(torch.empty(local, dtype=given.dtype, device="meta"), layout)
 
 
 def _learned(grid: VisitedGrid) -> Learned:
     return [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
-
-
-def _run(outline: nn.Module, visits: Visits, channels: int, dtype: torch.dtype, learned: Learned = ()) -> Rehearsed:
-    turn = Turn()
-    tile = visits.own[len(visits.own) // 2]
-    grid = visited_grid(visits.grid, tile, turn, visits.tracks_batch, _Rehearsing)
-    grid.foresight = Foresight(visits=True)
-    for norm, waits, held in learned:
-        grid.foresight.learn(norm, waits, held)
-    samples, *space = visits.box(tile).shape
-    images = torch.empty(samples, channels, *space, dtype=dtype, device="meta")
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        outputs = outline(SpatialTensor(images, visits.layout(grid, images.dim())))
-        grid.foresight.pay()
-    return Rehearsed(visits.margin, turn.script.position, _learned(grid), outputs)

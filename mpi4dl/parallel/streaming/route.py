@@ -1,48 +1,38 @@
-"""The visits to images of one shape: planned and rehearsed once, taken again and again."""
+"""The visits to images of one shape through one part of a model: planned and rehearsed once, taken again and again."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from mpi4dl.geometry import Split
-from mpi4dl.parallel.spatial.foresight import Foresight
-from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.streaming.rehearsal import Rehearsed, rehearse
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
-from mpi4dl.parallel.streaming.visits import Visits
+from mpi4dl.parallel.streaming.visits import Given, Visits
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which tiles this rank visits, with which margin, and the grid of each visit, which remembers what layers plan."""
+    """Which tiles this rank visits of what a part is given, and the grid of each, which remembers what layers plan.
+
+    `size` is that of the images.
+    """
 
     visits: Visits
+    givens: tuple[Given, ...]
+    size: tuple[int, ...]
     rehearsed: Rehearsed
     _turn: Turn = field(default_factory=Turn)
     _grids: dict[int, VisitedGrid] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        grid: Grid,
-        counts: tuple[int, ...],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        samples: Split,
-    ) -> "Route":
-        """The visits of images (N, C, H, W) through `module`, `counts` along each axis of space in each rank's part.
-
-        `samples` says how the grid's ranks share the batch.
+    def of(cls, module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> "Route":
+        """The visits through `module`, with the least margin.
 
         Raises:
             CannotStream: the module needs the whole image at once.
         """
-        _, channels, *size = shape
-        bare = Visits(grid.shape, grid.rank, counts, samples, tuple(size), (0,) * len(size), grid.tracks_batch)
-        rehearsed = rehearse(module, lambda margin: replace(bare, margin=(margin,) * len(size)), channels, dtype)
-        return cls(replace(bare, margin=rehearsed.margin), rehearsed)
+        return cls(visits, tuple(givens), tuple(size), rehearse(module, visits, givens, size))
 
     def grid(self, tile: int, script: Script) -> VisitedGrid:
         """That of the next visit, of this tile, which follows the script from its beginning."""
@@ -50,8 +40,14 @@ class Route:
         if grid is None:
             grid = self._grids[tile] = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
         self._turn.script, script.position = script, 0
-        # Every visit knows as much of what follows as every other, so that all come to the same rounds.
-        grid.foresight = Foresight(visits=True)
-        for norm, waits, held in self.rehearsed.learned:
-            grid.foresight.learn(norm, waits, held)
+        begin(grid, self.rehearsed.learned)
         return grid
+
+    def layout(self, given: Given, grid: VisitedGrid) -> Layout:
+        """How the visit of this grid holds what it is given."""
+        return given.layout(grid, self.rehearsed.margin, self.size)
+
+    def of_rank(self, given: Given, grid: Grid) -> Layout:
+        """What all visits of a rank hold together."""
+        any_visit = self.grid(self.visits.own[0], Script())
+        return self.visits.of_ranks(self.layout(given, any_visit), grid)

@@ -1,4 +1,4 @@
-"""Streaming: the leading part of a model, run on one tile after the other, and again tile by tile in backward.
+"""Streaming: a part of a model, run on one tile after the other, and again tile by tile in backward.
 
 forward    for each round of statistics, and once more: every visit reads its tile, runs the part, keeps what it owns
 backward   the same with the gradient of what it owns: every visit runs the part again, and its own backward pass
@@ -13,63 +13,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 from mpi4dl.parallel.streaming.norms import KnownStatistics
 from mpi4dl.parallel.streaming.route import Route
-from mpi4dl.parallel.streaming.script import Script, Suspended, Told
-from mpi4dl.parallel.streaming.visits import Collected, Source, owned
+from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
+from mpi4dl.parallel.streaming.visits import Collected, Given, Source, owned
 
 
 class Streaming:
-    """One pass of images through a part of a model: `run()` gives the part's outputs, spread over the ranks of `grid`.
+    """One pass of what it is given through a part of a model: `run()` gives the part's outputs.
 
-    `lead(images)` is the part; it returns tensors, in any nest. Its parameters and buffers are `module`'s. `norms` is
-    one of `norms.MODES`. Ranks that share the images call everything together.
+    `lead(*values)` is the part, which returns a tuple of tensors. `inputs` are this rank's part of what it takes: each
+    a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be a `Source`. `norms` is one of
+    `norms.MODES`. Ranks that share the images call everything together.
     """
 
     def __init__(
-        self,
-        lead: Callable[[Tensor], Any],
-        module: nn.Module,
-        source: Source,
-        route: Route,
-        grid: Grid,
-        norms: str = "exact",
+        self, lead: nn.Module, inputs: Sequence[Tensor | Source], route: Route, grid: Grid, norms: str = "exact"
     ) -> None:
-        self._lead, self._source, self._route, self._grid, self._norms = lead, source, route, grid, norms
+        self._lead, self._route, self._grid, self._norms = lead, route, grid, norms
         self._script = Script()
         self._statistics = KnownStatistics()
-        self._module = module
-        self._buffers = list(module.buffers())
+        self._buffers = list(lead.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._device = next(module.parameters(), torch.empty(0)).device
+        self._parameters = [p for p in lead.parameters() if p.requires_grad]
+        self._device = next(lead.parameters(), torch.empty(0)).device
         self._autocast = _autocast_now(self._device)
         self._states = _random_states(self._device)
         self._differentiable = torch.is_grad_enabled()
+        self._inputs = [_Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
         self._collected: list[Collected | None] = []
-        self._structure: Any = None
 
-    def run(self) -> Any:
+    def run(self) -> tuple[Tensor, ...]:
         """The part's outputs: this rank's part of each, as a SpatialTensor; a plain tensor where one rank has all."""
-        found = _Streamed.apply(self, *self._parameters)
-        leaves = [
+        tensors = [x.values for x in self._inputs if isinstance(x.values, Tensor)]
+        found = _Streamed.apply(self, len(tensors), *tensors, *self._parameters)
+        return tuple(
             value if collected is None or self._grid.size == 1 else wrap(value, collected.layout)
             for value, collected in zip(found, self._collected, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._structure)
+        )
 
     def forward(self) -> list[Tensor]:
         """The local tensors of the outputs."""
         found: list[Tensor] = []
 
-        def keep(outputs: Any) -> None:
-            leaves, self._structure = pytree.tree_flatten(outputs)
+        def keep(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             if not found:
-                for y in leaves:
+                for y in outputs:
                     if not isinstance(y, Tensor):
                         raise TypeError(f"the streamed part returns a {type(y).__name__}: only tensors can be streamed")
                     self._collected.append(
@@ -77,10 +71,10 @@ class Streaming:
                     )
                 found.extend(
                     y.detach() if collected is None else collected.local
-                    for y, collected in zip(leaves, self._collected, strict=True)
+                    for y, collected in zip(outputs, self._collected, strict=True)
                 )
-            for y, collected in zip(leaves, self._collected, strict=True):
-                if collected is not None:
+            for y, collected in zip(outputs, self._collected, strict=True):
+                if collected is not None and isinstance(y, SpatialTensor):
                     collected.take(y)
 
         self._all_rounds(keep, forward=True)
@@ -94,37 +88,44 @@ class Streaming:
         return found
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the parameters, summed over this rank's visits."""
+        """The gradients of the inputs that are tensors, and of the parameters, summed over this rank's visits."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         is_first = True
 
-        def differentiate(outputs: Any) -> None:
+        def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             nonlocal is_first
             roots, of_roots = [], []
-            for y, collected, gradient in zip(pytree.tree_leaves(outputs), self._collected, gradients, strict=True):
+            for y, collected, gradient in zip(outputs, self._collected, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
                     continue
-                if collected is not None:
+                if collected is not None and isinstance(y, SpatialTensor):
                     roots.append(owned(y))
                     of_roots.append(collected.part(y, gradient))
                 else:  # every visit has the whole of it, so that it counts in one of them
                     roots.append(y)
                     of_roots.append(gradient if is_first else torch.zeros_like(gradient))
-            if roots:
-                found = torch.autograd.grad(roots, self._parameters, of_roots, allow_unused=True)
-                for i, (known, value) in enumerate(zip(sums, found, strict=True)):
-                    if value is not None:
-                        sums[i] = value if known is None else known.add_(value)
             is_first = False
+            if not roots:
+                return
+            wanted = [(x, value) for x, value in zip(self._inputs, values, strict=True) if value.requires_grad]
+            leaves = [value.local if isinstance(value, SpatialTensor) else value for _, value in wanted]
+            found = torch.autograd.grad(roots, [*leaves, *self._parameters], of_roots, allow_unused=True)
+            for (x, value), gradient in zip(wanted, found, strict=False):
+                if gradient is not None:
+                    x.add(value, gradient)
+            for i, gradient in enumerate(found[len(wanted) :]):
+                if gradient is not None:
+                    known = sums[i]
+                    sums[i] = gradient if known is None else known.add_(gradient)
 
-        self._buffers = list(self._module.buffers())  # GEMS has others in forward
+        self._buffers = list(self._lead.buffers())  # GEMS has others in forward
         after = [buffer.clone() for buffer in self._buffers]
         self._all_rounds(differentiate, forward=False)
         _put(self._buffers, after)
-        return sums
+        return [*(x.total() for x in self._inputs if isinstance(x.values, Tensor)), *sums]
 
-    def _all_rounds(self, use: Callable[[Any], None], forward: bool) -> None:
-        """Visit all tiles until every round is known: `use(outputs)` is called in the visits of the last pass."""
+    def _all_rounds(self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool) -> None:
+        """Visit all tiles until every round is known; visits of the last pass are ended by `use(values, outputs)`."""
         state = _random_states(self._device)
         while told := self._one_pass(use, forward):
             every: dict[int, Told] = {}
@@ -134,31 +135,27 @@ class Streaming:
         if not forward:
             _set_random_states(self._device, state)
 
-    def _one_pass(self, use: Callable[[Any], None], forward: bool) -> dict[int, Told]:
+    def _one_pass(self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool) -> dict[int, Told]:
         """Visit all tiles of this rank; what they told in the first round that is not known, if there is one."""
         told: dict[int, Told] = {}
         for tile in self._route.visits.own:
+            grid = self._route.grid(tile, self._script)
+            values = [x.of_visit(grid, self._route, self._device) for x in self._inputs]
             try:
-                with self._as_before(), self._by_its_norms(forward), torch.set_grad_enabled(self._differentiable):
-                    use(self._visit(tile))
+                with self._as_before(), self._by_its_norms(forward):
+                    outputs = self._lead(*values)
+                    grid.foresight.pay()
+                    use(values, outputs)
             except Suspended as suspended:
                 told[tile] = suspended.told
         return told
-
-    def _visit(self, tile: int) -> Any:
-        route = self._route
-        grid = route.grid(tile, self._script)
-        values = self._source.read(route.visits.box(tile)).to(self._device)
-        outputs = self._lead(SpatialTensor(values, route.visits.layout(grid, values.dim())))
-        grid.foresight.pay()
-        return outputs
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Every visit finds buffers and random numbers as the first one did."""
         _put(self._buffers, self._before)
         _set_random_states(self._device, self._states)
-        with self._autocast():
+        with self._autocast(), torch.set_grad_enabled(self._differentiable):
             yield
 
     def _by_its_norms(self, forward: bool) -> AbstractContextManager[None]:
@@ -167,12 +164,58 @@ class Streaming:
         return self._statistics.one_visit(noted=forward and self._norms == "running")
 
 
+class _Input:
+    """What a part takes: `values`, of which this rank holds what all its visits need, and the gradient of that."""
+
+    def __init__(self, values: Tensor | Source, given: Given, layout: Layout | None) -> None:
+        self.values, self.given, self.layout = values, given, layout
+        self._gradient: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor | Source, given: Given, route: Route, grid: Grid) -> "_Input":
+        """What visits need beside what this rank owns comes from the other ranks."""
+        if given.tiling is None or not isinstance(x, Tensor):
+            return cls(x, given, None)
+        layout = route.of_rank(given, grid)
+        if isinstance(x, SpatialTensor):
+            return cls(retile(x, layout.tiling).local, given, layout)
+        return cls(x, given, layout)
+
+    def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device) -> Tensor:
+        """What the visit of this grid is given, apart from any graph: a copy, which layers may overwrite."""
+        if self.given.tiling is None:
+            assert isinstance(self.values, Tensor)
+            return self.values.detach().clone().requires_grad_(self.values.requires_grad)
+        layout = route.layout(self.given, grid)
+        if not isinstance(self.values, Tensor):
+            return SpatialTensor(self.values.read(layout.held).to(device), layout)  # read anew
+        assert self.layout is not None
+        local = narrow(self.values.detach(), layout.dims, self.layout.held, layout.held).to(device, copy=True)
+        return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)
+
+    def add(self, value: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of what a visit was given."""
+        assert isinstance(self.values, Tensor)
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.values)
+        total = self._gradient
+        if isinstance(value, SpatialTensor):
+            assert self.layout is not None
+            total = narrow(total, value.layout.dims, self.layout.held, value.layout.held)
+        total.add_(gradient)
+
+    def total(self) -> Tensor | None:
+        found, self._gradient = self._gradient, None
+        return found
+
+
 class _Streamed(torch.autograd.Function):
-    """The outputs of a part, of its parameters."""
+    """The outputs of a part, of its inputs and parameters."""
 
     @staticmethod
-    def forward(ctx: Any, streaming: Streaming, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, streaming: Streaming, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.streaming = streaming
+        ctx.save_for_backward(*tensors[:num_inputs])  # so that nobody changes them
         ctx.set_materialize_grads(False)
         found = streaming.forward()
         ctx.mark_non_differentiable(*(y for y in found if not (y.is_floating_point() or y.is_complex())))
@@ -181,7 +224,8 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.streaming.backward(gradients))
+        _ = ctx.saved_tensors
+        return (None, None, *ctx.streaming.backward(gradients))
 
 
 def _put(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ ranks        tiles of rank 0            tiles of rank 1
 The cuts of all tiles are one tiling, which layers carry on as ever; each rank's own cuts are some of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -17,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
+from mpi4dl.comm.exchange import Dims
+from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.sharding import image_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
@@ -40,31 +41,6 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """A source in memory: `values` are what `held` says of images of this shape."""
-
-    values: Tensor
-    shape: torch.Size
-    held: Box
-
-    @classmethod
-    def of(cls, images: Tensor) -> "Pixels":
-        """Whole images, or tiles of them with whatever halo they hold."""
-        if isinstance(images, SpatialTensor):
-            return cls(images.local, images.shape, images.layout.held)
-        samples, _, *space = images.shape
-        return cls(images, images.shape, Box(*(Interval(0, n) for n in (samples, *space))))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def read(self, box: Box) -> Tensor:
-        samples, *space = (wanted.shift(-held.start) for wanted, held in zip(box, self.held, strict=True))
-        return self.values[(slice(*samples), slice(None), *(slice(*each) for each in space))]
-
-
-@dataclass(frozen=True)
 class OwnSamples:
     """A source of the whole batch's shape, of which this rank has the samples from `first` on: those of `source`."""
 
@@ -82,18 +58,15 @@ class OwnSamples:
 
 @dataclass(frozen=True)
 class Visits:
-    """The tiles of images of `size` (H, W), `counts` for each axis of space in every rank's part, with a margin.
+    """The tiles that are visited: `counts` of them along each axis of space in every rank's part.
 
-    `shape` is the grid of ranks, `rank` this one's number in it, and `samples` how they share the batch.
-    `tracks_batch`: tensors know which of their dims is the batch.
+    `shape` is the grid of ranks, `rank` this one's number in it. `tracks_batch`: tensors know which of their dims is
+    the batch.
     """
 
     shape: GridShape
     rank: int
     counts: tuple[int, ...]
-    samples: Split
-    size: tuple[int, ...]
-    margin: tuple[int, ...]
     tracks_batch: bool
 
     @cached_property
@@ -103,12 +76,6 @@ class Visits:
         return GridShape(batch, *(n * count for n, count in zip(space, self.counts, strict=True)))
 
     @cached_property
-    def tiling(self) -> Tiling:
-        """Of the images: what visits own, and what they hold."""
-        cuts = (Split.at(even_cuts(pixels, parts)) for pixels, parts in zip(self.size, self.grid.space, strict=True))
-        return Tiling((self.samples, *(split.widen(m) for split, m in zip(cuts, self.margin, strict=True))))
-
-    @cached_property
     def own(self) -> list[int]:
         """The tiles that this rank visits, by their numbers in the grid of all."""
         batch, *place = self.shape.coordinates(self.rank)
@@ -116,21 +83,53 @@ class Visits:
         wanted = {(batch, *each) for each in product(*along)}
         return [tile for tile in range(self.grid.size) if self.grid.coordinates(tile) in wanted]
 
-    def layout(self, grid: Grid, num_dims: int) -> Layout:
-        """How the tile of this grid is held."""
-        dims, tiling = image_dims(grid, num_dims), self.tiling
-        return Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
-
-    def box(self, tile: int) -> Box:
-        """What the visit of a tile reads."""
-        return self.tiling.held(tile)
+    def images(self, shape: torch.Size, dtype: torch.dtype, samples: Split) -> "Given":
+        """Images (N, C, H, W), cut evenly; `samples` says how the grid shares the batch."""
+        size = shape[2:]
+        cuts = (Split.at(even_cuts(pixels, parts)) for pixels, parts in zip(size, self.grid.space, strict=True))
+        tiling = Tiling((samples, *cuts))
+        dims = (0 if self.tracks_batch else None, *range(2, len(shape)))
+        return Given(shape, dtype, tiling if self.tracks_batch else tiling.drop(BATCH), dims)
 
     def of_ranks(self, layout: Layout, grid: Grid) -> Layout:
-        """How ranks own what their visits own by this layout."""
+        """How ranks own, and hold, together what their visits own and hold by this layout."""
         batch, *space = layout.tiling.splits
-        cuts = [split.cuts[::count] for split, count in zip(space, self.counts, strict=True)]
-        tiling = Tiling((batch.narrow(), *map(Split.at, cuts)))
-        return Layout(grid, tiling, layout.dims).with_dims(layout.dims)
+        splits = [_joined(split, count) for split, count in zip(space, self.counts, strict=True)]
+        return Layout(grid, Tiling((batch, *splits)), layout.dims).with_dims(layout.dims)
+
+
+def _joined(split: Split, count: int) -> Split:
+    """Of every `count` neighbours one part."""
+    firsts = range(0, split.parts, count)
+    held = (Interval(split.held[i].start, split.held[i + count - 1].stop) for i in firsts)
+    return Split(split.cuts[::count], tuple(held))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a part of a model is given: a tensor of this shape, of which tiles own what `tiling` says (None: all)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    tiling: Tiling | None
+    dims: Dims
+
+    @classmethod
+    def like(cls, y: Tensor) -> "Given":
+        """What was made by visits, on the meta device."""
+        if isinstance(y, SpatialTensor):
+            return cls(y.shape, y.dtype, y.layout.tiling.narrow, y.layout.dims)
+        return cls(y.shape, y.dtype, None, ())
+
+    def layout(self, grid: Grid, margin: int, size: Sequence[int]) -> Layout:
+        """How tiles hold it, with a margin that is so many pixels of images of this size."""
+        assert self.tiling is not None
+        batch, *space = self.tiling.splits
+        splits = [
+            split if dim is None else split.widen(ceil_div(margin * split.size, pixels))
+            for split, dim, pixels in zip(space, self.dims[1:], size, strict=True)
+        ]
+        return Layout(grid, Tiling((batch, *splits)), self.dims)
 
 
 class Collected:
@@ -139,7 +138,7 @@ class Collected:
     def __init__(self, visits: Visits, grid: Grid, like: SpatialTensor) -> None:
         if like.layout.flat:
             raise TypeError("the streamed part ends where several axes are one dim: end it before that")
-        self.layout = visits.of_ranks(like.layout, grid)
+        self.layout = visits.of_ranks(like.layout.narrow, grid)
         shape = self.layout.local_shape(tuple(like.shape))
         self.local = torch.empty(shape, dtype=like.dtype, device=like.local.device)
 

@@ -33,6 +33,12 @@ def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
     check(ranks, SKIPPING, PLANS[name])
 
 
+@pytest.mark.parametrize("name", ["one rank", "tiles and ZeRO 2", "tiles, then one", "ways of the batch"])
+def test_segments(ranks: Ranks, name: str) -> None:
+    """What is kept between segments brings gradients back, also to several values, and from margins to other ranks."""
+    check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
+
+
 @pytest.mark.parametrize(
     "name", ["tiles and ZeRO 2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("GEMS", "one rank"))]
 )
@@ -54,10 +60,10 @@ MODELS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("counts", [(2, 2), (5, 7)])
+@pytest.mark.parametrize(("counts", "segments"), [((2, 2), 1), ((2, 2), 4), ((5, 7), 2)])
 @pytest.mark.parametrize("plan", ["one rank", "tiles", "tiles and ZeRO 2", "two stages"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models(ranks: Ranks, name: str, plan: str, counts: tuple[int, int]) -> None:
+def test_models(ranks: Ranks, name: str, plan: str, counts: tuple[int, int], segments: int) -> None:
     task, until = MODELS[name]
-    task = replace(task, num_steps=3, stream=StreamOptions(counts, until))
+    task = replace(task, num_steps=3, stream=StreamOptions(counts, until, segments=segments))
     check(ranks, task, PLANS[plan])

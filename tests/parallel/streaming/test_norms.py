@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, world
-from mpi4dl.geometry import GridShape, Split
+from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.streaming.norms import Moments
-from mpi4dl.parallel.streaming.rehearsal import CannotStream, rehearse
+from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.stream import Streaming
-from mpi4dl.parallel.streaming.visits import Pixels, Visits
+from mpi4dl.parallel.streaming.visits import Visits
 from tests.pool.ranks import Ranks
 
 SIZE = (37, 29)
@@ -42,10 +42,25 @@ def images() -> Tensor:
     return torch.randn(3, 3, *SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def streamed(grid: Grid, module: nn.Module, x: Tensor, counts: tuple[int, int], norms: str = "exact") -> Streaming:
+def streamed(grid: Grid, module: nn.Sequential, x: Tensor, counts: tuple[int, int], norms: str = "exact") -> Streaming:
     """Of whole images, in memory on every rank."""
-    route = Route.of(module, grid, counts, x.shape, x.dtype, Split.at((0, len(x))))
-    return Streaming(module, module, Pixels.of(x), route, grid, norms)
+    return Streaming(Tupled(module), (spatial.shard(x, grid),), route_of(grid, module, x, counts), grid, norms)
+
+
+def route_of(grid: Grid, module: nn.Sequential, x: Tensor, counts: tuple[int, int]) -> Route:
+    visits = Visits(grid.shape, grid.rank, counts, False)
+    return Route.of(Tupled(module), visits, (visits.images(x.shape, x.dtype, Split.at((0, len(x)))),), SIZE)
+
+
+class Tupled(nn.Module):
+    """A part of a model returns all that is alive behind it."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.layers(x),)
 
 
 def compare(comm: Communicator, norms: str) -> dict[str, float]:
@@ -67,8 +82,8 @@ def compare(comm: Communicator, norms: str) -> dict[str, float]:
             running.lerp_(found, module.momentum)
         module.num_batches_tracked += 1
     grid = Grid(comm, 1, comm.size)
-    y = streamed(grid, ours, x, (2, 3), norms).run()
-    part = spatial.shard_like(weight, y) if isinstance(y, spatial.SpatialTensor) else weight
+    (y,) = streamed(grid, ours, x, (2, 3), norms).run()
+    part = spatial.shard_like(weight, y)
     ((y * part).sum() / grid.size).backward()
     for p in ours.parameters():
         comm.all_reduce(p.grad)
@@ -98,22 +113,14 @@ def test_moments_are_merged_without_loss_of_digits() -> None:
 
 def test_rounds_and_margin() -> None:
     """A norm is a round each way; the margin is what a tile's output looks at, whatever the strides."""
-    grid, x = Grid(world(), 1, 1), images()
-    module = layers()
-    route = Route.of(module, grid, (3, 2), x.shape, x.dtype, Split.at((0, 3)))
-    assert route.rehearsed.num_rounds == 2
-    streaming = Streaming(module, module, Pixels.of(x), route, grid)
-    y = streaming.run()
-    assert len(streaming._script.rounds) == 2
+    grid, x, module = Grid(world(), 1, 1), images(), layers()
+    streaming = streamed(grid, module, x, (3, 2))
+    (y,) = streaming.run()
+    assert len(streaming._script.rounds) == streaming._route.rehearsed.num_rounds == 2
     y.sum().backward()
     assert len(streaming._script.rounds) == 4
     bare = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-    visits = Visits(GridShape(1, 1, 1), 0, (2, 2), Split.at((0, 1)), (64, 64), (0, 0), False)
-
-    def with_margin(margin: int) -> Visits:
-        return visits.__class__(**{**vars(visits), "margin": (margin, margin)})
-
-    assert rehearse(bare, with_margin, 3, torch.float32).margin == (3, 3)
+    assert route_of(grid, bare, x.float(), (2, 2)).rehearsed.margin == 3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,7 @@ def test_other_layers_repeat_themselves(layer: nn.Module) -> None:
     plain = copy.deepcopy(module)
     x, grid = images(), Grid(world(), 1, 1)
     torch.manual_seed(5)
-    y = streamed(grid, module, x, (2, 2)).run()
+    (y,) = streamed(grid, module, x, (2, 2)).run()
     y.square().sum().backward()
     state = torch.get_rng_state()
     if isinstance(layer, nn.Dropout):  # PyTorch draws other masks: a finite difference says whether backward has ours
@@ -146,7 +153,7 @@ def test_other_layers_repeat_themselves(layer: nn.Module) -> None:
                 for p, d in zip(module.parameters(), direction, strict=True):
                     p.add_(d, alpha=step)
                 torch.manual_seed(5)
-                found.append(float(streamed(grid, module, x, (2, 2)).run().square().sum()))
+                found.append(float(streamed(grid, module, x, (2, 2)).run()[0].square().sum()))
                 for p, d in zip(module.parameters(), direction, strict=True):
                     p.add_(d, alpha=-step)
         assert (found[0] - found[1]) / 2e-6 == pytest.approx(slope, rel=1e-5)
