@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.streams import carried
-from mpi4dl.datasets.lazy import LazyImages
 from mpi4dl.geometry import BATCH, Interval
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.plan import Microbatch
+from mpi4dl.parallel.streaming.visits import Source
 
-Tile = Tensor | LazyImages
+Tile = Tensor | Source
 Tiles = Tensor | Sequence[Tile]
 Size = tuple[int, ...]
 

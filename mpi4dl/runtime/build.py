@@ -23,6 +23,7 @@ from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
 from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.memory import return_freed_memory
 from mpi4dl.runtime.options import nearest
@@ -160,6 +161,8 @@ def hold_model(
         )
     except ConfigError:
         raise
+    except CannotStream as error:
+        raise ConfigError(f"--stream {'x'.join(map(str, config.parallel.stream or ()))}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
 

@@ -136,6 +136,9 @@ def choose(
     if len(options.counts) != len(size):
         raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
     visits = Visits(grid, 0, options.counts, grid.batch > 1)
+    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
+        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
+        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
     given = visits.images(torch.Size(image), image_dtype(cuttable.model), Split.at(even_cuts(samples, grid.batch)))
 
     def rehearsed(count: int, margin: int) -> Rehearsed | None:

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow
+from mpi4dl.datasets import DatasetError
+from mpi4dl.geometry import BATCH
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
@@ -127,20 +130,25 @@ class Streaming:
     def _all_rounds(self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool) -> None:
         """Visit all tiles until every round is known; visits of the last pass are ended by `use(values, outputs)`."""
         state = _random_states(self._device)
-        while told := self._one_pass(use, forward):
-            every: dict[int, Told] = {}
-            for of_rank in self._grid.comm.all_gather_object(told):
-                every |= of_rank
-            self._script.rounds.append([every[tile] for tile in range(self._route.visits.grid.size)])
+        while told := self._told_by_all(*self._one_pass(use, forward)):
+            self._script.rounds.append([told[tile] for tile in range(self._route.visits.grid.size)])
         if not forward:
             _set_random_states(self._device, state)
 
-    def _one_pass(self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool) -> dict[int, Told]:
-        """Visit all tiles of this rank; what they told in the first round that is not known, if there is one."""
+    def _one_pass(
+        self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool
+    ) -> tuple[dict[int, Told], str | None]:
+        """Visit all tiles of this rank: what they told in the first round that is not known, if there is one.
+
+        And what is wrong with an image, if one cannot be read.
+        """
         told: dict[int, Told] = {}
         for tile in self._route.visits.own:
             grid = self._route.grid(tile, self._script)
-            values = [x.of_visit(grid, self._route, self._device) for x in self._inputs]
+            try:
+                values = [x.of_visit(grid, self._route, self._device) for x in self._inputs]
+            except DatasetError as error:
+                return told, str(error)
             try:
                 with self._as_before(), self._by_its_norms(forward):
                     outputs = self._lead(*values)
@@ -148,7 +156,16 @@ class Streaming:
                     use(values, outputs)
             except Suspended as suspended:
                 told[tile] = suspended.told
-        return told
+        return told, None
+
+    def _told_by_all(self, told: dict[int, Told], problem: str | None) -> dict[int, Told]:
+        """What the visits of all ranks told. Raises `Refusal` on all of them if one could not read an image."""
+        every: dict[int, Told] = {}
+        for of_rank, trouble in self._grid.comm.all_gather_object((told, problem)):
+            if trouble is not None:
+                raise Refusal(trouble)
+            every |= of_rank
+        return every
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -188,7 +205,8 @@ class _Input:
             return self.values.detach().clone().requires_grad_(self.values.requires_grad)
         layout = route.layout(self.given, grid)
         if not isinstance(self.values, Tensor):
-            return SpatialTensor(self.values.read(layout.held).to(device), layout)  # read anew
+            held = layout.held if layout.dims[BATCH] is not None else self.given.all_samples(layout.held)
+            return SpatialTensor(self.values.read(held).to(device), layout)
         assert self.layout is not None
         local = narrow(self.values.detach(), layout.dims, self.layout.held, layout.held).to(device, copy=True)
         return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)

@@ -121,6 +121,10 @@ class Given:
             return cls(y.shape, y.dtype, y.layout.tiling.narrow, y.layout.dims)
         return cls(y.shape, y.dtype, None, ())
 
+    def all_samples(self, box: Box) -> Box:
+        """This box of space in all samples, of a batch that is not cut."""
+        return Box(Interval(0, self.shape[0]), *box.space)
+
     def layout(self, grid: Grid, margin: int, size: Sequence[int]) -> Layout:
         """How tiles hold it, with a margin that is so many pixels of images of this size."""
         assert self.tiling is not None

@@ -1,0 +1,107 @@
+"""The training command with --stream: the numbers of training without it, on slides, resumed, and refused in words."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.runtime import build
+from mpi4dl.runtime.config import parse
+from mpi4dl.train import train
+from tests.commands import read_metrics
+from tests.interrupted import assert_the_same_run
+from tests.pool.ranks import Ranks
+
+COMMON = (
+    "--model small_resnet --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 2 "
+    "--val-fraction 0.3 --log-interval 1 --lr 0.002 --flip --no-tensorboard"
+).split()
+STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2".split()
+PLANS = (
+    "--tiles 1x1",
+    "--tiles 1x2",
+    "--tiles 1x2 --data 2 --zero 2",
+    "--stages 2 --tiles 2x1,1x1 --stream-until stem --stream-segments 1",
+)
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiled TIFFs with JPEG compression, larger than what is shown of them."""
+    root, random = tmp_path_factory.mktemp("slides"), np.random.default_rng(0)
+    for label in range(2):
+        for i in range(5):
+            path = root / "ab"[label] / f"{i}.tif"
+            path.parent.mkdir(exist_ok=True)
+            coarse = random.integers(0, 256, (12, 11, 3), dtype=np.uint8)
+            pixels = np.kron(coarse, np.ones((16, 16, 1), np.uint8))
+            tifffile.imwrite(path, pixels, photometric="rgb", tile=(64, 64), compression="jpeg")
+    return root
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [metrics["loss"] for metrics in read_metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("expected") / "run"
+    ranks(1).run(train, [*COMMON, "--images", str(slides), "--run-folder", str(folder)])
+    return losses_of(folder)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_slides_by_every_plan(ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path, plan: str) -> None:
+    flags = [*COMMON, *STREAMED, "--images", str(slides), *plan.split(), "--run-folder", str(tmp_path / "run")]
+    ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_run_goes_on_to_the_last_bit(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
+    flags = [*COMMON, *STREAMED, "--images", str(slides), "--tiles", "1x2", "--save-every", "2", "--resume", "auto"]
+    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "whole")])
+    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts"), "--max-steps", "4"])
+    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts")])
+    assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_an_image_that_breaks_in_the_middle_ends_the_run_on_all_ranks(
+    ranks: Ranks, slides: Path, tmp_path: Path
+) -> None:
+    """Only the tile in its lower right corner is damaged: who reads that is one rank, in one of its visits."""
+    for path in slides.rglob("*.tif"):
+        into = tmp_path / "slides" / path.relative_to(slides)
+        into.parent.mkdir(exist_ok=True, parents=True)
+        into.write_bytes(path.read_bytes())
+        with tifffile.TiffFile(into) as found:
+            start, count = found.pages[0].dataoffsets[-1], found.pages[0].databytecounts[-1]  # type: ignore[union-attr]
+        with into.open("r+b") as file:
+            file.seek(start)
+            file.write(bytes(count))
+    flags = [*COMMON, "--stream", "2x2", "--images", str(tmp_path / "slides"), "--fit", "resize", "--tiles", "1x2"]
+    said = ranks(2).run(refused, [*flags, "--run-folder", str(tmp_path / "run")])
+    assert all(".tif" in each for each in said), said
+
+
+def refused(comm: Communicator, flags: list[str]) -> str:
+    with pytest.raises((Refusal, ValueError)) as raised:
+        train(comm, flags)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stream 4", "--stream 4: streaming visits 1 axes, but images have 2"),
+        ("--stream 2x400", "--stream 2x400: images of 144x144 pixels have no 2x400 tiles to visit"),
+        ("--stream 2x2 --stream-until none_such", "--stream 2x2: there is no 'none_such' in the first stage, whose"),
+        ("--stream 2x2 --stream-until head", "--stream 2x2: the whole model would be streamed, up to head"),
+        ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),
+    ],
+)
+def test_what_cannot_be_streamed(ranks: Ranks, tmp_path: Path, flags: str, message: str) -> None:
+    more = ["--num-samples", "8", *flags.split(), "--run-folder", str(tmp_path / "run")]
+    (found,) = ranks(1).run(refused, [*COMMON, *more])
+    assert message in found
