@@ -23,6 +23,7 @@ from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
+from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
@@ -33,12 +34,14 @@ from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.spatial.wide import fetch_at_entry, steps_of
 from mpi4dl.parallel.streaming.opening import StreamedImages
 from mpi4dl.runtime.batch import BatchFeed, Size, Tile, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
-from mpi4dl.runtime.recompute import recompute_blocks, recompute_whole
+from mpi4dl.runtime.recompute import blocks, recompute_blocks, recompute_whole
 from mpi4dl.runtime.restoring import Undo, evaluating
 
+HALOS = ("layer", "block")
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
@@ -83,8 +86,9 @@ class Engine:
     stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
-    of the model's blocks, or of a stage. `clip_norm` limits the gradient's norm. Modes are the user's: call
-    `model.train()`, and `eval()` for what is frozen.
+    of the model's blocks, or of a stage. Halos are fetched by each "layer", or at the entry of each "block", as `halo`
+    says. `clip_norm` limits the gradient's norm. Modes are the user's: call `model.train()`, and `eval()` for what is
+    frozen.
 
     `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
     every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
@@ -105,6 +109,7 @@ class Engine:
         comm: Communicator,
         precision: str = "fp32",
         recompute: bool = False,
+        halo: str = "layer",
         clip_norm: float | None = None,
         gradient_hook: GradientHook | None = None,
         low_precision_weights: bool = False,
@@ -115,6 +120,8 @@ class Engine:
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        if halo not in HALOS:
+            raise ValueError(f"halo is {halo!r}, but must be one of {', '.join(HALOS)}")
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
@@ -142,6 +149,7 @@ class Engine:
             turns,
             precision=precision,
             recompute=recompute,
+            halo=halo,
             clip_norm=clip_norm,
             gradient_hook=gradient_hook is not None,
             low=low_precision_weights,
@@ -152,6 +160,10 @@ class Engine:
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.held.groups[stage].broadcast(value.data)
+        if halo == "block":
+            for module in self.held.modules_of.values():
+                for block in steps_of(module) if isinstance(module, Stage) else blocks(module):
+                    fetch_at_entry(block)
         if recompute:
             self._recompute()
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.

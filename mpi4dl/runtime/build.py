@@ -78,6 +78,7 @@ def engine_options(config: Config) -> dict[str, Any]:
         "precision": chosen.precision,
         "low_precision_weights": chosen.low_precision_weights,
         "recompute": chosen.recompute,
+        "halo": config.parallel.halo,
         "clip_norm": config.optimizer.clip_norm,
         "offload": config.parallel.offload,
         "offload_folder": config.parallel.offload_folder,

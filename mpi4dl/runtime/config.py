@@ -117,6 +117,11 @@ class Parallel:
         "atoms of each stage",
         counts_or("auto", "flops", "memory", "measured"),
     )
+    halo: str = option(
+        "layer",
+        "what each tile needs of its neighbours comes for each layer, or once for all layers of a block",
+        choice("layer", "block"),
+    )
     stream: tuple[int, ...] | None = option(
         None,
         "visit so many tiles of each rank's part of an image one after the other, so that memory is that of one; none: "
