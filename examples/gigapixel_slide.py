@@ -18,7 +18,7 @@ import numpy.typing as npt
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from examples.tissue_slides import CLASSES, JPEG_QUALITY, PARTS, compose, load_tissue
+from examples.tissue_slides import CLASSES, PARTS, TIFF_OPTIONS, compose, load_tissue
 
 BLOCK_PX, TILE_PX = 4096, 512
 NUM_BLOCKS = 6
@@ -38,8 +38,8 @@ def tiles(size_px: int, part: int, positive: bool, seed: int, block_px: int = BL
         for top in range(0, height, TILE_PX):
             for left in range(0, size_px, TILE_PX):
                 tile = np.full((TILE_PX, TILE_PX, 3), 255, np.uint8)
-                part = strip[top : min(top + TILE_PX, height), left : min(left + TILE_PX, size_px)]
-                tile[: part.shape[0], : part.shape[1]] = part
+                pixels = strip[top : min(top + TILE_PX, height), left : min(left + TILE_PX, size_px)]
+                tile[: pixels.shape[0], : pixels.shape[1]] = pixels
                 yield tile
 
 
@@ -60,12 +60,8 @@ def write(path: Path, size_px: int, part: int, positive: bool, seed: int = 0) ->
         shape=(size_px, size_px, 3),
         dtype=np.uint8,
         bigtiff=True,
-        photometric="rgb",
         tile=(TILE_PX, TILE_PX),
-        compression="jpeg",
-        compressionargs={"level": JPEG_QUALITY},
-        description="Synthetic composition of real tissue (skimage.data.immunohistochemistry); no diagnostic data.",
-        metadata=None,
+        **TIFF_OPTIONS,
     )
     unfinished.rename(path)
 

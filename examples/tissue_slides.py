@@ -16,10 +16,11 @@ import argparse
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,16 @@ Canvas = npt.NDArray[np.float32]
 CLASSES = ("negative", "positive")
 PARTS = ("train", "val")
 TILE_PX = 256
-JPEG_QUALITY = 90
 README = "README.txt"
+TIFF_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "photometric": "rgb",
+        "compression": "jpeg",
+        "compressionargs": {"level": 90},
+        "description": "Synthetic composition of real tissue (skimage.data.immunohistochemistry); no diagnostic data.",
+        "metadata": None,
+    }
+)
 
 PIECE_PX = 64
 PIECE_STEP_PX = 38
@@ -173,12 +182,8 @@ def write_slide(slide: Slide, tissue: Tissue) -> None:
     tifffile.imwrite(
         slide.path,
         pixels,
-        photometric="rgb",
         tile=(TILE_PX, TILE_PX),
-        compression="jpeg",
-        compressionargs={"level": JPEG_QUALITY},
-        description="Synthetic composition of real tissue (skimage.data.immunohistochemistry); no diagnostic data.",
-        metadata=None,
+        **TIFF_OPTIONS,
     )
 
 

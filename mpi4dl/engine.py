@@ -23,7 +23,6 @@ from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
@@ -34,14 +33,13 @@ from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
-from mpi4dl.parallel.spatial.wide import fetch_at_entry, steps_of
+from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
 from mpi4dl.runtime.batch import BatchFeed, Size, Tile, Tiles
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
-from mpi4dl.runtime.recompute import blocks, recompute_blocks, recompute_whole
+from mpi4dl.runtime.recompute import recompute as recompute_all
 from mpi4dl.runtime.restoring import Undo, evaluating
 
-HALOS = ("layer", "block")
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
@@ -120,8 +118,6 @@ class Engine:
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
-        if halo not in HALOS:
-            raise ValueError(f"halo is {halo!r}, but must be one of {', '.join(HALOS)}")
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
@@ -160,12 +156,9 @@ class Engine:
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.held.groups[stage].broadcast(value.data)
-        if halo == "block":
-            for module in self.held.modules_of.values():
-                for block in steps_of(module) if isinstance(module, Stage) else blocks(module):
-                    fetch_at_entry(block)
+        fetch_halos(self.held.modules_of.values(), halo)
         if recompute:
-            self._recompute()
+            recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
         self.groups: dict[int, ReplicaGroup] = {}
@@ -182,13 +175,6 @@ class Engine:
         self.executor = Executor(self.held, comm, self.autocast, seed, _Parameters(self.groups))
         self._table = plan.table()
         self._evaluation_table = cache(plan.evaluation_table)
-
-    def _recompute(self) -> None:
-        for module in self.held.modules_of.values():
-            if self.plan.num_stages > 1:
-                recompute_whole(module)
-            elif not recompute_blocks(module):
-                raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
 
     def _agree_on_model(self, manner: Manner | None, turns: bool, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""

@@ -12,9 +12,9 @@ from mpi4dl.geometry import BATCH, Interval
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.plan import Microbatch
-from mpi4dl.parallel.streaming.visits import Source
+from mpi4dl.parallel.streaming.visits import ImageSource
 
-Tile = Tensor | Source
+Tile = Tensor | ImageSource
 Tiles = Tensor | Sequence[Tile]
 Size = tuple[int, ...]
 

@@ -3,7 +3,7 @@
 Chen et al., "Training deep nets with sublinear memory cost" (2016).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,30 +14,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Refusal
+from mpi4dl.parallel.blocks import blocks
 from mpi4dl.parallel.spatial import SpatialTensor
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks: the outermost composite modules that stand in a row, in a Sequential or a ModuleList."""
-    rows = nn.Sequential | nn.ModuleList | nn.ModuleDict
-    found: list[nn.Module] = []
-
-    def is_block(module: nn.Module) -> bool:
-        """Composite, with a forward of its own, and not itself a row of blocks."""
-        if type(module).forward is nn.Module.forward:
-            return False
-        nested = any(any(True for _ in child.children()) for child in module.children())
-        return any(True for _ in module.children()) and not (isinstance(module, rows) and nested)
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(module, rows) and is_block(child):
-                found.append(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return found
+def recompute(modules: Iterable[nn.Module], stages: bool) -> None:
+    """Make these keep only the inputs of their blocks, or as `stages` only their own. Raises Refusal without blocks."""
+    for module in modules:
+        if stages:
+            recompute_whole(module)
+        elif not recompute_blocks(module):
+            raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
 
 
 def recompute_blocks(model: nn.Module) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Refusal
-from mpi4dl.runtime.recompute import blocks, recompute_blocks
+from mpi4dl.parallel.blocks import blocks
+from mpi4dl.runtime.recompute import recompute_blocks
 
 Make = Callable[[], nn.Module]
 

@@ -10,7 +10,7 @@ Ohio State's MPI4DL does by `--halo-D2`, with models written for it.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,16 +19,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import widest
-from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.blocks import blocks_of
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.streaming.rehearsal import CannotStream, rehearse
 from mpi4dl.parallel.streaming.script import VisitedGrid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
+HALOS = ("layer", "block")
 MOST = 4  # of so many halos as wide as it is, a tile's side is at least as long; otherwise layers fetch their own
 
 _known: "WeakKeyDictionary[nn.Module, dict[Any, int | None]]" = WeakKeyDictionary()
+
+
+def fetch_halos(modules: Iterable[nn.Module], halo: str) -> None:
+    """Let models or stages fetch halos for each "layer", or at the entry of each "block". Raises ValueError."""
+    if halo not in HALOS:
+        raise ValueError(f"halo is {halo!r}, but must be one of {', '.join(HALOS)}")
+    for module in modules if halo == "block" else ():
+        for block in blocks_of(module):
+            fetch_at_entry(block)
 
 
 def fetch_at_entry(block: nn.Module) -> None:
@@ -37,12 +47,6 @@ def fetch_at_entry(block: nn.Module) -> None:
     Elsewhere, and on plain tensors, it runs as before.
     """
     block.forward = partial(_forward, block, block.forward)
-
-
-def steps_of(stage: Stage) -> list[nn.Module]:
-    """The composite modules that a stage calls, one after the other."""
-    called = (stage.get_submodule(call.target) for call in stage.recipe.calls if call.kind == "call_module")
-    return [module for module in dict.fromkeys(called) if next(module.children(), None) is not None]
 
 
 class _Bare(nn.Module):

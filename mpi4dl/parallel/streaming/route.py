@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from mpi4dl.geometry import Box
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
@@ -46,6 +47,10 @@ class Route:
     def layout(self, given: Given, grid: VisitedGrid) -> Layout:
         """How the visit of this grid holds what it is given."""
         return given.layout(grid, self.rehearsed.margin, self.size)
+
+    def box(self, given: Given, tile: int) -> Box:
+        """What the visit of a tile reads of images."""
+        return given.box(tile, self.rehearsed.margin, self.size)
 
     def of_rank(self, given: Given, grid: Grid) -> Layout:
         """What all visits of a rank hold together."""

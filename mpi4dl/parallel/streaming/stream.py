@@ -8,7 +8,9 @@ others compute too; whatever is made of the output's own pixels counts once, so 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,26 +19,25 @@ from torch import Tensor, nn
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.datasets import DatasetError
-from mpi4dl.geometry import BATCH
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 from mpi4dl.parallel.streaming.norms import KnownStatistics
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
-from mpi4dl.parallel.streaming.visits import Collected, Given, Source, owned
+from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, owned
 
 
 class Streaming:
     """One pass of what it is given through a part of a model: `run()` gives the part's outputs.
 
     `lead(*values)` is the part, which returns a tuple of tensors. `inputs` are this rank's part of what it takes: each
-    a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be a `Source`. `norms` is one of
-    `norms.MODES`. Ranks that share the images call everything together.
+    a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be an `ImageSource`. `norms` is one
+    of `norms.MODES`. Ranks that share the images call everything together.
     """
 
     def __init__(
-        self, lead: nn.Module, inputs: Sequence[Tensor | Source], route: Route, grid: Grid, norms: str = "exact"
+        self, lead: nn.Module, inputs: Sequence[Tensor | ImageSource], route: Route, grid: Grid, norms: str = "exact"
     ) -> None:
         self._lead, self._route, self._grid, self._norms = lead, route, grid, norms
         self._script = Script()
@@ -143,12 +144,13 @@ class Streaming:
         And what is wrong with an image, if one cannot be read.
         """
         told: dict[int, Told] = {}
-        for tile in self._route.visits.own:
+        for tile, read in self._read_ahead():
+            if isinstance(read, DatasetError):
+                return told, str(read)
             grid = self._route.grid(tile, self._script)
-            try:
-                values = [x.of_visit(grid, self._route, self._device) for x in self._inputs]
-            except DatasetError as error:
-                return told, str(error)
+            values = [
+                x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)
+            ]
             try:
                 with self._as_before(), self._by_its_norms(forward):
                     outputs = self._lead(*values)
@@ -157,6 +159,30 @@ class Streaming:
             except Suspended as suspended:
                 told[tile] = suspended.told
         return told, None
+
+    def _read_ahead(self) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
+        """The tiles that this rank visits, with what was read for each, or why it could not be.
+
+        While one is visited, a thread reads for the next.
+        """
+
+        def read(tile: int) -> Sequence[Tensor | None] | DatasetError:
+            try:
+                return [x.read(self._route, tile) for x in self._inputs]
+            except DatasetError as error:
+                return error
+
+        own = self._route.visits.own
+        if all(isinstance(x.values, Tensor) for x in self._inputs):
+            yield from ((tile, read(tile)) for tile in own)
+            return
+        with ThreadPoolExecutor(1) as thread:
+            coming = thread.submit(read, own[0])
+            for tile, following in zip_longest(own, own[1:]):
+                found = coming.result()
+                if following is not None:
+                    coming = thread.submit(read, following)
+                yield tile, found
 
     def _told_by_all(self, told: dict[int, Told], problem: str | None) -> dict[int, Told]:
         """What the visits of all ranks told. Raises `Refusal` on all of them if one could not read an image."""
@@ -184,12 +210,12 @@ class Streaming:
 class _Input:
     """What a part takes: `values`, of which this rank holds what all its visits need, and the gradient of that."""
 
-    def __init__(self, values: Tensor | Source, given: Given, layout: Layout | None) -> None:
+    def __init__(self, values: Tensor | ImageSource, given: Given, layout: Layout | None) -> None:
         self.values, self.given, self.layout = values, given, layout
         self._gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor | Source, given: Given, route: Route, grid: Grid) -> "_Input":
+    def of(cls, x: Tensor | ImageSource, given: Given, route: Route, grid: Grid) -> "_Input":
         """What visits need beside what this rank owns comes from the other ranks."""
         if given.tiling is None or not isinstance(x, Tensor):
             return cls(x, given, None)
@@ -198,15 +224,22 @@ class _Input:
             return cls(retile(x, layout.tiling).local, given, layout)
         return cls(x, given, layout)
 
-    def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device) -> Tensor:
-        """What the visit of this grid is given, apart from any graph: a copy, which layers may overwrite."""
+    def read(self, route: Route, tile: int) -> Tensor | None:
+        """What is read for the visit of a tile, if this is a source."""
+        return None if isinstance(self.values, Tensor) else self.values.read(route.box(self.given, tile))
+
+    def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device, read: Tensor | None) -> Tensor:
+        """What the visit of this grid is given, apart from any graph: a copy, which layers may overwrite.
+
+        `read` is what was read for it.
+        """
         if self.given.tiling is None:
             assert isinstance(self.values, Tensor)
             return self.values.detach().clone().requires_grad_(self.values.requires_grad)
         layout = route.layout(self.given, grid)
         if not isinstance(self.values, Tensor):
-            held = layout.held if layout.dims[BATCH] is not None else self.given.all_samples(layout.held)
-            return SpatialTensor(self.values.read(held).to(device), layout)
+            assert read is not None
+            return SpatialTensor(read.to(device), layout)
         assert self.layout is not None
         local = narrow(self.values.detach(), layout.dims, self.layout.held, layout.held).to(device, copy=True)
         return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)

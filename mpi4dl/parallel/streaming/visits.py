@@ -24,7 +24,7 @@ from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images of which any box can be read, as often as it is asked for: (samples, channels, *space).
 
     `shape` is that of the whole batch, such as (N, C, H, W). What is read has the values of the whole image there.
@@ -44,7 +44,7 @@ class Source(Protocol):
 class OwnSamples:
     """A source of the whole batch's shape, of which this rank has the samples from `first` on: those of `source`."""
 
-    source: Source
+    source: ImageSource
     first: int
     shape: torch.Size
 
@@ -121,19 +121,23 @@ class Given:
             return cls(y.shape, y.dtype, y.layout.tiling.narrow, y.layout.dims)
         return cls(y.shape, y.dtype, None, ())
 
-    def all_samples(self, box: Box) -> Box:
-        """This box of space in all samples, of a batch that is not cut."""
-        return Box(Interval(0, self.shape[0]), *box.space)
+    def box(self, tile: int, margin: int, size: Sequence[int]) -> Box:
+        """What the visit of a tile reads of images: of all samples, if they are not shared out."""
+        box = self.held(margin, size).held(tile)
+        return box if self.dims[BATCH] is not None else Box(Interval(0, self.shape[0]), *box.space)
 
     def layout(self, grid: Grid, margin: int, size: Sequence[int]) -> Layout:
         """How tiles hold it, with a margin that is so many pixels of images of this size."""
+        return Layout(grid, self.held(margin, size), self.dims)
+
+    def held(self, margin: int, size: Sequence[int]) -> Tiling:
         assert self.tiling is not None
         batch, *space = self.tiling.splits
         splits = [
             split if dim is None else split.widen(ceil_div(margin * split.size, pixels))
             for split, dim, pixels in zip(space, self.dims[1:], size, strict=True)
         ]
-        return Layout(grid, Tiling((batch, *splits)), self.dims)
+        return Tiling((batch, *splits))
 
 
 class Collected:
