@@ -129,7 +129,7 @@ def test_each_allocator_has_its_own_peers() -> None:
 
 def test_losses_are_compared_as_far_as_there_are_any() -> None:
     assert difference([1.0, 2.0], [1.0, 2.0 + 1e-5, 3.0]) is None
-    assert difference([1.0, 2.0], [1.0, 2.001]) == "the loss of step 1 is 2.000000 instead of 2.001000"
+    assert difference([1.0, 2.0], [1.0, 2.01]) == "the loss of step 1 is 2.000000 instead of 2.010000"
     assert difference([float("nan")], [1.0]) is not None
 
 
