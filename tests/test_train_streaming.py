@@ -15,7 +15,7 @@ from tests.interrupted import assert_the_same_run
 from tests.pool.ranks import Ranks
 
 COMMON = (
-    "--model small_resnet --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 2 "
+    "--model small_resnet --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 1 "
     "--val-fraction 0.3 --log-interval 1 --lr 0.002 --flip --no-tensorboard"
 ).split()
 STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2".split()
@@ -62,7 +62,7 @@ def test_slides_by_every_plan(ranks: Ranks, slides: Path, expected: list[float],
 def test_a_run_goes_on_to_the_last_bit(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
     flags = [*COMMON, *STREAMED, "--images", str(slides), "--tiles", "1x2", "--save-every", "2", "--resume", "auto"]
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "whole")])
-    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts"), "--max-steps", "4"])
+    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts"), "--max-steps", "2"])
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts")])
     assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
 

@@ -36,8 +36,14 @@ class Suspended(Exception):
         self.told = told
 
 
-class NeedsNeighbours(Exception):
+class NeedsNeighbours(NotImplementedError):
     """A visit asked for pixels that it does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a streamed layer asks for pixels of other tiles, as a hook on a gradient does, which are not there: end "
+            "streaming before it"
+        )
 
 
 class Script:
