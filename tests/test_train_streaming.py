@@ -91,6 +91,11 @@ def refused(comm: Communicator, flags: list[str]) -> str:
     return str(raised.value)
 
 
+def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None:
+    flags = [*COMMON, *STREAMED, "--num-samples", "8", "--dry-run", "--run-folder", str(tmp_path / "run")]
+    ranks(1).run(train, flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

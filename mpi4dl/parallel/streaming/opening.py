@@ -77,7 +77,9 @@ class Leading:
     _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
-        (images,) = values
+        images = values[0]
+        if not isinstance(images, StreamedImages):  # such as shapes, on which nothing is computed
+            return 0, dict(zip(stage.recipe.inputs, values, strict=True))
         parts = self._parts_of(stage)
         source = _as_given(images)
         found: tuple[Any, ...] = (source,)
