@@ -14,7 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
@@ -73,7 +74,7 @@ class Leading:
 
     recipes: tuple[Recipe, ...]
     options: StreamOptions
-    _parts: list[Stage] = field(default_factory=list)
+    _parts: list["_Segment"] = field(default_factory=list)
     _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
@@ -86,20 +87,24 @@ class Leading:
         for part, route in zip(parts, self._route(parts, images, source), strict=True):
             found = Streaming(part, found, route, images.grid, self.options.norms).run()
         done = sum(len(recipe.calls) for recipe in self.recipes)
-        return done, dict(zip(self.recipes[-1].outputs, found, strict=True))
+        return done, dict(zip(self.recipes[-1].outputs, parts[-1].nested(found), strict=True))
 
-    def _parts_of(self, stage: Stage) -> list[Stage]:
+    def _parts_of(self, stage: Stage) -> "list[_Segment]":
         """The segments, in the modes of the stage."""
         if not self._parts:
-            self._parts = [Stage(recipe, stage) for recipe in self.recipes]
+            before = None
+            for recipe in self.recipes:
+                before = _Segment(Stage(recipe, stage), before)
+                self._parts.append(before)
         for part in self._parts:
-            for name, module in part.named_modules():
+            part.training = stage.training
+            for name, module in part.part.named_modules():
                 original = stage.get_submodule(name)
                 if module is not original:
                     module.training = original.training
         return self._parts
 
-    def _route(self, parts: Sequence[Stage], images: StreamedImages, source: Any) -> tuple[Route, ...]:
+    def _route(self, parts: Sequence[nn.Module], images: StreamedImages, source: Any) -> tuple[Route, ...]:
         modes = tuple(module.training for part in parts for module in part.modules())
         grid, size = images.grid, images.size
         key = (grid, source.shape, source.dtype, images.samples, modes, torch.is_grad_enabled())
@@ -112,6 +117,37 @@ class Leading:
                 givens = tuple(map(Given.like, routes[-1].rehearsed.outputs))
             self._routes[key] = tuple(routes)
         return self._routes[key]
+
+
+class _Segment(nn.Module):
+    """A part of a stage, of the tensors in its values, which may be nests of them; `before` made them."""
+
+    def __init__(self, part: Stage, before: "_Segment | None") -> None:
+        super().__init__()
+        self.part = part
+        self.made: _Nest = _Nest()
+        self._nest: _Nest = _Nest() if before is None else before.made
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found, self.made.structure = pytree.tree_flatten(self.part(*self._nest.of(tensors)))
+        return tuple(found)
+
+    def nested(self, tensors: Sequence[Tensor]) -> Any:
+        """The part's outputs, of the tensors in them."""
+        return self.made.of(tensors)
+
+
+class _Nest:
+    """How tensors lie in values; None: each is one. Copies of a module have it in common."""
+
+    def __init__(self) -> None:
+        self.structure: Any = None
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        return tensors if self.structure is None else pytree.tree_unflatten(tensors, self.structure)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Nest":
+        return self
 
 
 def _as_given(images: StreamedImages) -> Any:

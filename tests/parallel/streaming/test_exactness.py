@@ -1,8 +1,10 @@
 """A model whose leading part is streamed trains as plain PyTorch does, by every plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.opening import StreamOptions
@@ -39,6 +41,40 @@ def test_segments(ranks: Ranks, name: str) -> None:
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
 
 
+class _Mix(nn.Module):
+    """Hands on two tensors, of what it was given."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Any) -> tuple[Tensor, Tensor]:
+        first, second = x if isinstance(x, tuple) else (x, x[:, :1])
+        found = self.norm(self.conv(first)).relu()
+        return found + second, found
+
+
+class _Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self.last((x[0] * x[1]).mean((2, 3)))
+
+
+class Paired(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(_Mix(3), _Mix(4), _Mix(4), _Mix(4), _Join())
+
+
+@pytest.mark.parametrize("plan", ["tiles", "two stages"])
+def test_values_that_are_nests(ranks: Ranks, plan: str) -> None:
+    """A pair is handed on, from segment to segment and from stage to stage, as AmoebaNet's cells do."""
+    task = Task(Paired, (24, 26), stream=StreamOptions((2, 2), "2", segments=3), balance=(4, 1))
+    check(ranks, task, PLANS[plan])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tiles and ZeRO 2", "GEMS", "one rank"])
 def test_a_resnet(ranks: Ranks, name: str) -> None:
@@ -54,7 +90,10 @@ MODELS = {
     ),
     "densenet121": (Task("densenet121", (301, 314), batch=2), None),
     "unet": (Task("unet", (304, 320), batch=2, dense=True), None),
-    "convnext_tiny": (Task("convnext_tiny", (301, 314), batch=2), None),
+    "convnext_tiny": (
+        Task("convnext_tiny", (301, 314), batch=2, model_options=(("stochastic_depth_prob", 0.0),)),
+        None,
+    ),
 }
 
 
