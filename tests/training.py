@@ -320,7 +320,7 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) 
     torch.manual_seed(7)
     outcome = Outcome()
     for number in range(task.num_steps):
-        if number == EVALUATED:
+        if number == min(EVALUATED, task.num_steps - 1):
             batches = [(tiles_of(images, engine, training=False), targets) for images, targets in held_out(task)]
             outcome.evaluation = engine.evaluate(batches, task.size)
         images, targets = batch_of(task, number)
@@ -347,7 +347,7 @@ def plain(task: Task, num_microbatches: int = 1) -> Outcome:
     clip_norm, hook = options.get("clip_norm", float("inf")), options.get("gradient_hook")
     outcome = Outcome()
     for number in range(task.num_steps):
-        if number == EVALUATED:
+        if number == min(EVALUATED, task.num_steps - 1):
             outcome.evaluation = evaluate(model, held_out(task))
         images, targets = batch_of(task, number)
         optimizer.zero_grad()

@@ -91,18 +91,19 @@ def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, 
     And what ranks would have to hold of the input so that nothing had to be sent, if they do not.
     """
     plans = {axis: plan_axis(axis_map, tiling.splits[axis]) for axis, axis_map in maps}
-    exchange = False
+    exchange = moved = False
     for axis, plan in plans.items():
         whole = Interval(0, tiling.splits[axis].size)
-        if axis not in itself and (plan.exchange or not all(whole.covers(needed) for needed in plan.needed)):
-            exchange = True
+        if axis not in itself:
+            moved = moved or plan.exchange
+            exchange = exchange or plan.exchange or not all(whole.covers(needed) for needed in plan.needed)
     needed, output = tiling, tiling
     for axis, split in enumerate(tiling.splits):
         if axis in plans:
             held = split.held if axis in itself else plans[axis].needed
             needed = needed.replace(axis, Split(split.cuts, held))
             output = output.replace(axis, plans[axis].output)
-        elif exchange:
+        elif moved:  # what lies beyond the image comes from nobody
             needed = needed.replace(axis, split.narrow())
             output = output.replace(axis, split.narrow())
     enough = widest(tiling, needed) if exchange else tiling

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from tests.pool.ranks import Ranks
 from tests.training import Task, check
+
+import_torchvision()
+from torchvision.ops import SqueezeExcitation  # noqa: E402
 
 ONE = (1, 1)
 RESNET = Task("resnet18", (97, 118), batch=4, num_steps=3, stream=StreamOptions((2, 3), "layer2"))
@@ -73,6 +77,39 @@ def test_values_that_are_nests(ranks: Ranks, plan: str) -> None:
     """A pair is handed on, from segment to segment and from stage to stage, as AmoebaNet's cells do."""
     task = Task(Paired, (24, 26), stream=StreamOptions((2, 2), "2", segments=3), balance=(4, 1))
     check(ranks, task, PLANS[plan])
+
+
+class Exciting(nn.Sequential):
+    """Squeeze-and-excite, and group and instance norms: means over the whole image within a block."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3, padding=1),
+            SqueezeExcitation(8, 4),
+            nn.GroupNorm(2, 8),
+            nn.Conv2d(8, 8, 3, 2, padding=1),
+            SqueezeExcitation(8, 4),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        )
+
+
+@pytest.mark.parametrize("plan", ["one rank", "tiles, then one"])
+def test_means_over_the_whole_image_within_blocks(ranks: Ranks, plan: str) -> None:
+    check(ranks, Task(Exciting, (24, 26), stream=StreamOptions((2, 3), "6"), balance=(7, 3)), PLANS[plan])
+
+
+AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))
+
+
+@pytest.mark.parametrize("plan", ["one rank", "two stages"])
+def test_reductions_that_drop_their_first_row(ranks: Ranks, plan: str) -> None:
+    """AmoebaNet pads, and slices a row off, beside branches that do not."""
+    stream = StreamOptions((1, 2), "reduction1", segments=3)
+    check(ranks, replace(AMOEBANET, stream=stream, balance=(6, 3)), PLANS[plan])
 
 
 @pytest.mark.exhaustive

@@ -119,11 +119,11 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
                 raise Unlike(f"operands have an axis of the image in other units in dim {dim}")
             elif splits[axis].size != split.size:
                 raise RuntimeError(f"{function}: sizes {splits[axis].size} and {split.size} of dim {dim} must match")
-            elif splits[axis].cuts == split.cuts:
-                both = (a.intersect(b) for a, b in zip(splits[axis].held, split.held, strict=True))
-                splits[axis] = Split(split.cuts, tuple(both))
             else:
-                splits[axis] = splits[axis].narrow()
+                # Nothing is exchanged where all hold what the first one owns, wherever the others are cut.
+                both = tuple(a.intersect(b) for a, b in zip(splits[axis].held, split.held, strict=True))
+                enough = all(held.covers(splits[axis].owned(part)) for part, held in enumerate(both))
+                splits[axis] = Split(splits[axis].cuts, both) if enough else splits[axis].narrow()
     flats = {flat.dim + ndim - x.dim(): flat for x in spread for flat in x.layout.flat}
     for dim, flat in flats.items():
         for x in spread:
