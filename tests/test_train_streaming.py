@@ -67,8 +67,22 @@ def test_a_run_goes_on_to_the_last_bit(ranks: Ranks, slides: Path, tmp_path: Pat
     assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2 --max-steps 2".split()
+
+
+def test_patches_by_every_plan(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
+    losses = []
+    for plan in ("", "--tiles 1x2 --stream-segments 3", "--tiles 1x2 --data 2 --aggregator gated-attention --zero 1"):
+        folder = tmp_path / f"run{len(losses)}"
+        flags = [*COMMON, *PATCHES, "--images", str(slides), *plan.split(), "--run-folder", str(folder)]
+        ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)
+        losses.append(losses_of(folder))
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-3)] * 2
+
+
+@pytest.mark.parametrize("how", [["--stream", "2x2"], ["--patches", "33"], ["--patches", "33", "--min-tissue", "0.1"]])
 def test_an_image_that_breaks_in_the_middle_ends_the_run_on_all_ranks(
-    ranks: Ranks, slides: Path, tmp_path: Path
+    ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
 ) -> None:
     """Only the tile in its lower right corner is damaged: who reads that is one rank, in one of its visits."""
     for path in slides.rglob("*.tif"):
@@ -80,7 +94,7 @@ def test_an_image_that_breaks_in_the_middle_ends_the_run_on_all_ranks(
         with into.open("r+b") as file:
             file.seek(start)
             file.write(bytes(count))
-    flags = [*COMMON, "--stream", "2x2", "--images", str(tmp_path / "slides"), "--fit", "resize", "--tiles", "1x2"]
+    flags = [*COMMON, *how, "--images", str(tmp_path / "slides"), "--fit", "resize", "--tiles", "1x2"]
     said = ranks(2).run(refused, [*flags, "--run-folder", str(tmp_path / "run")])
     assert all(".tif" in each for each in said), said
 
@@ -104,6 +118,13 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
         ("--stream 2x2 --stream-until none_such", "--stream 2x2: there is no 'none_such' in the first stage, whose"),
         ("--stream 2x2 --stream-until head", "--stream 2x2: the whole model would be streamed, up to head"),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),
+        ("--patches 145", "--patches 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x"),
+        ("--patches 32 --stream 2x2", "--stream is for images that the model sees whole"),
+        (
+            "--patches 32 --model squeezenet1_0 --model-options dropout=0.1",
+            "it does not end in a linear layer of its classes",
+        ),
+        ("--min-tissue 0.1", "--min-tissue 0.1 chooses patches, but --patches is missing"),
     ],
 )
 def test_what_cannot_be_streamed(ranks: Ranks, tmp_path: Path, flags: str, message: str) -> None:

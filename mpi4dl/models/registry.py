@@ -1,12 +1,14 @@
-"""Builds a model from its name: one of our own, from the table below, or any of torchvision's that can be trained.
+"""Builds a model from its name: one of our own, from the table below, one of timm, or of torchvision.
 
 resnet_v2                           OWN_MODELS
 resnet50, fcn_resnet50, r3d_18      a builder of torchvision.models
+timm/vit_tiny_patch16_224           what timm.create_model makes, if that package is installed
 ssd300_vgg16.backbone               what a detection model of torchvision looks at images with, without its heads
 ssd300_vgg16, raft_small            refused, with the reason
 """
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -56,7 +58,7 @@ REFUSALS: Mapping[str, str] = MappingProxyType(
         "model one batch of images",
     }
 )
-BACKBONE = ".backbone"
+BACKBONE, TIMM = ".backbone", "timm/"
 
 
 def names(torchvision: bool = False) -> list[str]:
@@ -91,7 +93,7 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
     """Build the model called `name`, with freshly drawn weights.
 
     Args:
-        name: one of `names(torchvision=True)`.
+        name: one of `names(torchvision=True)`, or timm/ and one of `timm.list_models()`.
         num_classes: the number of logits (of each image or pixel); None keeps the model's own default.
         options: the model's further options, such as `depth` of "resnet_v2" or `num_filters` of "unet".
 
@@ -104,6 +106,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
         options["num_classes"] = num_classes
     if name in OWN_MODELS:
         return _build_own(name, OWN_MODELS[name], options)
+    if name.startswith(TIMM):
+        return _build_timm(name.removeprefix(TIMM), options)
     known = names(torchvision=True)
     if name not in known and name in import_torchvision().models.list_models():
         raise ValueError(refusal(name))
@@ -121,6 +125,19 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
     _check_options(name, options, _parameter_names(entry.builder) - entry.fixed.keys())
     return entry.builder(**entry.fixed, **options)
+
+
+def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
+    import_torchvision()  # which timm imports in its own way
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError:
+        raise ValueError(f"model {TIMM}{name} needs the package timm: pip install timm") from None
+    if not timm.is_model(name):
+        nearest = difflib.get_close_matches(name, timm.list_models()) or timm.list_models("resnet?8")
+        raise ValueError(f"timm has no model {name!r}; the nearest names are {_listed(nearest)}")
+    found: nn.Module = timm.create_model(name, **options)
+    return found
 
 
 def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:

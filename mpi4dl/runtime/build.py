@@ -15,6 +15,8 @@ from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.view import Fit
+from mpi4dl.models.aggregators import AGGREGATORS, headless
+from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
@@ -22,11 +24,13 @@ from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
+from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.memory import return_freed_memory
 from mpi4dl.runtime.options import nearest
+from mpi4dl.runtime.wording import counted
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
 RGB = ("red", "green", "blue")
@@ -131,9 +135,28 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     if takes_channels(name):
         options = {"in_channels": channels, **options}
     try:
-        return models.build(name, num_classes, **options)
+        model = models.build(name, num_classes, **options)
     except TypeError as error:
         raise ConfigError(f"--model {name} does not take these options {dict(options)}: {error}") from None
+    return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
+
+
+def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: int) -> PatchModel:
+    """The model that looks at patches by this encoder. Raises ConfigError if it cannot."""
+    chosen, patch = config.model, config.model.patches
+    assert patch is not None
+    if chosen.min_tissue and channels != len(RGB):
+        raise ConfigError(
+            f"--min-tissue {chosen.min_tissue}: tissue is found by its colour, and images have "
+            f"{counted(channels, 'channel')}"
+        )
+    try:
+        patches_in(config.data.image_size, patch)
+        num_features = headless(encoder, num_classes)
+    except ValueError as error:
+        raise ConfigError(f"--patches {patch} of --model {chosen.model}: {error}") from None
+    aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
+    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / config.data.std)
 
 
 def hold_model(
@@ -144,7 +167,15 @@ def hold_model(
     The random numbers that training draws follow from --seed, in one stage or several.
     """
     torch.manual_seed(config.training.seed)
-    stream = stream_options(config)
+    stream, bags = stream_options(config), bag_options(config, plan)
+    if bags is not None:
+        model = build_model(config, num_classes, channels).to(device)
+        assert isinstance(model, PatchModel)
+        try:
+            visit_patches(model, bags, channels)
+        except ValueError as error:
+            raise ConfigError(f"--stream-segments {bags.segments} of --model {config.model.model}: {error}") from error
+        return Held.whole(model, plan, comm, bags)
     if plan.num_stages == 1 and stream is None:
         return Held.whole(build_model(config, num_classes, channels).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)
@@ -178,6 +209,24 @@ def stream_options(config: Config) -> StreamOptions | None:
             )
         return None
     return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
+
+
+def bag_options(config: Config, plan: Plan) -> BagOptions | None:
+    """How patches are visited; None if the model sees whole images. Raises ConfigError where options contradict."""
+    chosen = config.model
+    if chosen.patches is None:
+        if chosen.min_tissue:
+            raise ConfigError(f"--min-tissue {chosen.min_tissue} chooses patches, but --patches is missing")
+        return None
+    if plan.num_stages > 1 or plan.bidirectional:
+        raise ConfigError(
+            f"--patches {chosen.patches} takes one stage, whose ranks share the patches: --tiles 1x{plan.num_stages} "
+            "instead of --stages"
+        )
+    for flag, given in (("--stream", config.parallel.stream), ("--recompute", config.training.recompute)):
+        if given:
+            raise ConfigError(f"{flag} is for images that the model sees whole; of --patches each visit is repeated")
+    return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments)
 
 
 def time_and_tidy(*site: Any) -> Column:

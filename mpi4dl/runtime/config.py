@@ -43,9 +43,26 @@ DESCRIPTION = "Train an unmodified PyTorch model on images that are spread over 
 
 @dataclass(frozen=True)
 class Model:
-    model: str = option("resnet18", "the name of a model of mpi4dl.models or of torchvision", NAME)
+    model: str = option(
+        "resnet18", "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm", NAME
+    )
     num_classes: int | None = option(None, "how many classes; none: as many as the data has", optional(COUNT))
     model_options: Mapping[str, Any] = option({}, "keyword arguments of the model, such as depth=29,pool=max", KEYWORDS)
+    patches: int | None = option(
+        None,
+        "cut images into patches of so many pixels, which the model encodes, each alone, for the aggregator; none: the "
+        "model sees whole images",
+        optional(COUNT),
+    )
+    aggregator: str = option(
+        "gated-attention",
+        "what is made of the features of all patches of an image",
+        choice("mean", "max", "gated-attention", "transformer"),
+    )
+    min_tissue: float = option(
+        0.0, "look only at patches of whose pixels at least this share is coloured; 0: at all of them", SHARE
+    )
+    patches_at_once: int = option(16, "how many patches each rank has in its memory at once", COUNT)
 
 
 @dataclass(frozen=True)
@@ -227,6 +244,11 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @property
+    def visits(self) -> bool:
+        """Whether parts of images are read and visited one after the other, so that nobody has them whole."""
+        return self.parallel.stream is not None or self.model.patches is not None
 
 
 def parse(argv: Sequence[str]) -> Config:

@@ -41,7 +41,7 @@ class Images(NamedTuple):
         """What reads the boxes of a rank of both; they report what they cannot read. Raises ValueError as Loader."""
         views, data = build_views(config, self.training.channels, self.fit), config.data
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
-        common |= {"on_bad_image": "report", "lazy": config.parallel.stream is not None}
+        common |= {"on_bad_image": "report", "lazy": config.visits}
         return (
             Loader(self.training, views[0], data.batch_size, training, shuffle=True, drop_last=True, **common),
             Loader(self.validation, views[1], data.batch_size, validation, **common),

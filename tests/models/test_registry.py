@@ -138,3 +138,10 @@ def test_integer_weights_are_refused_and_the_same_model_in_floating_point_is_not
 
 def test_models_that_warn_of_their_initial_values_are_told_what_they_are() -> None:
     models.build("googlenet", 3)  # a warning fails the test
+
+
+def test_models_of_timm() -> None:
+    timm = pytest.importorskip("timm")
+    assert type(models.build("timm/resnet10t", 5)) is type(timm.create_model("resnet10t"))
+    with pytest.raises(ValueError, match="timm has no model 'resnet10'; the nearest names are 'resnet10t'"):
+        models.build("timm/resnet10")

@@ -6,7 +6,7 @@ optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Held(nn.Module):
         counts: tuple[int, ...] = (),
         names: tuple[str, ...] = (),
         prices: Prices | None = None,
-        stream: StreamOptions | None = None,
+        stream: Any = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
@@ -97,13 +97,13 @@ class Held(nn.Module):
         self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
 
     @classmethod
-    def whole(cls, model: nn.Module, plan: Plan, comm: Communicator) -> "Held":
-        """The whole model, for a plan of one stage. It need not be traceable."""
+    def whole(cls, model: nn.Module, plan: Plan, comm: Communicator, stream: Any = None) -> "Held":
+        """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images."""
         if plan.num_stages != 1:
             raise Refusal(
                 f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model"
             )
-        return cls({0: model}, model, plan, comm)
+        return cls({0: model}, model, plan, comm, stream=stream)
 
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]

@@ -73,8 +73,8 @@ class Cuttable:
         return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
 
     def part(self, first: int, end: int) -> Recipe:
-        """What atoms `first` to `end` - 1 do, of whom the values that are alive behind them come out."""
-        return self._recipe(first, end, first, len(self))
+        """What atoms `first` to `end` - 1 do, of whom the values that are alive behind them come out, or the result."""
+        return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
 
     def check(self, counts: Sequence[int]) -> None:
         """Refuse counts of atoms that do not add up, or are not positive."""

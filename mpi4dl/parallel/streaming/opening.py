@@ -1,32 +1,26 @@
 """The leading part of a model's first stage, streamed: which layers it is made of, and how the stage begins with it.
 
-    first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
-                   streamed, by visits,       |   on the outputs of those, as ever
-                   in one segment or several  |
-
-Between segments the outputs are kept whole: visits of one segment begin there, so that they read less of a margin, and
-repeat less for the rounds of their norms.
+first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
+               streamed, by visits,       |   on the outputs of those, as ever
+               in one segment or several  |
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
-from mpi4dl.parallel.pipeline.stage import Recipe, Stage
+from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.rehearsal import CannotStream, Rehearsed, run
-from mpi4dl.parallel.streaming.route import Route
-from mpi4dl.parallel.streaming.stream import Streaming
-from mpi4dl.parallel.streaming.visits import Given, OwnSamples, Visits
+from mpi4dl.parallel.streaming.segments import Segments, bounds
+from mpi4dl.parallel.streaming.visits import OwnSamples, Visits
 
 MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
 
@@ -70,84 +64,21 @@ class StreamedImages:
 
 @dataclass
 class Leading:
-    """An opening that streams the first calls of a stage, those of each of `recipes` in turn."""
+    """An opening that streams the first calls of a stage, in segments."""
 
-    recipes: tuple[Recipe, ...]
-    options: StreamOptions
-    _parts: list["_Segment"] = field(default_factory=list)
-    _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
+    segments: Segments
+    counts: tuple[int, ...]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         images = values[0]
         if not isinstance(images, StreamedImages):  # such as shapes, on which nothing is computed
             return 0, dict(zip(stage.recipe.inputs, values, strict=True))
-        parts = self._parts_of(stage)
-        source = _as_given(images)
-        found: tuple[Any, ...] = (source,)
-        for part, route in zip(parts, self._route(parts, images, source), strict=True):
-            found = Streaming(part, found, route, images.grid, self.options.norms).run()
-        done = sum(len(recipe.calls) for recipe in self.recipes)
-        return done, dict(zip(self.recipes[-1].outputs, parts[-1].nested(found), strict=True))
-
-    def _parts_of(self, stage: Stage) -> "list[_Segment]":
-        """The segments, in the modes of the stage."""
-        if not self._parts:
-            before = None
-            for recipe in self.recipes:
-                before = _Segment(Stage(recipe, stage), before)
-                self._parts.append(before)
-        for part in self._parts:
-            part.training = stage.training
-            for name, module in part.part.named_modules():
-                original = stage.get_submodule(name)
-                if module is not original:
-                    module.training = original.training
-        return self._parts
-
-    def _route(self, parts: Sequence[nn.Module], images: StreamedImages, source: Any) -> tuple[Route, ...]:
-        modes = tuple(module.training for part in parts for module in part.modules())
-        grid, size = images.grid, images.size
-        key = (grid, source.shape, source.dtype, images.samples, modes, torch.is_grad_enabled())
-        if key not in self._routes:
-            visits = Visits(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
-            givens: tuple[Given, ...] = (visits.images(source.shape, source.dtype, images.samples),)
-            routes = []
-            for part in parts:
-                routes.append(Route.of(part, visits, givens, size))
-                givens = tuple(map(Given.like, routes[-1].rehearsed.outputs))
-            self._routes[key] = tuple(routes)
-        return self._routes[key]
-
-
-class _Segment(nn.Module):
-    """A part of a stage, of the tensors in its values, which may be nests of them; `before` made them."""
-
-    def __init__(self, part: Stage, before: "_Segment | None") -> None:
-        super().__init__()
-        self.part = part
-        self.made: _Nest = _Nest()
-        self._nest: _Nest = _Nest() if before is None else before.made
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found, self.made.structure = pytree.tree_flatten(self.part(*self._nest.of(tensors)))
-        return tuple(found)
-
-    def nested(self, tensors: Sequence[Tensor]) -> Any:
-        """The part's outputs, of the tensors in them."""
-        return self.made.of(tensors)
-
-
-class _Nest:
-    """How tensors lie in values; None: each is one. Copies of a module have it in common."""
-
-    def __init__(self) -> None:
-        self.structure: Any = None
-
-    def of(self, tensors: Sequence[Tensor]) -> Any:
-        return tensors if self.structure is None else pytree.tree_unflatten(tensors, self.structure)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Nest":
-        return self
+        source, grid = _as_given(images), images.grid
+        visits = Visits(grid.shape, grid.rank, self.counts, grid.tracks_batch)
+        given = visits.images(source.shape, source.dtype, images.samples)
+        found = self.segments.run(stage, source, given, visits, grid, images.size)
+        done = sum(len(recipe.calls) for recipe in self.segments.recipes)
+        return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
 
 
 def _as_given(images: StreamedImages) -> Any:
@@ -206,29 +137,13 @@ def choose(
             middle = (count + beyond) // 2
             count, beyond = (middle, beyond) if rehearsed(middle, margin) is not None else (count, middle)
         count = max(count, 1)
-    rounds = [0]
-    for end in range(1, count + 1) if options.segments > 1 else ():
+
+    def rounds_of(end: int) -> int | None:
         found = rehearsed(end, max(size))
-        rounds.append(rounds[-1] if found is None else found.num_rounds)
-    bounds = [0, *_ends(rounds, min(options.segments, count)), count] if options.segments > 1 else [0, count]
-    return Leading(tuple(cuttable.part(first, end) for first, end in pairwise(bounds)), options)
+        return None if found is None else found.num_rounds
 
-
-def _ends(rounds: Sequence[int], segments: int) -> list[int]:
-    """Behind how many atoms each segment but the last ends, if `rounds[i]` are those of the first i atoms.
-
-    Rounds are shared out evenly, and so are atoms where there are none.
-    """
-    ends: list[int] = []
-    total, last = rounds[-1], len(rounds) - 1
-    for segment in range(1, segments):
-        if total:
-            end = next(i for i, found in enumerate(rounds) if found * segments >= total * segment)
-        else:
-            end = last * segment // segments
-        if end > (ends[-1] if ends else 0) and end < last:
-            ends.append(end)
-    return ends
+    recipes = tuple(cuttable.part(*span) for span in bounds(count, options.segments, rounds_of))
+    return Leading(Segments(recipes, options.norms), options.counts)
 
 
 def _within(name: str, module: str) -> bool:

@@ -61,26 +61,26 @@ class Visits:
     """The tiles that are visited: `counts` of them along each axis of space in every rank's part.
 
     `shape` is the grid of ranks, `rank` this one's number in it. `tracks_batch`: tensors know which of their dims is
-    the batch.
+    the batch, of which there are `batch` parts, visited in turn.
     """
 
     shape: GridShape
     rank: int
     counts: tuple[int, ...]
     tracks_batch: bool
+    batch: int = 1
 
     @cached_property
     def grid(self) -> GridShape:
         """That of all tiles."""
-        batch, *space = self.shape
-        return GridShape(batch, *(n * count for n, count in zip(space, self.counts, strict=True)))
+        return GridShape(*(n * count for n, count in zip(self.shape, (self.batch, *self.counts), strict=True)))
 
     @cached_property
     def own(self) -> list[int]:
         """The tiles that this rank visits, by their numbers in the grid of all."""
-        batch, *place = self.shape.coordinates(self.rank)
-        along = [range(p * count, (p + 1) * count) for p, count in zip(place, self.counts, strict=True)]
-        wanted = {(batch, *each) for each in product(*along)}
+        place = self.shape.coordinates(self.rank)
+        along = [range(p * count, (p + 1) * count) for p, count in zip(place, (self.batch, *self.counts), strict=True)]
+        wanted = set(product(*along))
         return [tile for tile in range(self.grid.size) if self.grid.coordinates(tile) in wanted]
 
     def images(self, shape: torch.Size, dtype: torch.dtype, samples: Split) -> "Given":
@@ -93,9 +93,9 @@ class Visits:
 
     def of_ranks(self, layout: Layout, grid: Grid) -> Layout:
         """How ranks own, and hold, together what their visits own and hold by this layout."""
-        batch, *space = layout.tiling.splits
-        splits = [_joined(split, count) for split, count in zip(space, self.counts, strict=True)]
-        return Layout(grid, Tiling((batch, *splits)), layout.dims).with_dims(layout.dims)
+        counts = (self.batch, *self.counts)
+        splits = tuple(_joined(split, count) for split, count in zip(layout.tiling.splits, counts, strict=True))
+        return Layout(grid, Tiling(splits), layout.dims).with_dims(layout.dims)
 
 
 def _joined(split: Split, count: int) -> Split:

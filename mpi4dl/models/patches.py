@@ -1,0 +1,78 @@
+"""Slides as bags of patches: an encoder looks at each patch alone, an aggregator at the features of all of them.
+
+    images (N, C, H, W) -> patches (P, C, p, p) -> encoder -> features (P, F) -> a bag for each image -> logits (N, K)
+
+This is plain PyTorch: all patches of a batch are one batch of the encoder, which `mpi4dl.parallel.streaming.bags`
+visits a few at a time. Trained end to end, it is what Campanella et al. do ("Beyond multiple instance learning",
+https://arxiv.org/abs/2403.04865).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+COLOUR = 0.07  # pixels of tissue differ by so much, of a range of 1, between their channels; glass and paper are grey
+
+
+class PatchModel(nn.Module):
+    """Logits of images out of their patches of `patch` x `patch` px, which do not overlap.
+
+    `encoder` takes (P, C, patch, patch) and returns (P, F), or (P, F, 1, 1); `aggregator` takes a bag (n, F), and
+    returns what there is to say of its image. What is left at the right and at the bottom is not looked at. Of each
+    image only patches are taken of whose pixels a share of at least `min_tissue` is of tissue, as `tissue` finds it; or
+    the one that has the most. `colour` is in units of what the model is given.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, aggregator: nn.Module, patch: int, min_tissue: float = 0.0, colour: float = COLOUR
+    ) -> None:
+        super().__init__()
+        if patch < 1 or not 0 <= min_tissue <= 1:
+            raise ValueError(
+                f"patch={patch}, min_tissue={min_tissue}: needs at least one pixel, and a share between 0 and 1"
+            )
+        self.encoder, self.aggregator = encoder, aggregator
+        self.patch, self.min_tissue, self.colour = patch, min_tissue, colour
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, K). Raises ValueError for images smaller than a patch."""
+        num_images, each = len(images), patches_in(images.shape[2:], self.patch)
+        patches = cut(images, self.patch)
+        counts = [each] * num_images
+        if self.min_tissue > 0:
+            shares = tissue(patches, self.colour)
+            kept = [chosen(some, self.min_tissue) for some in shares.split(each)]
+            patches = patches[torch.cat([found + each * i for i, found in enumerate(kept)])]
+            counts = [len(found) for found in kept]
+        return self.aggregate(self.encoder(patches), counts)
+
+    def aggregate(self, features: Tensor, counts: Sequence[int]) -> Tensor:
+        """What the aggregator makes of the features of all patches, of which so many belong to each image."""
+        return torch.stack([self.aggregator(bag) for bag in features.flatten(1).split(list(counts))])
+
+
+def patches_in(size: Sequence[int], patch: int) -> int:
+    """How many patches an image of this size (H, W) has. Raises ValueError if there is none."""
+    if len(size) != 2 or min(size) < patch:
+        sides = " x ".join(map(str, size))
+        raise ValueError(f"images of {sides} px have no patches of {patch} x {patch} px: choose smaller ones")
+    return (size[0] // patch) * (size[1] // patch)
+
+
+def cut(images: Tensor, patch: int) -> Tensor:
+    """Images (N, C, H, W) as patches (N * rows * columns, C, patch, patch), row by row."""
+    rows, cols = (side // patch for side in images.shape[2:])
+    inner = images[:, :, : rows * patch, : cols * patch].unflatten(3, (cols, patch)).unflatten(2, (rows, patch))
+    return inner.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+
+
+def tissue(patches: Tensor, colour: float) -> Tensor:
+    """Of each patch (P, C, h, w) the share of pixels whose channels differ by at least `colour`: (P,), float64."""
+    return (patches.amax(1) - patches.amin(1) >= colour).flatten(1).double().mean(1)
+
+
+def chosen(shares: Tensor, min_tissue: float) -> Tensor:
+    """The numbers of an image's patches that are looked at, by their `tissue`; the first best one, if none is."""
+    found = (shares >= min_tissue).nonzero().flatten()
+    return found if len(found) else shares.argmax()[None]

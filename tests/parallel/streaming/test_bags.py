@@ -1,0 +1,182 @@
+"""Patches that ranks share and visit a few at a time train as one batch of all of them does in plain PyTorch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl import models
+from mpi4dl._torchvision import import_torchvision
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import DatasetError
+from mpi4dl.engine import Engine
+from mpi4dl.geometry import Box
+from mpi4dl.models.aggregators import AGGREGATORS, headless
+from mpi4dl.models.patches import PatchModel
+from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
+from tests.pool.ranks import Ranks
+from tests.training import EXACT, assert_close
+
+SIZE = (70, 101)
+CLASSES = 3
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Slides:
+    """Images in memory as a source; the one of number `bad` cannot be read."""
+
+    values: Tensor
+    bad: int | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __getitem__(self, positions: Any) -> "Slides":
+        return Slides(self.values[positions], self.bad)
+
+    def read(self, box: Box) -> Tensor:
+        if self.bad is not None and self.bad in range(*box.batch):
+            raise DatasetError("slide 1 is torn")
+        return self.values[slice(*box.batch), :, slice(*box.space[0]), slice(*box.space[1])]
+
+
+@dataclass(frozen=True)
+class Case:
+    encoder: str = "small"
+    aggregator: str = "gated-attention"
+    patch: int = 16
+    min_tissue: float = 0.0
+    options: BagOptions = field(default_factory=lambda: BagOptions(3))
+    plan: Plan = field(default_factory=lambda: Plan(((1, 2),)))
+    batch: int = 2
+
+
+class Small(nn.Sequential):
+    """Batch norm, and dropout of channels, whose mask is that of all patches."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 6, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Dropout2d(0.2),
+            nn.Conv2d(6, 8, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+
+
+def build(case: Case) -> PatchModel:
+    torch.manual_seed(0)
+    if case.encoder == "small":
+        encoder: nn.Module = Small()
+        features = 8
+    else:
+        options: Any = {"image_size": case.patch} if case.encoder.startswith("vit") else {}
+        encoder = (
+            import_torchvision().models.VisionTransformer(case.patch, 8, 2, 2, 12, 24, num_classes=7)
+            if case.encoder == "vit"
+            else models.build(case.encoder, 7, **options)
+        )
+        features = headless(encoder, 7)
+    return PatchModel(encoder, AGGREGATORS[case.aggregator](features, CLASSES), case.patch, case.min_tissue, 0.5)
+
+
+def batch_of(case: Case, number: int) -> tuple[Tensor, Tensor]:
+    """Noise on grey glass: the second image has none, and the first a corner that is bare."""
+    generator = torch.Generator().manual_seed(number)
+    images = torch.rand((case.batch, 3, *SIZE), generator=generator, dtype=torch.float64)
+    if case.min_tissue:
+        images[0, :, :30, :50] = 0.5
+        images[1] = images[1, :1]
+    return images, torch.randint(CLASSES, (case.batch,), generator=generator)
+
+
+def plain(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], float]:
+    model = build(case).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    torch.manual_seed(7)
+    for number in range(STEPS):
+        images, targets = batch_of(case, number)
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for some, wanted in zip(
+            images.chunk(case.plan.microbatches), targets.chunk(case.plan.microbatches), strict=True
+        ):
+            loss = F.cross_entropy(model(some), wanted) / case.plan.microbatches
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.eval()
+    images, targets = batch_of(case, STEPS)
+    with torch.no_grad():
+        evaluated = F.cross_entropy(model(images), targets).item()
+    return losses, gradients, model.state_dict(), evaluated
+
+
+def train(comm: Communicator, case: Case) -> Any:
+    torch.manual_seed(0)
+    model = build(case).double()
+    visit_patches(model, case.options)
+    held = Held.whole(model, case.plan, comm, stream=case.options)
+    engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    torch.manual_seed(7)
+    losses = []
+    for number in range(STEPS):
+        images, targets = batch_of(case, number)
+        tiles = [Slides(images[slice(*read.box.batch)]) for read in engine.reads(len(images), SIZE)]
+        losses.append(engine.step(tiles, targets, SIZE).loss)
+    gradients, state = engine.gather_gradients(), engine.gather_state()
+    images, targets = batch_of(case, STEPS)
+    tiles = [Slides(images[slice(*read.box.batch)]) for read in engine.reads(len(images), SIZE, training=False)]
+    return losses, gradients, state, engine.evaluate([(tiles, targets)], SIZE).loss
+
+
+def check(ranks: Ranks, case: Case) -> None:
+    losses, gradients, state, evaluated = ranks(case.plan.num_ranks).run(train, case)[0]
+    expected_losses, expected_gradients, expected_state, expected = plain(case)
+    assert losses == pytest.approx(expected_losses, rel=EXACT)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, value in expected_gradients.items():
+        assert_close(gradients[name], value, EXACT, name)
+    assert list(state) == list(expected_state)
+    for name, value in expected_state.items():
+        assert_close(state[name], value, EXACT, name)
+    assert evaluated == pytest.approx(expected, rel=EXACT)
+
+
+SMALL = Case()
+CASES = {
+    "one rank": replace(SMALL, plan=Plan()),
+    "two ranks": SMALL,
+    "mean": replace(SMALL, aggregator="mean"),
+    "max": replace(SMALL, aggregator="max"),
+    "transformer": replace(SMALL, aggregator="transformer"),
+    "tissue": replace(SMALL, min_tissue=0.6),
+    "segments": replace(SMALL, options=BagOptions(5, segments=3)),
+    "replicas, ZeRO 3": replace(SMALL, plan=Plan(((1, 2),), data=2, zero=3), batch=4),
+    "ResNet-18": replace(SMALL, encoder="resnet18", patch=48, options=BagOptions(2, segments=5)),
+    "uneven replicas, tissue": replace(SMALL, plan=Plan(((1, 2),), data=2), batch=3, min_tissue=0.6),
+    "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
+    "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),
+    "ViT": replace(SMALL, encoder="vit", patch=32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_patches_equal_one_batch_of_all(ranks: Ranks, name: str) -> None:
+    check(ranks, CASES[name])
