@@ -200,7 +200,7 @@ class Engine:
         """
         samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         if self.held.stream is not None and part.stage == 0:
-            return StreamedImages(tile, part.grid, samples, size)
+            return StreamedImages(tile, part.grid, samples, size, self.executor.progress)
         assert isinstance(tile, Tensor)
         if part.plain:
             return carried(tile, self.device)

@@ -103,6 +103,7 @@ class TrainingRun:
             first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
             reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
             self.reporter = closing.enter_context(reporter)
+            self.engine.executor.progress = self.progress
         for line in (title(config, self.engine), *self.images.remarks, *without_effect(config, self.engine), *remarks):
             self.say(line)
 
@@ -157,6 +158,12 @@ class TrainingRun:
     @property
     def finished(self) -> bool:
         return self.engine.num_steps >= self.num_steps
+
+    def progress(self, doing: str) -> None:
+        """A sign of life, and what the step is doing, if that is said."""
+        self.patience.feed()
+        if doing:
+            self.reporter.working(f"step {self.engine.num_steps + 1}: {doing}")
 
     def say(self, line: str) -> None:
         if self.reporter is not None:

@@ -37,8 +37,8 @@ class Patience:
         self._work, self._pause = work, 0.0
         self._watch()
 
-    def feed(self) -> None:
-        """A sign of life in the work under way."""
+    def feed(self, doing: str = "") -> None:
+        """A sign of life in the work under way, whatever it is doing."""
         self._note()
         self._watch()
 

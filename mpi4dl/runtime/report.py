@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MEBIBYTE = 2**20
 FLUSH_SECONDS = 10
+QUIET_SECONDS = 60  # after which a step that is under way is heard of
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Reporter:
         self._metrics = MetricsFile(folder)
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar: Any = None
+        self._said = time.monotonic()
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
 
@@ -100,6 +103,13 @@ class Reporter:
         """Move the progress bar, if there is one, to `step` finished steps; call it after every step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
+
+    def working(self, doing: str) -> None:
+        """Say what a step is doing: beside the progress bar, or in a line now and then."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(doing)
+        elif time.monotonic() - self._said >= QUIET_SECONDS:
+            self.say(doing)
 
     def step(self, report: StepReport) -> None:
         self._report("train", report)
@@ -114,6 +124,7 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, and log it."""
+        self._said = time.monotonic()
         logging.getLogger(LOGGER_NAME).info(line)
         if self._bar is None:
             print(line, flush=True)

@@ -72,7 +72,7 @@ class Executor:
     `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
     the run, the stage and the microbatch, not on the rank, and not on the state of the process's generators. With
     `records`, `spans` are when this rank worked on which action in the last run, without its waits for other stages.
-    `progress()` is called after each action.
+    `progress(doing)` is called after each action, and with what it does in words by stages that work for long.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Executor:
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.records = False
-        self.progress: Callable[[], None] = lambda: None
+        self.progress: Callable[[str], None] = lambda doing: None
         self.spans: list[TimeSpan] = []
         self.before: dict[tuple[int, int], Boundary] = {}
         self.behind: dict[tuple[int, int], Boundary] = {}
@@ -121,7 +121,7 @@ class Executor:
                 with as_event(action), self.caring(action, last=ends.get(action.stage) == position):
                     if run.has(action):
                         run.do[action.kind](action)
-                self.progress()
+                self.progress("")
         run.finish()
         self.spans = run.spans
         for statistics in self._statistics.values():

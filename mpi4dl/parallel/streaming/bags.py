@@ -114,7 +114,7 @@ class Bags:
             counts[place.sample] += 1
         grid = self._grid(images.grid)
         visits, given = self._visits(patches, [sum(counts[a:b]) for a, b in pairwise(images.samples.cuts)], grid)
-        found = self._segments.run(self._model.encoder, patches, given, visits, grid, (patch, patch))
+        found = self._segments.run(self._model.encoder, patches, given, visits, grid, (patch, patch), images.progress)
         if not isinstance(found, Tensor):
             raise TypeError(f"the encoder returns a {type(found).__name__}: it must be one tensor (patches, features)")
         return self._model.aggregate(gather(found), counts)

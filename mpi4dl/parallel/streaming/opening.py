@@ -20,6 +20,7 @@ from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.rehearsal import CannotStream, Rehearsed, run
 from mpi4dl.parallel.streaming.segments import Segments, bounds
+from mpi4dl.parallel.streaming.stream import Progress, quietly
 from mpi4dl.parallel.streaming.visits import OwnSamples, Visits
 
 MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
@@ -53,13 +54,14 @@ class StreamedImages:
     """What the first stage of a plan is given: images of `size` to be read by visits, on the ranks of `grid`.
 
     `source` is this rank's tile of each image, a tensor, or an `ImageSource` of the samples that it works on. `samples`
-    says how the ranks share the batch.
+    says how the ranks share the batch. `progress` is told of every visit.
     """
 
     source: Any
     grid: Grid
     samples: Split
     size: tuple[int, ...]
+    progress: Progress = quietly
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Leading:
         source, grid = _as_given(images), images.grid
         visits = Visits(grid.shape, grid.rank, self.counts, grid.tracks_batch)
         given = visits.images(source.shape, source.dtype, images.samples)
-        found = self.segments.run(stage, source, given, visits, grid, images.size)
+        found = self.segments.run(stage, source, given, visits, grid, images.size, images.progress)
         done = sum(len(recipe.calls) for recipe in self.segments.recipes)
         return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
 

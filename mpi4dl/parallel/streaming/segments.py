@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.streaming.route import Route
-from mpi4dl.parallel.streaming.stream import Streaming
+from mpi4dl.parallel.streaming.stream import Progress, Streaming, quietly
 from mpi4dl.parallel.streaming.visits import Given, ImageSource, Visits
 
 KNOWN = 64  # routes that are remembered before all are forgotten: bags of patches may have any size
@@ -42,12 +42,14 @@ class Segments:
         visits: Visits,
         grid: Grid,
         size: tuple[int, ...],
+        progress: Progress = quietly,
     ) -> Any:
         """What the last segment returns, of what the first is given: images of `size`."""
         parts = self._parts_of(module)
         found: tuple[Any, ...] = (source,)
-        for part, route in zip(parts, self._route(parts, given, visits, grid, size), strict=True):
-            found = Streaming(part, found, route, grid, self.norms).run()
+        for number, (part, route) in enumerate(zip(parts, self._route(parts, given, visits, grid, size), strict=True)):
+            name = f"segment {number + 1} of {len(parts)}, " if len(parts) > 1 else ""
+            found = Streaming(part, found, route, grid, self.norms, progress, name).run()
         return parts[-1].nested(found)
 
     def _parts_of(self, module: nn.Module) -> "list[_Segment]":

@@ -27,18 +27,33 @@ from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
 from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, owned
 
+Progress = Callable[[str], None]
+
+
+def quietly(doing: str) -> None:
+    """Tell nobody."""
+
 
 class Streaming:
     """One pass of what it is given through a part of a model: `run()` gives the part's outputs.
 
     `lead(*values)` is the part, which returns a tuple of tensors. `inputs` are this rank's part of what it takes: each
     a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be an `ImageSource`. `norms` is one
-    of `norms.MODES`. Ranks that share the images call everything together.
+    of `norms.MODES`. `progress` is told in words of every visit, of the part called `name`. Ranks that share the images
+    call everything together.
     """
 
     def __init__(
-        self, lead: nn.Module, inputs: Sequence[Tensor | ImageSource], route: Route, grid: Grid, norms: str = "exact"
+        self,
+        lead: nn.Module,
+        inputs: Sequence[Tensor | ImageSource],
+        route: Route,
+        grid: Grid,
+        norms: str = "exact",
+        progress: Progress = quietly,
+        name: str = "",
     ) -> None:
+        self._progress, self._name = progress, name
         self._lead, self._route, self._grid, self._norms = lead, route, grid, norms
         self._script = Script()
         self._statistics = KnownStatistics()
@@ -144,7 +159,11 @@ class Streaming:
         And what is wrong with an image, if one cannot be read.
         """
         told: dict[int, Told] = {}
-        for tile, read in self._read_ahead():
+        known, rounds, number = len(self._script.rounds), self._route.rehearsed.num_rounds, len(self._route.visits.own)
+        which = f"forward, pass {known + 1} of {rounds + 1}" if forward else f"backward, pass {known - rounds + 1}"
+        doing = f"{self._name}{which}, visit"
+        for count, (tile, read) in enumerate(self._read_ahead(), start=1):
+            self._progress(f"{doing} {count} of {number}")
             if isinstance(read, DatasetError):
                 return told, str(read)
             grid = self._route.grid(tile, self._script)

@@ -146,6 +146,18 @@ def train(comm: Communicator, case: Case) -> Any:
     return losses, gradients, state, engine.evaluate([(tiles, targets)], SIZE).loss
 
 
+def told(comm: Communicator, case: Case) -> list[str]:
+    model = build(case).double()
+    visit_patches(model, case.options)
+    held = Held.whole(model, case.plan, comm, stream=case.options)
+    engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    heard: list[str] = []
+    engine.executor.progress = heard.append
+    images, targets = batch_of(case, 0)
+    engine.step([Slides(images)], targets, SIZE)
+    return [each for each in heard if each]
+
+
 def check(ranks: Ranks, case: Case) -> None:
     losses, gradients, state, evaluated = ranks(case.plan.num_ranks).run(train, case)[0]
     expected_losses, expected_gradients, expected_state, expected = plain(case)
@@ -180,3 +192,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_patches_equal_one_batch_of_all(ranks: Ranks, name: str) -> None:
     check(ranks, CASES[name])
+
+
+def test_every_visit_is_told(ranks: Ranks) -> None:
+    """24 patches a slide, 5 at once on each of two ranks; two batch norms, heard of in each direction."""
+    heard = ranks(2).run(told, replace(SMALL, options=BagOptions(5)))[0]
+    assert len(heard) == 5 * (3 + 3)
+    assert heard[0] == "forward, pass 1 of 3, visit 1 of 5"
+    assert heard[-1] == "backward, pass 3, visit 5 of 5"
