@@ -6,6 +6,7 @@
     tiles             1x2 tiles on two ranks of one thread; with and without recomputation
     streaming         one rank of two threads, in visits of --tile px; batch norm by running statistics, or exact
     tiles + streaming two ranks, each visiting its own tile
+    patches           two ranks share patches of 256 px, which the model encodes, for gated attention
 
 Pixels are made when they are read, from a formula, so that no image lies on disk, nor in memory but where a contestant
 wants it so. Memory is the peak of the rank that needs most, above a process that has imported everything
@@ -24,6 +25,7 @@ from benchmarks.report import publish, pyplot, table
 from benchmarks.turns import Contestant, answer_turns, measure_once
 
 MIB = 2**20
+PATCH = 256  # px
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Kind:
     recompute: bool = False
     norms: str | None = None
     segments: int = 1
+    patches: bool = False
 
 
 KINDS = (
@@ -46,8 +49,10 @@ KINDS = (
     Kind("streaming, exact", 1, norms="exact", segments=6),
     Kind("tiles + streaming, running", 2, norms="running"),
     Kind("tiles + streaming, exact", 2, norms="exact", segments=6),
+    Kind("patches, running", 2, norms="running", patches=True),
+    Kind("patches, exact", 2, norms="exact", segments=6, patches=True),
 )
-COLOURS = dict(zip((kind.name for kind in KINDS), ("0.3", "0.6", *(f"C{i}" for i in range(6))), strict=True))
+COLOURS = dict(zip((kind.name for kind in KINDS), ("0.3", "0.6", *(f"C{i}" for i in range(8))), strict=True))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -108,8 +113,11 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
     from benchmarks.waves import Waves
     from mpi4dl import models
     from mpi4dl.engine import Engine
+    from mpi4dl.models.aggregators import GatedAttention, headless
+    from mpi4dl.models.patches import PatchModel
     from mpi4dl.parallel.pipeline.held import Held, split
     from mpi4dl.parallel.plan import Plan
+    from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
     from mpi4dl.parallel.streaming.opening import StreamOptions
 
     plan, images = Plan(((1, kind.ranks),)), Waves(torch.Size((1, 3, size, size)))
@@ -118,7 +126,14 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
         torch.manual_seed(0)
         return models.build(options.model, 10)
 
-    if kind.norms is None:
+    if kind.patches:
+        assert kind.norms is not None
+        encoder = build()
+        model = PatchModel(encoder, GatedAttention(headless(encoder, 10), 10), PATCH)
+        bags = BagOptions(max(1, options.tile**2 // PATCH**2), kind.norms, kind.segments)
+        visit_patches(model, bags)
+        held = Held.whole(model, plan, comm, bags)
+    elif kind.norms is None:
         held = Held.whole(build(), plan, comm)
     else:
         counts = (max(1, size // options.tile), max(1, size // options.tile // kind.ranks))
