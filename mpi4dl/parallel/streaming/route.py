@@ -11,6 +11,8 @@ from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
+KNOWN = 2**15  # parts of axes, in what is remembered of the visits; every layer takes some 100 bytes for each
+
 
 @dataclass(frozen=True)
 class Route:
@@ -39,6 +41,8 @@ class Route:
         """That of the next visit, of this tile, which follows the script from its beginning."""
         grid = self._grids.get(tile)
         if grid is None:
+            if len(self._grids) * sum(self.visits.grid) >= KNOWN:
+                self._grids.clear()
             grid = self._grids[tile] = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
         self._turn.script, script.position = script, 0
         begin(grid, self.rehearsed.learned)
