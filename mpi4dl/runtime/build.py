@@ -223,9 +223,8 @@ def bag_options(config: Config, plan: Plan) -> BagOptions | None:
             f"--patches {chosen.patches} takes one stage, whose ranks share the patches: --tiles 1x{plan.num_stages} "
             "instead of --stages"
         )
-    for flag, given in (("--stream", config.parallel.stream), ("--recompute", config.training.recompute)):
-        if given:
-            raise ConfigError(f"{flag} is for images that the model sees whole; of --patches each visit is repeated")
+    if config.parallel.stream is not None:
+        raise ConfigError("--stream is for images that the model sees whole; --patches are visited one after the other")
     return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments)
 
 

@@ -14,22 +14,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Refusal
-from mpi4dl.parallel.blocks import blocks
+from mpi4dl.parallel.blocks import blocks_of
+from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
 
 def recompute(modules: Iterable[nn.Module], stages: bool) -> None:
-    """Make these keep only the inputs of their blocks, or as `stages` only their own. Raises Refusal without blocks."""
+    """Make these keep only the inputs of their blocks, or as `stages` only their own. Raises Refusal without blocks.
+
+    A stage that is streamed is computed again as it is: of what it does in one go, and in each visit, by blocks.
+    """
     for module in modules:
-        if stages:
+        if stages and not (isinstance(module, Stage) and module.opening is not None):
             recompute_whole(module)
-        elif not recompute_blocks(module):
+        elif not recompute_blocks(module) and not stages:
             raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
 
 
 def recompute_blocks(model: nn.Module) -> int:
     """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
-    chosen = blocks(model)
+    chosen = blocks_of(model)
     for block in chosen:
         recompute_whole(block)
     return len(chosen)

@@ -60,6 +60,7 @@ class Case:
     options: BagOptions = field(default_factory=lambda: BagOptions(3))
     plan: Plan = field(default_factory=lambda: Plan(((1, 2),)))
     batch: int = 2
+    recompute: bool = False
 
 
 class Small(nn.Sequential):
@@ -133,7 +134,8 @@ def train(comm: Communicator, case: Case) -> Any:
     model = build(case).double()
     visit_patches(model, case.options)
     held = Held.whole(model, case.plan, comm, stream=case.options)
-    engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+    engine = Engine(held, case.plan, optimizer, F.cross_entropy, comm=comm, recompute=case.recompute)
     torch.manual_seed(7)
     losses = []
     for number in range(STEPS):
@@ -182,6 +184,7 @@ CASES = {
     "segments": replace(SMALL, options=BagOptions(5, segments=3)),
     "replicas, ZeRO 3": replace(SMALL, plan=Plan(((1, 2),), data=2, zero=3), batch=4),
     "ResNet-18": replace(SMALL, encoder="resnet18", patch=48, options=BagOptions(2, segments=5)),
+    "recomputed": replace(SMALL, encoder="small_resnet", patch=48, options=BagOptions(4, segments=2), recompute=True),
     "uneven replicas, tissue": replace(SMALL, plan=Plan(((1, 2),), data=2), batch=3, min_tissue=0.6),
     "ways and microbatches": replace(SMALL, plan=Plan(((1, 1),), (2,), microbatches=2), batch=4),
     "fewer patches than ranks": replace(SMALL, plan=Plan(((1, 4),)), patch=64, batch=1),

@@ -46,6 +46,16 @@ def test_segments(ranks: Ranks, name: str) -> None:
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
 
 
+@pytest.mark.parametrize("name", ["one rank", "two stages"])
+def test_with_recomputation(ranks: Ranks, name: str) -> None:
+    """Blocks are computed again within visits; in backward they come to their rounds once more."""
+    options = (("num_filters", 4),)
+    stream = StreamOptions((2, 2), "stage2_block1", segments=2)
+    task = Task("small_resnet", (50, 66), model_options=options, stream=stream, balance=(9, 2))
+    recomputed = task.with_engine(recompute=True)
+    check(ranks, recomputed, PLANS[name])
+
+
 class _Mix(nn.Module):
     """Hands on two tensors, of what it was given."""
 
