@@ -70,10 +70,14 @@ class StreamedImages:
 
 @dataclass
 class Leading:
-    """An opening that streams the first calls of a stage, those of each of `recipes` in turn."""
+    """An opening that streams the first calls of a stage, those of each of `recipes` in turn.
+
+    Recipe j is that of atoms `bounds[j]` to `bounds[j + 1]` - 1.
+    """
 
     recipes: tuple[Recipe, ...]
     options: StreamOptions
+    bounds: tuple[int, ...]
     _parts: list["_Segment"] = field(default_factory=list)
     _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
 
@@ -92,10 +96,7 @@ class Leading:
     def _parts_of(self, stage: Stage) -> "list[_Segment]":
         """The segments, in the modes of the stage."""
         if not self._parts:
-            before = None
-            for recipe in self.recipes:
-                before = _Segment(Stage(recipe, stage), before)
-                self._parts.append(before)
+            self._parts.extend(self.segments(stage))
         for part in self._parts:
             part.training = stage.training
             for name, module in part.part.named_modules():
@@ -103,6 +104,13 @@ class Leading:
                 if module is not original:
                     module.training = original.training
         return self._parts
+
+    def segments(self, model: nn.Module) -> "list[_Segment]":
+        """The segments, which share the modules of a model, or of a stage."""
+        found: list[_Segment] = []
+        for recipe in self.recipes:
+            found.append(_Segment(Stage(recipe, model), found[-1] if found else None))
+        return found
 
     def _route(self, parts: Sequence[nn.Module], images: StreamedImages, source: Any) -> tuple[Route, ...]:
         modes = tuple(module.training for part in parts for module in part.modules())
@@ -170,14 +178,8 @@ def choose(
     Raises:
         CannotStream: there is no such module, or it would be the whole model.
     """
-    samples, _, *size = image
-    if len(options.counts) != len(size):
-        raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
-    visits = Visits(grid, 0, options.counts, grid.batch > 1)
-    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
-        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
-        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
-    given = visits.images(torch.Size(image), image_dtype(cuttable.model), Split.at(even_cuts(samples, grid.batch)))
+    visits, given = visits_to(cuttable.model, options, grid, image)
+    size = tuple(image[2:])
 
     def rehearsed(count: int, margin: int) -> Rehearsed | None:
         try:
@@ -211,7 +213,23 @@ def choose(
         found = rehearsed(end, max(size))
         rounds.append(rounds[-1] if found is None else found.num_rounds)
     bounds = [0, *_ends(rounds, min(options.segments, count)), count] if options.segments > 1 else [0, count]
-    return Leading(tuple(cuttable.part(first, end) for first, end in pairwise(bounds)), options)
+    return Leading(tuple(cuttable.part(first, end) for first, end in pairwise(bounds)), options, tuple(bounds))
+
+
+def visits_to(model: nn.Module, options: StreamOptions, grid: GridShape, image: Sequence[int]) -> tuple[Visits, Given]:
+    """The visits of the first rank of a grid to images of this shape (N, C, H, W), and what they are given.
+
+    Raises:
+        CannotStream: there are not so many tiles.
+    """
+    samples, _, *size = image
+    if len(options.counts) != len(size):
+        raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
+    visits = Visits(grid, 0, options.counts, grid.batch > 1)
+    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
+        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
+        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
+    return visits, visits.images(torch.Size(image), image_dtype(model), Split.at(even_cuts(samples, grid.batch)))
 
 
 def _ends(rounds: Sequence[int], segments: int) -> list[int]:
