@@ -11,7 +11,7 @@ from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits
+from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits, stream_options
 from mpi4dl.runtime.config import Config
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
@@ -59,7 +59,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         accept=require_logits,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
-        **options,
+        **{"stream": stream_options(config), **options},
     )
 
 
@@ -87,7 +87,10 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
 def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
     """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
     held = engine.held
-    found = look_ahead(config, held.plan, num_classes, channels, balance=held.counts, clockwork=Clockwork.of_user())
+    clockwork, balance = Clockwork.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
+    found = look_ahead(
+        config, held.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=held.stream
+    )
     yield title(config, engine)
     if engine.plan.num_stages == 1:
         shape = (config.data.batch_size, channels, *config.data.image_size)
@@ -95,9 +98,9 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
             yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
         except spatial.NoRule as problem:
             raise ValueError(f"--model {config.model.model}: {problem}") from problem
-        yield from found.memory()
+        yield from (*found.streaming(), *found.memory())
     else:
-        yield from (*found.stages(), *found.images(), *found.memory(), *found.ranks())
+        yield from (*found.stages(), *found.images(), *found.streaming(), *found.memory(), *found.ranks())
 
 
 def build_forecaster(

@@ -4,48 +4,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atoms
-from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.prices import RANK_GFLOPS, Clockwork, Prices, assumed, counted_prices
 from mpi4dl.parallel.costs.timing import AtomSeconds, Site
-from mpi4dl.parallel.pipeline.flops import FlopCounter
-from mpi4dl.parallel.pipeline.handover import map_leaves, pack
+from mpi4dl.parallel.pipeline.balance import count_flops
 from mpi4dl.parallel.pipeline.held import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
-from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan, grid_name
+from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
+from mpi4dl.parallel.streaming.opening import StreamOptions, choose
 from mpi4dl.parallel.tables.checker import Report, check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.runtime.anatomy import HEAP_KEPT, Allocator, BuildOptimizer, Share, StateBytes, anatomy, count_state
 from mpi4dl.runtime.wording import aligned, counted, mebibytes, runs
+from mpi4dl.runtime.work import Work, count_work
 
 TEXT_COLUMNS = 120
 MOST_READERS = 10
 MOST_INTERVALS = 4
-
-
-class Work(NamedTuple):
-    """What one stage has to do for a microbatch, over all its ranks together: counted, not measured.
-
-    `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
-    and `working_bytes` at most beside them while layers compute; `handed_bytes` of what goes to the next stage.
-    """
-
-    atoms: tuple[str, ...]
-    num_parameters: int
-    forward_flops: float
-    activation_bytes: int
-    working_bytes: int
-    handed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -69,9 +53,10 @@ class Overview:
     command: str = ""
     bytes: tuple[StageBytes, ...] = ()
     allocator: Allocator = HEAP_KEPT
+    needs: StreamNeeds | None = None
 
     def __str__(self) -> str:
-        parts = (self.title(), self.stages(), self.images(), self.memory(), self.ranks())
+        parts = (self.title(), self.stages(), self.images(), self.streaming(), self.memory(), self.ranks())
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def title(self) -> list[str]:
@@ -154,6 +139,10 @@ class Overview:
         """For each ZeRO stage the rank that needs most memory, and what it is for."""
         return anatomy(self.plan, self.states, activations_of(self.plan, self.simulation.peak_bytes, self.bytes))
 
+    def streaming(self) -> list[str]:
+        """What a visit reads, keeps and repeats, where images are streamed."""
+        return [] if self.needs is None else [streaming_words(self.needs)]
+
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
         if not self.states:
@@ -162,7 +151,7 @@ class Overview:
         rows = [head]
         for zero, rank, share in self.anatomy():
             name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
-            beside = self.allocator.beside(share.activations, self.plan.num_microbatches)
+            beside = self.allocator.beside(share.activations, self.plan.num_microbatches, self.needs is not None)
             sizes = [*share[:-1], beside, share.together + beside]
             rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in sizes)])
         return [
@@ -186,13 +175,15 @@ def overview(
     allocator: Allocator = HEAP_KEPT,
     low_precision: torch.dtype | None = None,
     accept: Callable[[Any], None] = lambda outputs: None,
+    stream: StreamOptions | None = None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
     `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. With `optimizer`, which
-    makes one for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one.
-    `accept` raises ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
+    makes one for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. The
+    first stage may `stream` its images. `accept` raises ValueError for outputs of the model that the loss would not
+    take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
@@ -204,7 +195,8 @@ def overview(
     model = outline(build).train()
     microbatch = (samples_of(plan, image), channels, *size)
     try:
-        cuttable = _cuttable(model, plan) if plan.num_stages > 1 or balance == "auto" else None
+        cut = plan.num_stages > 1 or stream is not None
+        cuttable = _cuttable(model, cut) if cut or balance == "auto" else None
         if cuttable is None:
             stages: Sequence[nn.Module] = [model]
             work = count_work(stages, [_names(model)], microbatch, accept)
@@ -218,6 +210,11 @@ def overview(
             )
             stages = cuttable.stages(counts) if plan.num_stages > 1 else [model]
             work = count_work(stages, names, microbatch, accept)
+        needs = None
+        if cuttable is not None and stream is not None:
+            opening = choose(cuttable, counts[0], stream, plan.shape(0), microbatch)
+            needs = needs_of(opening, model, plan.shape(0), microbatch)
+            prices = needs.prices(prices, count_flops(cuttable, torch.empty(microbatch, device="meta")))
     except (RuntimeError, AssertionError) as error:
         reason = unfit(model, microbatch)
         if reason is None:
@@ -225,7 +222,7 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork)
+    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork, needs)
     costs = costs_of(plan, work, prices, counts, kept)
     table = plan.table()
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -244,6 +241,18 @@ def overview(
         command,
         kept,
         allocator,
+        needs,
+    )
+
+
+def streaming_words(needs: StreamNeeds) -> str:
+    """How the first stage is streamed, and what a visit takes."""
+    options, num_atoms = needs.options, needs.bounds[-1]
+    most = mebibytes(max(segment.read_bytes + segment.visit_bytes for segment in needs.segments))
+    return (
+        f"each rank visits {'x'.join(map(str, options.counts))} tiles, {options.norms} norms, through the first "
+        f"{counted(num_atoms, 'atom')} in {counted(len(needs.segments), 'segment')}; a visit reads "
+        f"{needs.margin} px around its tile and takes at most {most}"
     )
 
 
@@ -259,6 +268,7 @@ def memory_of_stages(
     counts: Sequence[int],
     work: Sequence[Work],
     clockwork: Clockwork | None,
+    needs: StreamNeeds | None = None,
 ) -> tuple[StageBytes, ...]:
     """What stages take of the memory of each rank: on its tiles, or if that cannot be seen, in even parts."""
     sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
@@ -267,7 +277,8 @@ def memory_of_stages(
         sites = [Site.of(plan, stage, microbatch) for stage in range(plan.num_stages)]
         with suppress(RuntimeError):  # an operator without a rule is one, and is reported by whoever trains
             columns = {site: count(cuttable, site) for site in dict.fromkeys(sites)}
-            return bytes_of_stages(counts, [columns[site] for site in sites])
+            found = bytes_of_stages(counts, [columns[site] for site in sites])
+            return found if needs is None else (needs.stage(columns[sites[0]], counts[0]), *found[1:])
     return tuple(
         StageBytes(-(-stage.activation_bytes // size), -(-stage.working_bytes // size))
         for stage, size in zip(work, sizes, strict=True)
@@ -299,73 +310,14 @@ def flat_price(work: Work, plan: Plan, rank_gflops: float) -> Prices:
     return Prices(((AtomSeconds(seconds, 2 * seconds),),), Link(0.0, 0.0), assumed(rank_gflops), timed=False)
 
 
-def _cuttable(model: nn.Module, plan: Plan) -> Cuttable | None:
+def _cuttable(model: nn.Module, cut: bool) -> Cuttable | None:
     """The model's atoms; of one that cannot be traced none, if it need not be cut."""
     try:
         return Cuttable(model)
     except ValueError:
-        if plan.num_stages > 1:
+        if cut:
             raise
         return None
-
-
-def count_work(
-    stages: Sequence[nn.Module],
-    names: Sequence[tuple[str, ...]],
-    microbatch: tuple[int, ...],
-    accept: Callable[[Any], None] = lambda outputs: None,
-) -> tuple[Work, ...]:
-    """Run the stages of a model on the meta device one after the other, and backward, and count what they do.
-
-    `accept` is given what comes out in the end.
-    """
-    dtype = next((p.dtype for stage in stages for p in stage.parameters()), torch.float32)
-    values: tuple[Any, ...] = (torch.empty(microbatch, dtype=dtype, device="meta"),)
-    found = []
-    for stage, atoms in zip(stages, names, strict=True):
-        own = {t.untyped_storage()._cdata for t in [*stage.parameters(), *stage.buffers()]}
-        saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, for the address of a freed one is used again
-
-        def keep(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
-            return tensor
-
-        hooks, meter = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), TensorMeter()
-        with torch.enable_grad(), meter:
-            with hooks, FlopCounter() as counter:
-                results = stage(*values)
-            last = stage is stages[-1]
-            if last:
-                accept(results)
-            handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
-            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
-            saved.clear()
-            _backward(stage, results)
-        most = meter.peak_bytes + sum(value.nbytes for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
-        size = sum(p.numel() for p in stage.parameters())
-        flops, out = counter.total, sum(t.nbytes for t in handed)
-        found.append(Work(atoms, size, flops, kept, max(0, most - kept), out))
-        if not last:
-            values = map_leaves(_received, results)
-    return tuple(found)
-
-
-def _backward(stage: nn.Module, results: Any) -> None:
-    """The backward pass of a stage, whose parameters' gradients are let go of as they come."""
-    roots = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    handles = [
-        p.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        for p in stage.parameters()
-        if p.requires_grad
-    ]
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    for handle in handles:
-        handle.remove()
-
-
-def _received(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _names(model: nn.Module) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.opening import StreamedImages
 from mpi4dl.parallel.streaming.rehearsal import run
-from mpi4dl.parallel.streaming.segments import Segments, bounds
+from mpi4dl.parallel.streaming.segments import Segments, spans_of
 from mpi4dl.parallel.streaming.visits import Given, ImageSource, Visits
 
 
@@ -186,7 +186,7 @@ class Bags:
             found = run(Stage(cuttable.part(0, end), outline), visits, (given,), (patch, patch), 0)
             return None if found is None else found.num_rounds
 
-        spans = bounds(len(cuttable), self._options.segments, rounds_of)
+        spans = spans_of(len(cuttable), self._options.segments, rounds_of)
         self._segments = Segments(tuple(cuttable.part(*span) for span in spans), self._options.norms)
 
 

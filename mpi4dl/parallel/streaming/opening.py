@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
@@ -19,9 +19,9 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.rehearsal import CannotStream, Rehearsed, run
-from mpi4dl.parallel.streaming.segments import Segments, bounds
+from mpi4dl.parallel.streaming.segments import Segments, spans_of
 from mpi4dl.parallel.streaming.stream import Progress, quietly
-from mpi4dl.parallel.streaming.visits import OwnSamples, Visits
+from mpi4dl.parallel.streaming.visits import Given, OwnSamples, Visits
 
 MOST_REPEATED = 2.0  # how many times the pixels of its tile a visit may read, where nobody says where to end
 
@@ -66,17 +66,21 @@ class StreamedImages:
 
 @dataclass
 class Leading:
-    """An opening that streams the first calls of a stage, in segments."""
+    """An opening that streams the first calls of a stage, in segments.
+
+    Segment j is that of atoms `bounds[j]` to `bounds[j + 1]` - 1.
+    """
 
     segments: Segments
-    counts: tuple[int, ...]
+    options: StreamOptions
+    bounds: tuple[int, ...]
 
     def __call__(self, stage: Stage, *values: Any) -> tuple[int, dict[str, Any]]:
         images = values[0]
         if not isinstance(images, StreamedImages):  # such as shapes, on which nothing is computed
             return 0, dict(zip(stage.recipe.inputs, values, strict=True))
         source, grid = _as_given(images), images.grid
-        visits = Visits(grid.shape, grid.rank, self.counts, grid.tracks_batch)
+        visits = Visits(grid.shape, grid.rank, self.options.counts, grid.tracks_batch)
         given = visits.images(source.shape, source.dtype, images.samples)
         found = self.segments.run(stage, source, given, visits, grid, images.size, images.progress)
         done = sum(len(recipe.calls) for recipe in self.segments.recipes)
@@ -103,14 +107,8 @@ def choose(
     Raises:
         CannotStream: there is no such module, or it would be the whole model.
     """
-    samples, _, *size = image
-    if len(options.counts) != len(size):
-        raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
-    visits = Visits(grid, 0, options.counts, grid.batch > 1)
-    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
-        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
-        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
-    given = visits.images(torch.Size(image), image_dtype(cuttable.model), Split.at(even_cuts(samples, grid.batch)))
+    visits, given = visits_to(cuttable.model, options, grid, image)
+    size = tuple(image[2:])
 
     def rehearsed(count: int, margin: int) -> Rehearsed | None:
         try:
@@ -144,8 +142,25 @@ def choose(
         found = rehearsed(end, max(size))
         return None if found is None else found.num_rounds
 
-    recipes = tuple(cuttable.part(*span) for span in bounds(count, options.segments, rounds_of))
-    return Leading(Segments(recipes, options.norms), options.counts)
+    spans = spans_of(count, options.segments, rounds_of)
+    recipes = tuple(cuttable.part(*span) for span in spans)
+    return Leading(Segments(recipes, options.norms), options, (0, *(end for _, end in spans)))
+
+
+def visits_to(model: nn.Module, options: StreamOptions, grid: GridShape, image: Sequence[int]) -> tuple[Visits, Given]:
+    """The visits of the first rank of a grid to images of this shape (N, C, H, W), and what they are given.
+
+    Raises:
+        CannotStream: there are not so many tiles.
+    """
+    samples, _, *size = image
+    if len(options.counts) != len(size):
+        raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
+    visits = Visits(grid, 0, options.counts, grid.batch > 1)
+    if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
+        tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
+        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
+    return visits, visits.images(torch.Size(image), image_dtype(model), Split.at(even_cuts(samples, grid.batch)))
 
 
 def _within(name: str, module: str) -> bool:

@@ -99,17 +99,21 @@ def run(
     learned: Learned = (),
 ) -> Rehearsed | None:
     """Run a module, which is on the meta device, as a visit with this margin would; None if that is not enough."""
-    turn = Turn()
-    tile = visits.own[len(visits.own) // 2]
-    grid = visited_grid(visits.grid, tile, turn, visits.tracks_batch, _Rehearsing)
-    begin(grid, learned)
+    grid = alone(visits, visits.own[len(visits.own) // 2], learned)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            outputs = outline(*(_shape(given, grid, margin, size) for given in givens))
+            outputs = outline(*(shape_of(given, grid, margin, size) for given in givens))
             grid.foresight.pay()
         except NeedsNeighbours:
             return None
-    return Rehearsed(margin, turn.script.position, _learned(grid), outputs)
+    return Rehearsed(margin, grid.comm.turn.script.position, _learned(grid), outputs)
+
+
+def alone(visits: Visits, tile: int, learned: Learned = ()) -> VisitedGrid:
+    """The grid of a visit of this tile that is the only one: what others tell it is made up."""
+    grid = visited_grid(visits.grid, tile, Turn(), visits.tracks_batch, _Rehearsing)
+    begin(grid, learned)
+    return grid
 
 
 def begin(grid: VisitedGrid, learned: Learned) -> None:
@@ -119,7 +123,8 @@ def begin(grid: VisitedGrid, learned: Learned) -> None:
         grid.foresight.learn(norm, waits, held)
 
 
-def _shape(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
+def shape_of(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
+    """What the visit of this grid is given, on the meta device."""
     if given.tiling is None:
         return torch.empty(given.shape, dtype=given.dtype, device="meta")
     layout = given.layout(grid, margin, size)

@@ -54,12 +54,17 @@ class Segments:
             found = Streaming(part, found, route, grid, self.norms, progress, name).run()
         return parts[-1].nested(found)
 
+    def parts(self, module: nn.Module) -> "list[_Segment]":
+        """The segments, which share the modules of a model, or of a stage."""
+        wanted: list[nn.Module] = [Stage(recipe, module) for recipe in self.recipes]
+        found: list[_Segment] = []
+        for part in wanted or [module]:
+            found.append(_Segment(part, found[-1] if found else None))
+        return found
+
     def _parts_of(self, module: nn.Module) -> "list[_Segment]":
         """The segments, in the modes of the module."""
-        if not self._parts:
-            wanted: list[nn.Module] = [Stage(recipe, module) for recipe in self.recipes]
-            for part in wanted or [module]:
-                self._parts.append(_Segment(part, self._parts[-1] if self._parts else None))
+        self._parts = self._parts or self.parts(module)
         for segment in self._parts:
             segment.training = module.training
             for name, inner in segment.part.named_modules():
@@ -117,7 +122,7 @@ class _Nest:
         return self
 
 
-def bounds(count: int, segments: int, rounds_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
+def spans_of(count: int, segments: int, rounds_of: Callable[[int], int | None]) -> list[tuple[int, int]]:
     """Of so many atoms the first of each segment, and the first behind it.
 
     Rounds are shared out evenly, and so are atoms where there are none: `rounds_of(n)` are those of the first n atoms;

@@ -166,18 +166,26 @@ class Streaming:
             self._progress(f"{doing} {count} of {number}")
             if isinstance(read, DatasetError):
                 return told, str(read)
-            grid = self._route.grid(tile, self._script)
-            values = [
-                x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)
-            ]
             try:
-                with self._as_before(), self._by_its_norms(forward):
-                    outputs = self._lead(*values)
-                    grid.foresight.pay()
-                    use(values, outputs)
+                self._visit(tile, read, use, forward)
             except Suspended as suspended:
                 told[tile] = suspended.told
         return told, None
+
+    def _visit(
+        self,
+        tile: int,
+        read: Sequence[Tensor | None],
+        use: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        forward: bool,
+    ) -> None:
+        """Visit one tile; nothing that it made is there any more when the next visit begins."""
+        grid = self._route.grid(tile, self._script)
+        values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
+        with self._as_before(), self._by_its_norms(forward):
+            outputs = self._lead(*values)
+            grid.foresight.pay()
+            use(values, outputs)
 
     def _read_ahead(self) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
         """The tiles that this rank visits, with what was read for each, or why it could not be.

@@ -1,0 +1,115 @@
+"""What streaming is said to take, against what the tensors of a real training step come to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl import models
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine
+from mpi4dl.geometry import Box
+from mpi4dl.parallel.costs.memory import StageBytes, count_atoms
+from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.timing import AtomSeconds, Site
+from mpi4dl.parallel.pipeline.balance import count_flops
+from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.needs import SegmentNeeds, StreamNeeds, needs_of
+from mpi4dl.parallel.streaming.opening import StreamOptions, choose
+from tests.pool.ranks import Ranks
+
+IMAGE = (1, 3, 640, 640)
+CASES = (
+    (StreamOptions((4, 4), "stage2_block2", "exact", 1), (1, 1)),
+    (StreamOptions((4, 2), "stage3_block2", "exact", 5), (1, 2)),
+    (StreamOptions((2, 4), "stage2_block2", "running", 1), (2, 1)),
+    (StreamOptions((3, 3), "stage2_block1", "frozen", 2), (1, 1)),
+)
+
+
+def build() -> nn.Module:
+    return models.build("small_resnet", 10)
+
+
+class Zeros:
+    """Images that are read by another thread, of which the meter does not know."""
+
+    shape, dtype = torch.Size(IMAGE), torch.float32
+
+    def read(self, box: Box) -> Tensor:
+        return torch.zeros(box.shape[0], 3, *box.shape[1:])
+
+
+def foreseen(options: StreamOptions, plan: Plan) -> tuple[StreamNeeds, Cuttable]:
+    cuttable = Cuttable(outline(build).train())
+    opening = choose(cuttable, len(cuttable), options, plan.shape(0), IMAGE)
+    return needs_of(opening, cuttable.model, plan.shape(0), IMAGE), cuttable
+
+
+def peak_of_training(comm: Communicator, options: StreamOptions, plan: Plan) -> int:
+    """The most bytes of tensors in a step, that of the parameters not among them."""
+    torch.manual_seed(0)
+    held = split(build, plan, comm, image=IMAGE, stream=options)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    meter, targets = TensorMeter(), torch.zeros(1, dtype=torch.int64)
+    engine.step([Zeros()], targets, IMAGE[2:])  # rehearses, on shapes
+    for parameter in held.parameters():
+        parameter.grad = None
+    with meter:
+        engine.step([Zeros()], targets, IMAGE[2:])
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize(("options", "tiles"), CASES)
+def test_it_is_what_a_step_takes(ranks: Ranks, options: StreamOptions, tiles: tuple[int, int]) -> None:
+    plan = Plan((tiles,))
+    needs, cuttable = foreseen(options, plan)
+    without_reading = replace(needs, segments=tuple(segment._replace(read_bytes=0) for segment in needs.segments))
+    found = max(ranks(plan.num_ranks).run(peak_of_training, options, plan))
+    stage = without_reading.stage(count_atoms(cuttable, Site.of(plan, 0, IMAGE)), len(cuttable))
+    gradients = sum(p.nbytes for p in cuttable.model.parameters())  # of which some are there when a step begins
+    activations = stage.kept + stage.working
+    assert 0.9 * activations < found < 1.1 * (activations + gradients)
+
+
+def test_smaller_visits_take_less_and_repeat_more() -> None:
+    few, many = (foreseen(StreamOptions(counts, "stage1_block2"), Plan())[0] for counts in ((2, 2), (8, 8)))
+    assert few.margin == pytest.approx(many.margin, abs=8)
+    assert many.segments[0].visit_bytes < few.segments[0].visit_bytes / 3
+    assert many.work() > few.work()
+    assert many.segments[0].made_bytes == few.segments[0].made_bytes
+
+
+def test_rounds_are_those_of_the_norms() -> None:
+    """The stem, and two blocks of two norms each: five in a row."""
+    (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "exact"), Plan())[0].segments
+    assert (segment.forward_rounds, segment.backward_rounds) == (5, 5)
+    (segment,) = foreseen(StreamOptions((2, 2), "stage1_block2", "running"), Plan())[0].segments
+    assert (segment.forward_rounds, segment.backward_rounds) == (0, 0)
+
+
+def test_phases_of_a_step_are_not_added_up() -> None:
+    one, other = SegmentNeeds(9, 40, 60, 0, 10, 0, 0, 8.0), SegmentNeeds(3, 0, 50, 12, 4, 2, 4, 4.0)
+    needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=False)
+    assert needs.stage((), 3) == StageBytes(12, 12 + 10 + 100 - 12)
+    assert needs.stage((), 3, StageBytes(200, 30)) == StageBytes(212, 30)
+
+
+def test_seconds_grow_by_margins_and_rounds() -> None:
+    one, other = SegmentNeeds(9, 0, 0, 0, 0, 0, 0, 8.0), SegmentNeeds(3, 0, 0, 0, 0, 2, 4, 4.0)
+    needs = StreamNeeds((one, other), (0, 2, 3), StreamOptions((2, 2)), spread=True)
+    column = needs.column([AtomSeconds(1.0, 2.0, 5, 6, 7)] * 4, [3.0, 1.0, 4.0, 9.0])
+    assert column[0] == column[1] == AtomSeconds(2.0, 2.0 + 4.0, 0, 0, 7)
+    assert column[2] == AtomSeconds(2.0, 5.0 + 3 * 2.0, 0, 0, 7)
+    assert column[3] == AtomSeconds(1.0, 2.0, 5, 6, 7)
+
+
+def test_without_a_margin_visits_compute_what_the_model_computes() -> None:
+    options = StreamOptions((1, 1), "stage1_block2")
+    needs, cuttable = foreseen(options, Plan())
+    flops = count_flops(cuttable, torch.empty(IMAGE, device="meta"))
+    assert needs.segments[0].flops == pytest.approx(sum(flops[: needs.bounds[-1]]), rel=1e-3)
