@@ -84,9 +84,9 @@ class Engine:
     stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
-    of the model's blocks, or of a stage. Halos are fetched by each "layer", or at the entry of each "block", as `halo`
-    says. `clip_norm` limits the gradient's norm. Modes are the user's: call `model.train()`, and `eval()` for what is
-    frozen.
+    of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
+    faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm. Modes are the user's: call
+    `model.train()`, and `eval()` for what is frozen.
 
     `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
     every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
@@ -156,7 +156,7 @@ class Engine:
         for stage, module in self.held.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.held.groups[stage].broadcast(value.data)
-        fetch_halos(self.held.modules_of.values(), halo)
+        fetch_halos(self.held.modules_of.values(), halo, comm, self.device)
         if recompute:
             recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.

@@ -40,18 +40,22 @@ Cut = tuple[tuple[int, int, int], ...]  # what `narrow` of a tensor is called wi
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What one rank sends, receives and keeps. Boxes are in the coordinates of the whole."""
+    """What one rank sends, receives and keeps. Boxes are in the coordinates of the whole.
+
+    `silent`: no rank sends anything, for all hold what they need.
+    """
 
     held: Box
     needed: Box
     sends: tuple[Slab, ...]
     receives: tuple[Slab, ...]
     kept: Box
+    silent: bool = field(default=False, compare=False)
     _moves: "dict[tuple[Dims, tuple[int, ...]], Moves]" = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def adjoint(self) -> "ExchangePlan":
-        return ExchangePlan(self.needed, self.held, self.receives, self.sends, self.kept)
+        return ExchangePlan(self.needed, self.held, self.receives, self.sends, self.kept, self.silent)
 
     @cached_property
     def inert(self) -> bool:
@@ -125,7 +129,7 @@ def plan_exchange(
     """
     wanted = needed[rank]
     if all(have.covers(want.intersect(whole)) for have, want in zip(held, needed, strict=True)):
-        return ExchangePlan(held[rank], wanted, (), (), held[rank].intersect(wanted))
+        return ExchangePlan(held[rank], wanted, (), (), held[rank].intersect(wanted), silent=True)
     mine = owned[rank]
     sends = (Slab(peer, mine.intersect(box)) for peer, box in enumerate(needed) if peer != rank)
     receives = (Slab(peer, wanted.intersect(box)) for peer, box in enumerate(owned) if peer != rank)
@@ -219,7 +223,8 @@ class Exchange:
 
     def trade(self, leaving: list[Piece], like: Like) -> Incoming:
         strips = self.strips(like)
-        return Incoming(strips, self.comm.iexchange(leaving, self.arriving(strips), self.tag, collective=True))
+        arriving, collective = self.arriving(strips), not self.plan.silent
+        return Incoming(strips, self.comm.iexchange(leaving, arriving, self.tag, collective=collective))
 
     def bring(self, x: Tensor) -> Tensor:
         """The needed box of the whole that x is this rank's part of."""

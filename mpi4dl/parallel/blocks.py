@@ -1,16 +1,46 @@
 """The blocks of a model: what stands in a row, and may be computed again, or fetch its halo, as a whole."""
 
+from itertools import groupby
+
 from torch import nn
 
+from mpi4dl.parallel.pipeline.program import Value
 from mpi4dl.parallel.pipeline.stage import Stage
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Those of a model, or the composite modules that a stage calls one after the other."""
-    if not isinstance(module, Stage):
-        return blocks(module)
-    called = (module.get_submodule(call.target) for call in module.recipe.calls if call.kind == "call_module")
-    return [step for step in dict.fromkeys(called) if next(step.children(), None) is not None]
+def rows_of(module: nn.Module) -> list[list[nn.Module]]:
+    """The blocks of a model, or the composite modules of a stage, in rows: each returns what the next one takes."""
+    return _called(module) if isinstance(module, Stage) else _standing(module)
+
+
+def _standing(model: nn.Module) -> list[list[nn.Module]]:
+    """Rows of a model's blocks, as far as they stand in an ordinary Sequential; others by themselves."""
+    left = dict.fromkeys(blocks(model))
+    rows = []
+    for module in model.modules():
+        if type(module).forward is nn.Sequential.forward:
+            for goes_on, members in groupby(list(module.children()), left.__contains__):
+                rows += [list(members)] if goes_on else []
+            for block in module.children():
+                left.pop(block, None)
+    return rows + [[block] for block in left]
+
+
+def _called(stage: Stage) -> list[list[nn.Module]]:
+    """Rows of the composite modules that a stage calls, each once."""
+    rows: list[list[nn.Module]] = []
+    known: set[nn.Module] = set()
+    last = ""  # whose call was just before
+    for call in stage.recipe.calls:
+        block = stage.get_submodule(call.target) if call.kind == "call_module" else None
+        if block is None or block in known or next(block.children(), None) is None:
+            last = ""
+            continue
+        goes_on = call.training == call.evaluation == ((Value(last),), {})
+        rows = [*rows[:-1], [*rows[-1], block]] if goes_on else [*rows, [block]]
+        known.add(block)
+        last = call.name
+    return rows
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

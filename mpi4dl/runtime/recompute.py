@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Refusal
-from mpi4dl.parallel.blocks import blocks_of
+from mpi4dl.parallel.blocks import rows_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -33,7 +33,7 @@ def recompute(modules: Iterable[nn.Module], stages: bool) -> None:
 
 def recompute_blocks(model: nn.Module) -> int:
     """Make every block of the model keep only its inputs for the backward pass. Returns how many there are."""
-    chosen = blocks_of(model)
+    chosen = [block for row in rows_of(model) for block in row]
     for block in chosen:
         recompute_whole(block)
     return len(chosen)

@@ -23,7 +23,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid
+from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.sharding import image_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
@@ -214,9 +214,7 @@ def _counts(grid: Grid) -> dict[str, int]:
 
 def imagined(site: Site) -> Grid:
     """As the rank in the middle sees it, who has most neighbours."""
-    middle = [n // 2 for n in site.shape]
-    rank = next(rank for rank in range(site.shape.size) if list(site.shape.coordinates(rank)) == middle)
-    return imaginary_grid(site.shape, rank, site.tracks_batch)
+    return imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
 
 
 def image_at(site: Site, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,12 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
 from mpi4dl.geometry import BATCH, Tiling
+from mpi4dl.parallel.costs.widening import HaloChoice
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid
 from mpi4dl.parallel.spatial.sharding import image_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
 COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
+WORDS = {"module", "operator", "output", "block", "halos", "why"}
+HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more computed", "ms saved", "why")
 
 
 @dataclass
@@ -43,11 +46,13 @@ class Operator:
 class Explanation:
     """The operators of one forward pass, in order; printed, a table of those that communicate.
 
-    Backward sends the halos' gradients back: the same messages and bytes again. `saved_bytes` is what autograd keeps of
-    the forward pass on the rank that keeps most.
+    `halos` says of blocks, by name, where they fetch what they need, if they choose. Backward sends the halos'
+    gradients back: the same messages and bytes again. `saved_bytes` is what autograd keeps of the forward pass on the
+    rank that keeps most.
     """
 
     operators: list[Operator] = field(default_factory=list)
+    halos: dict[str, HaloChoice] = field(default_factory=dict)
     saved_bytes: int = 0
 
     def total(self, count: str) -> int:
@@ -59,12 +64,28 @@ class Explanation:
             if o.communicates:
                 rows.append((o.module, o.name, "x".join(map(str, o.output)), *_cells(partial(getattr, o))))
         rows.append((f"{len(self.operators)} operators", f"{len(rows) - 1} communicate", "", *_cells(self.total)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = []
-        for row in rows:
-            cells = [row[i].ljust(widths[i]) if i < 3 else row[i].rjust(widths[i]) for i in range(len(row))]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        tables = [_table(rows)]
+        if self.halos:
+            tables.append(_table([HALO_HEADINGS, *(_halo_row(name, halo) for name, halo in self.halos.items())]))
+        return "\n\n".join(tables)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows of cells below their headings: words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, rows[0], strict=True)
+        padded = (cell.ljust(n) if heading in WORDS else cell.rjust(n) for cell, n, heading in cells)
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _halo_row(name: str, halo: HaloChoice) -> tuple[str, ...]:
+    blocks = f"at entry, for {halo.num_blocks}" if halo.margin else "by layer"
+    saved = "" if halo.saved_seconds is None else f"{halo.saved_seconds * 1e3:.2f}"
+    twice = f"{100 * halo.computed_twice:.1f} %"
+    return name, blocks, str(halo.margin), str(halo.exchanges_saved), twice, saved, halo.reason
 
 
 def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:
@@ -87,6 +108,8 @@ class _Recorder(TorchFunctionMode):
         before = dict(self.ledger.counts)
         result = function(*args, **(kwargs or {}))
         name = function_name(function).removeprefix("torch.nn.functional.").removeprefix("torch.")
+        bare = name.removeprefix("Tensor.")
+        name = name if hasattr(Tensor, bare) else bare
         if isinstance(result, Tensor) and any(issubclass(kind, SpatialTensor) for kind in types):
             counts = {count: self.ledger.counts[count] - before[count] for count in COUNTS}
             self.operators.append(Operator(self.path[-1], name, tuple(result.shape), **counts))
@@ -118,13 +141,22 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
     shape = tuple(size) if len(size) > len(grid.space) else (grid.shape.batch, channels, *size)
     values, most = _on_meta(model), Explanation()
     for rank in range(grid.size):
-        operators, saved = _forward(model, values, shape, imaginary_grid(grid.shape, rank))
+        imaginary = imaginary_grid(grid.shape, rank)
+        operators, saved = _forward(model, values, shape, imaginary)
+        most.halos = _halos(model, imaginary)
         most.saved_bytes = max(most.saved_bytes, saved)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):
             for count in COUNTS:
                 setattr(known, count, max(getattr(known, count), getattr(operator, count)))
     return most
+
+
+def _halos(model: nn.Module, grid: Grid) -> dict[str, HaloChoice]:
+    """Where blocks of the model fetch what they need on this grid, in the order in which they ran first."""
+    names = {module: name for name, module in model.named_modules()}
+    choices = {} if grid.choices is None else dict(grid.choices)
+    return {names[block]: choice for block, known in choices.items() if block in names for choice in known.values()}
 
 
 def _forward(

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
 from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
+from mpi4dl.parallel.costs.widening import HaloChoice
 from mpi4dl.parallel.spatial.foresight import Foresight
 
 KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it is forgotten: images may have any size
@@ -82,6 +84,9 @@ class Grid:
         self.coordinates = shape.coordinates(comm.rank)
         self.foresight = Foresight()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
+        # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
+        self.choices: WeakKeyDictionary[Any, dict[Any, HaloChoice]] | None = WeakKeyDictionary()
+        self.rehearsals: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was found out for that
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
         self._layouts: dict[Layout, Layout] = {}
 

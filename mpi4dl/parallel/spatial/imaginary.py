@@ -14,13 +14,14 @@ from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
 from mpi4dl.parallel.spatial.grid import Grid
 
-COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies")
+COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies", "exchanges")
 
 
 class Ledger(Communicator):
     """A communicator of ranks that need not exist: it counts what this rank would send.
 
-    `latencies` are the messages that MPI would send of this rank, those within collectives among them.
+    `latencies` are the messages that MPI would send of this rank, those within collectives among them. `exchanges` are
+    those of which this rank has a part.
     """
 
     def __init__(self, rank: int, size: int, counts: dict[str, int] | None = None) -> None:
@@ -33,6 +34,7 @@ class Ledger(Communicator):
         for _, tensor in sends:
             self.counts["halo_bytes"] += tensor.nbytes
             self.counts["messages"] += 1
+        self.counts["exchanges"] += bool(sends or receives)
         messages = messages_of(sends)
         self.counts["latencies"] += len(messages)
         leaving = [packed(message) for message in messages if not message.pieces[0].is_meta]
@@ -79,3 +81,9 @@ def imaginary_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool 
     grid = ImaginaryGrid.of(Ledger(rank, shape.size), shape, tracks_batch)
     assert isinstance(grid, ImaginaryGrid)
     return grid
+
+
+def rank_in_the_middle(shape: geometry.GridShape) -> int:
+    """The rank who has most neighbours."""
+    middle = [n // 2 for n in shape]
+    return next(rank for rank in range(shape.size) if list(shape.coordinates(rank)) == middle)

@@ -7,95 +7,254 @@
 How much that is nobody derives: the block is rehearsed on shapes with a wider and wider halo, until no layer asks for
 more. Border padding acts at every layer, as in the plain model, for what lies beyond the image is no halo. It is what
 Ohio State's MPI4DL does by `--halo-D2`, with models written for it.
+
+Whether that pays, and for how many blocks in a row, the speeds of ranks and wire decide (`costs.widening`).
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
-from mpi4dl.geometry import widest
-from mpi4dl.parallel.blocks import blocks_of
+from mpi4dl.comm import Communicator
+from mpi4dl.geometry import Tiling, ceil_div, widest
+from mpi4dl.parallel.blocks import rows_of
+from mpi4dl.parallel.costs.speeds import measured_speeds
+from mpi4dl.parallel.costs.widening import HaloChoice, RankWork, Speeds, Step, Widened, choose, each_layer
+from mpi4dl.parallel.pipeline.split import image_dtype, shapes_of
+from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.parallel.streaming.rehearsal import CannotStream, rehearse
+from mpi4dl.parallel.spatial.tally import outline_of, tally
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, register
+from mpi4dl.parallel.streaming.rehearsal import CannotStream, least_margin, run
 from mpi4dl.parallel.streaming.script import VisitedGrid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
-HALOS = ("layer", "block")
+HALOS = ("layer", "block", "auto")
 MOST = 4  # of so many halos as wide as it is, a tile's side is at least as long; otherwise layers fetch their own
+UNFIT = (CannotStream, NotImplementedError, RuntimeError)  # the last where a layer looks at values
 
-_known: "WeakKeyDictionary[nn.Module, dict[Any, int | None]]" = WeakKeyDictionary()
+Part = tuple[nn.Module, Callable[..., Any]]  # a block, and its forward as it was
+Parts = tuple[Part, ...]  # in a row
 
 
-def fetch_halos(modules: Iterable[nn.Module], halo: str) -> None:
-    """Let models or stages fetch halos for each "layer", or at the entry of each "block". Raises ValueError."""
+def fetch_halos(modules: Iterable[nn.Module], halo: str, comm: Communicator, device: torch.device) -> None:
+    """Let models or stages fetch halos for each "layer", at the entry of each "block", or as is faster: "auto".
+
+    Collective. Raises ValueError.
+    """
     if halo not in HALOS:
         raise ValueError(f"halo is {halo!r}, but must be one of {', '.join(HALOS)}")
-    for module in modules if halo == "block" else ():
-        for block in blocks_of(module):
-            fetch_at_entry(block)
+    modules = list(modules)
+    speeds = measured_speeds(comm, device, image_dtype(modules[0])) if halo == "auto" else None
+    for module in modules if halo != "layer" else ():
+        for row in rows_of(module):
+            fetch_at_entries(row, speeds)
 
 
-def fetch_at_entry(block: nn.Module) -> None:
-    """Make a module fetch the halo of all its layers at once, where they can do with one, and it pays.
+def fetch_at_entries(row: Iterable[nn.Module], speeds: Speeds | None = None) -> None:
+    """Make modules in a row fetch the halo of all their layers at once, where they can do with one.
 
-    Elsewhere, and on plain tensors, it runs as before.
+    With `speeds`, only where it pays, and one of them for as many of those behind it as pays. Elsewhere, and on plain
+    tensors, they run as before.
     """
-    block.forward = partial(_forward, block, block.forward)
+    parts = tuple((block, block.forward) for block in row)
+    for number, (block, _) in enumerate(parts):
+        block.forward = partial(_forward, parts[number:], speeds)
 
 
 class _Bare(nn.Module):
-    """A block that fetches nothing at its entry, of the leaves of its arguments."""
+    """Blocks in a row that fetch nothing at their entry, of the leaves of the arguments of the first one."""
 
-    def __init__(self, block: nn.Module, call: Callable[..., Any], structure: Any) -> None:
+    def __init__(self, parts: Parts, structure: Any) -> None:
         super().__init__()
-        self.block, self.call, self.structure = block, call, structure
+        self.blocks = nn.ModuleList([block for block, _ in parts])
+        self.parts, self.structure = parts, structure
 
     def forward(self, *leaves: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return self.call(*args, **kwargs)
+        (_, call), *behind = self.parts
+        found = call(*args, **kwargs)
+        for _, call in behind:
+            found = call(found)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Bare":
-        return _Bare(copy.deepcopy(self.block, memo), copy.deepcopy(self.call, memo), self.structure)
+        return _Bare(copy.deepcopy(self.parts, memo), self.structure)
 
 
-def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    spread = [x for x in leaves if isinstance(x, SpatialTensor)]
-    if len(spread) == len(leaves) > 0 and not isinstance(spread[0].layout.grid, VisitedGrid):
-        key = (structure, tuple((x.layout, x.shape, x.dtype) for x in spread))
-        margins = _known.setdefault(block, {})
-        if key not in margins:
-            margins[key] = _margin(_Bare(block, forward, structure), spread)
-        if margin := margins[key]:
-            args, kwargs = pytree.tree_unflatten([_widened(x, margin, _size(spread)) for x in spread], structure)
-    return forward(*args, **kwargs)
+class _Inputs(NamedTuple):
+    """What a block is called with: leaves, all of them spread, and how they are nested."""
+
+    spread: Sequence[SpatialTensor]
+    structure: Any
+
+    @classmethod
+    def of(cls, nested: Any) -> "_Inputs | None":
+        leaves, structure = pytree.tree_flatten(nested)
+        return cls(leaves, structure) if leaves and all(isinstance(x, SpatialTensor) for x in leaves) else None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all are cut along the same dims."""
+        dims = self.spread[0].layout.dims[1:]
+        return not any(x.layout.flat or x.layout.dims[1:] != dims for x in self.spread)
+
+    @property
+    def key(self) -> Any:
+        return self.structure, tuple((x.layout.tiling, x.layout.dims, x.shape, x.dtype) for x in self.spread)
+
+    @property
+    def narrow_key(self) -> Any:
+        """The same, whatever is held of halos."""
+        return self.structure, tuple((x.layout.tiling.narrow, x.layout.dims, x.shape, x.dtype) for x in self.spread)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The size in whose pixels a halo is counted: that of the largest input."""
+        return max(tuple(split.size for split in x.layout.tiling.splits[1:]) for x in self.spread)
+
+    def held(self, margin: int) -> list[Tiling]:
+        """What ranks hold with such a margin."""
+        size = self.size
+        return [widest(x.layout.tiling, Given.like(x).held(margin, size)) for x in self.spread]
 
 
-def _size(spread: Sequence[SpatialTensor]) -> tuple[int, ...]:
-    """The size in whose pixels a halo is counted: that of the largest input."""
-    return max(tuple(split.size for split in x.layout.tiling.splits[1:]) for x in spread)
+def _forward(parts: Parts, speeds: Speeds | None, *args: Any, **kwargs: Any) -> Any:
+    inputs = _Inputs.of((args, kwargs))
+    if inputs is not None:
+        grid = inputs.spread[0].layout.grid
+        if grid.choices is not None and not isinstance(grid, VisitedGrid):
+            known = grid.choices.setdefault(parts[0][0], {})
+            key = inputs.key
+            if key not in known:
+                known[key] = _choose(parts, inputs, speeds)
+            if margin := known[key].margin:
+                held = [wide_halo(*pair) for pair in zip(inputs.spread, inputs.held(margin), strict=True)]
+                args, kwargs = pytree.tree_unflatten(held, inputs.structure)
+    return parts[0][1](*args, **kwargs)
 
 
-def _widened(x: SpatialTensor, margin: int, size: Sequence[int]) -> SpatialTensor:
-    wide = Given.like(x).layout(x.layout.grid, margin, size)
-    return retile(x, widest(x.layout.tiling, wide.tiling))
+def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
+    """x, held as `tiling` says; it can be overridden with `__torch_function__`, as PyTorch's own operators can."""
+    found: SpatialTensor = handle_torch_function(wide_halo, (x,), x, tiling)
+    return found
 
 
-def _margin(block: nn.Module, spread: Sequence[SpatialTensor]) -> int | None:
-    """How wide a halo all layers of the block need; None if there is no end to it, or it does not pay."""
-    grid = spread[0].layout.grid
-    if any(x.layout.flat or x.layout.dims[1:] != spread[0].layout.dims[1:] for x in spread):
-        return None
-    visits, size = Visits(grid.shape, grid.rank, (1,) * len(grid.space), grid.tracks_batch), _size(spread)
+register(wide_halo)(retile)
+
+
+def _choose(parts: Parts, inputs: _Inputs, speeds: Speeds | None) -> HaloChoice:
+    """Where the first of these blocks, given such inputs, fetches what it needs: the same on all ranks."""
+    if not inputs.alike:
+        return each_layer("what it is given is cut in several ways")
+    grid = inputs.spread[0].layout.grid
     try:
-        margin = rehearse(block, visits, [Given.like(x) for x in spread], size).margin
-    except (CannotStream, NotImplementedError):
-        return None
-    sides = [pixels // parts for pixels, parts in zip(size, grid.shape.space, strict=True) if parts > 1]
-    return margin if all(margin * MOST <= side for side in sides) else None
+        if any(x.layout.wide for x in inputs.spread):
+            margin = _margin(parts[0], inputs, grid)
+            if margin is not None and inputs.held(margin) == inputs.held(0):
+                return each_layer("it is given all that it needs")
+        return choose(_steps(parts, inputs, grid, speeds is not None), speeds)
+    except UNFIT as problem:
+        return each_layer(str(problem).partition("\n")[0])
+
+
+class _Alone(NamedTuple):
+    """A block by itself: its work by layer, what comes out, and how wide a halo it needs if that is not too wide."""
+
+    layers: RankWork
+    outputs: _Inputs | None
+    margin: int | None
+    wide: Widened | None
+
+
+def _steps(parts: Parts, first: _Inputs, grid: Grid, runs: bool) -> Iterator[Step]:
+    """What these blocks cost, one after the other, as far as anybody asks; with `runs` more than the first."""
+    inputs: _Inputs | None = first
+    reach = 0  # of all blocks so far, in pixels of the first
+    for number, part in enumerate(parts):
+        if inputs is None or not inputs.alike or (number and not runs):
+            return
+        try:
+            alone = _alone(part, inputs, grid)
+        except UNFIT:
+            if number == 0:
+                raise
+            return
+        together = None
+        if alone.margin is not None:
+            reach += max(ceil_div(alone.margin * n, m) for n, m in zip(first.size, inputs.size, strict=True))
+            if 0 < reach <= _widest(first, grid) and number:
+                row = _Rehearsal.of(parts[: number + 1], first)
+                if row.runs(first, reach, grid):
+                    together = Widened(reach, row.work(first, reach, grid)[0])
+        refusal = "it needs no halo" if alone.margin == 0 else f"it needs more of a halo than a tile's side / {MOST}"
+        yield Step(alone.layers, alone.wide, together, refusal)
+        if alone.margin is None:
+            return
+        inputs = alone.outputs
+
+
+def _alone(part: Part, inputs: _Inputs, grid: Grid) -> _Alone:
+    known = grid.rehearsals.setdefault(part[0], {})
+    key = inputs.key
+    if key not in known:
+        block = _Rehearsal.of((part,), inputs)
+        layers, found = block.work(inputs, 0, grid)
+        margin = _margin(part, inputs, grid)
+        wide = Widened(margin, block.work(inputs, margin, grid)[0]) if margin else None
+        known[key] = _Alone(layers, _Inputs.of(((found,), {})), margin, wide)
+    found_before: _Alone = known[key]
+    return found_before
+
+
+def _margin(part: Part, inputs: _Inputs, grid: Grid) -> int | None:
+    """How wide a halo all layers of a block need, whatever it is given of one; None if that is too wide."""
+    known = grid.rehearsals.setdefault(part[0], {})
+    key = "margin", inputs.narrow_key
+    if key not in known:
+        block, most = _Rehearsal.of((part,), inputs), _widest(inputs, grid)
+        try:
+            enough = block.runs(inputs, most, grid)
+            known[key] = least_margin(lambda n: block.runs(inputs, n, grid), most, 2) if enough else None
+        except UNFIT:
+            known[key] = None
+    found: int | None = known[key]
+    return found
+
+
+def _widest(inputs: _Inputs, grid: Grid) -> int:
+    """The widest halo that is thought of."""
+    sides = zip(inputs.size, grid.shape.space, strict=True)
+    return min((pixels // parts // MOST for pixels, parts in sides if parts > 1), default=0)
+
+
+class _Rehearsal(NamedTuple):
+    """Blocks in a row on shapes."""
+
+    outline: nn.Module
+
+    @classmethod
+    def of(cls, parts: Parts, inputs: _Inputs) -> "_Rehearsal":
+        bare = _Bare(parts, inputs.structure)
+        return cls(copy.deepcopy(bare, memo=shapes_of(bare)))
+
+    def runs(self, inputs: _Inputs, margin: int, grid: Grid) -> bool:
+        """Whether no layer asks for more, on any rank, than such a margin."""
+        visits = Visits(grid.shape, grid.rank, (1,) * len(grid.space), grid.tracks_batch)
+        return run(self.outline, visits, list(map(Given.like, inputs.spread)), inputs.size, margin) is not None
+
+    def work(self, inputs: _Inputs, margin: int, grid: Grid) -> tuple[RankWork, Any]:
+        """What the rank in the middle does with such a margin (0: by layer), and what comes out of it."""
+
+        def run_on(middle: Grid) -> Any:
+            given = (outline_of(x, middle) for x in inputs.spread)
+            held = (wide_halo(*pair) for pair in zip(given, inputs.held(margin), strict=True))
+            return self.outline(*(held if margin else given))
+
+        return tally(run_on, grid, inputs.spread[0].local.is_cuda)

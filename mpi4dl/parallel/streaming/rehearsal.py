@@ -5,7 +5,7 @@ to its end. A rehearsal also learns which norms can share a round, and says how 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,21 @@ class Rehearsed:
 
 
 class _Rehearsing(Visitors):
-    """Nobody answers: on shapes nothing depends on it."""
+    """Nobody answers: on shapes nothing depends on it.
 
-    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
-        if holds_pixels(sends) or holds_pixels(receives):
+    What other tiles ask of each other is not enough for this one either, so that all find the same margin.
+    """
+
+    def iexchange(
+        self,
+        sends: Sequence[Piece],
+        receives: Sequence[Piece],
+        *args: Any,
+        collective: bool = False,
+        **kwargs: Any,
+    ) -> Pending:
+        among_others = collective and not sends and not receives
+        if among_others or holds_pixels(sends) or holds_pixels(receives):
             raise NeedsNeighbours
         self.turn.script.position += bool(sends or receives)
         return Pending(self.node)
@@ -70,17 +81,7 @@ def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: S
     """
     outline = copy.deepcopy(module, memo=shapes_of(module))
 
-    def runs(margin: int) -> bool:
-        return run(outline, visits, givens, size, margin) is not None
-
-    low, high, largest = -1, 0, max(size)
-    while not runs(high):
-        if high >= largest:
-            raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
-        low, high = high, min(max(16, 2 * high), largest)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if runs(middle) else (middle, high)
+    high = least_margin(lambda margin: run(outline, visits, givens, size, margin) is not None, max(size))
     first = run(outline, visits, givens, size, high)
     assert first is not None
     again = run(outline, visits, givens, size, high, first.learned)
@@ -88,6 +89,23 @@ def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: S
     of_outline = {id(shape): real for shape, real in zip(outline.parameters(), module.parameters(), strict=True)}
     real = [(of_outline[id(norm)], waits, held) for norm, waits, held in again.learned if id(norm) in of_outline]
     return Rehearsed(again.margin, again.num_rounds, real, again.outputs)
+
+
+def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> int:
+    """The least margin with which a part runs, of at most about so many pixels; `first` is tried after 0.
+
+    Raises:
+        CannotStream: no margin is enough.
+    """
+    low, high = -1, 0
+    while not runs(high):
+        if high >= largest:
+            raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
+        low, high = high, min(max(first, 2 * high), largest)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(middle) else (middle, high)
+    return high
 
 
 def run(

@@ -1,4 +1,4 @@
-"""One exchange at the entry of a block in place of one for each of its layers: how many there are, and exactness."""
+"""One exchange at the entry of blocks in place of one for each layer: how many there are, where, and exactness."""
 
 from typing import Any
 
@@ -8,13 +8,23 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Exchange
+from mpi4dl.geometry import BATCH, GridShape, Tiling
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.link import Link
+from mpi4dl.parallel.costs.widening import Speeds
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.wide import fetch_at_entry
+from mpi4dl.parallel.spatial import Layout, SpatialTensor
+from mpi4dl.parallel.spatial.imaginary import imaginary_grid
+from mpi4dl.parallel.spatial.wide import fetch_at_entries
 from tests.pool.ranks import Ranks
-from tests.training import DENSE, Task, TILES_1x2, TILES_2x2, check
+from tests.training import DENSE, EXACT, Task, TILES_1x2, TILES_2x2, check
 
-LAYERS = 4
+LAYERS, BLOCKS = 4, 2
+FAST, SLOW, SLOWEST = 1e-9, 5e-5, 1.0  # latencies
+
+
+def speeds(latency_seconds: float) -> Speeds:
+    return Speeds(Link(latency_seconds, 0.0), flop_seconds=1e-9, byte_seconds=0.0)
 
 
 class Residual(nn.Module):
@@ -28,15 +38,19 @@ class Residual(nn.Module):
         return self.layers(x).relu() + x
 
 
-def exchanges(comm: Communicator, whole: bool) -> tuple[int, int, float]:
+def stage_of_blocks() -> nn.Sequential:
+    return nn.Sequential(*(Residual() for _ in range(BLOCKS)))
+
+
+def exchanges(comm: Communicator, halo: str, latency_seconds: float) -> tuple[int, int, float]:
     """How often pixels are exchanged forward and backward, and how far gradients are from those of one process."""
     torch.manual_seed(0)
-    block, image = Residual().double(), torch.randn(1, 3, 40, 44, dtype=torch.float64)
-    block(image).square().sum().backward()
-    expected = [p.grad.clone() for p in block.parameters() if p.grad is not None]
-    block.zero_grad()
-    if whole:
-        fetch_at_entry(block)
+    stage, image = stage_of_blocks().double(), torch.randn(1, 3, 72, 76, dtype=torch.float64)
+    stage(image).square().sum().backward()
+    expected = [p.grad.clone() for p in stage.parameters() if p.grad is not None]
+    stage.zero_grad()
+    if halo != "layer":
+        fetch_at_entries(stage, speeds(latency_seconds) if halo == "auto" else None)
     counts: list[bool] = []
     trade = Exchange.trade
 
@@ -48,25 +62,71 @@ def exchanges(comm: Communicator, whole: bool) -> tuple[int, int, float]:
     Exchange.trade = counted  # type: ignore[method-assign]
     try:
         x = spatial.shard(image.requires_grad_(), grid) * 1  # whose gradient the first exchange brings home, too
-        block(x)  # rehearses, which asks for pixels in vain
+        stage(x)  # rehearses, which asks for pixels in vain
         counts.clear()
-        y = block(x)
+        y = stage(x)
         forward = sum(counts)
         y.square().sum().backward(torch.tensor(1.0 / grid.size, dtype=torch.float64))
     finally:
         Exchange.trade = trade  # type: ignore[method-assign]
-    spatial.sum_gradients(block, grid)
+    spatial.sum_gradients(stage, grid)
     error = max(
-        float((p.grad - e).abs().max()) for p, e in zip(block.parameters(), expected, strict=True) if p.grad is not None
+        float((p.grad - e).abs().max() / e.abs().max())
+        for p, e in zip(stage.parameters(), expected, strict=True)
+        if p.grad is not None
     )
     return forward, sum(counts) - forward, error
 
 
-@pytest.mark.parametrize(("whole", "count"), [(False, LAYERS), (True, 1)])
-def test_a_block_exchanges_once_each_way(ranks: Ranks, whole: bool, count: int) -> None:
-    for forward, backward, error in ranks(4).run(exchanges, whole):
+@pytest.mark.parametrize(
+    ("halo", "latency_seconds", "count"),
+    [
+        ("layer", FAST, BLOCKS * LAYERS),
+        ("block", FAST, BLOCKS),
+        ("auto", FAST, BLOCKS * LAYERS),
+        ("auto", SLOW, BLOCKS),
+        ("auto", SLOWEST, 1),
+    ],
+)
+def test_exchanges_are_as_many_as_was_chosen(ranks: Ranks, halo: str, latency_seconds: float, count: int) -> None:
+    for forward, backward, error in ranks(4).run(exchanges, halo, latency_seconds):
         assert (forward, backward) == (count, count)
         assert error < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("latency_seconds", "margins", "blocks"),
+    [(FAST, [0, 0], [1, 1]), (SLOW, [LAYERS] * 2, [1, 1]), (SLOWEST, [2 * LAYERS, 0], [2, 1])],
+)
+def test_what_is_chosen_is_explained(latency_seconds: float, margins: list[int], blocks: list[int]) -> None:
+    stage = stage_of_blocks()
+    fetch_at_entries(stage, speeds(latency_seconds))
+    found = spatial.explain(stage, (72, 76), imaginary_grid(GridShape(1, 2, 2)))
+    halos = found.halos
+    assert [(halo.margin, halo.num_blocks) for halo in halos.values()] == list(zip(margins, blocks, strict=True))
+    assert list(halos) == ["0", "1"]
+    saved = sum(halo.exchanges_saved for halo in halos.values())
+    assert found.total("messages") == 3 * (BLOCKS * LAYERS - saved)
+    first = halos["0"]
+    if margins[0]:
+        assert first.exchanges_saved == blocks[0] * LAYERS - 1
+        assert 0 < first.computed_twice < 1
+        assert found.total("halo_bytes") > 0
+        assert [o.name for o in found.operators if o.communicates] == ["wide_halo"] * sum(map(bool, margins))
+    assert first.reason in str(found)
+
+
+def test_all_ranks_find_the_same_margin() -> None:
+    # Rank 0 needs nothing of its neighbours, nor they of it: 10 rows are 5 windows. Rank 2 has half a window.
+    block, shape, margins = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 3, 1)), GridShape(1, 4, 1), []
+    fetch_at_entries([block])
+    for rank in range(4):
+        grid = imaginary_grid(shape, rank)
+        layout = Layout(grid, Tiling.even(shape, (1, 42, 6)).drop(BATCH), (None, 2, 3))
+        block(SpatialTensor(torch.zeros(layout.local_shape((1, 3, 42, 6))), layout))
+        assert grid.choices is not None
+        margins += [choice.margin for choice in grid.choices[block].values()]
+    assert margins == [1, 1, 1, 1]
 
 
 RESNET = Task("resnet_v2", (97, 131), batch=4, model_options=(("depth", 20),))
@@ -75,15 +135,29 @@ RESNET = Task("resnet_v2", (97, 131), batch=4, model_options=(("depth", 20),))
 @pytest.mark.parametrize(
     ("task", "plan"),
     [
-        (RESNET, TILES_2x2),
-        (RESNET, Plan(((1, 2), (1, 1)), microbatches=2)),
-        (DENSE, TILES_1x2),
-        *(
-            pytest.param(Task(name, (160, 192), batch=2), TILES_2x2, marks=pytest.mark.exhaustive)
-            for name in ("resnet18", "densenet121", "convnext_tiny", "amoebanetd", "efficientnet_b0")
-        ),
+        (RESNET.with_engine(halo="block"), TILES_2x2),
+        (RESNET.with_engine(halo="auto"), TILES_2x2),
+        (RESNET.with_engine(halo="block"), Plan(((1, 2), (1, 1)), microbatches=2)),
+        (DENSE.with_engine(halo="block"), TILES_1x2),
     ],
     ids=str,
 )
 def test_models(ranks: Ranks, task: Task, plan: Plan) -> None:
-    check(ranks, task.with_engine(halo="block"), plan)
+    check(ranks, task, plan)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "options", "tolerance"),
+    [
+        ("resnet18", {}, EXACT),
+        ("convnext_tiny", {"stochastic_depth_prob": 0.0}, EXACT),
+        ("efficientnet_b0", {"stochastic_depth_prob": 0.0, "dropout": 0.0}, EXACT),
+        # As untrained as they are, rounding grows on its way back through them: by layer to 1e-9 and 7e-10, too.
+        ("densenet121", {}, 1e-8),
+        ("amoebanetd", {}, 1e-8),
+    ],
+)
+def test_well_known_models(ranks: Ranks, model: str, options: dict[str, float], tolerance: float) -> None:
+    task = Task(model, (160, 192), batch=2, model_options=tuple(options.items()), num_steps=1)
+    check(ranks, task.with_engine(halo="block"), TILES_2x2, tolerance)

@@ -1,0 +1,153 @@
+"""When a wide halo pays: what its messages save, against the rows that neighbours compute too. Numbers, no ranks.
+
+    layer by layer     conv <> conv <> | conv <> conv <>     every <> is an exchange, which takes a latency
+    a block            <> conv conv    | <> conv conv        more rows are computed twice, in half the exchanges
+    a run of blocks    <<>> conv conv  |    conv conv        and still more
+
+Blocks come one by one, and each is computed by layer, with an exchange of its own, or in the run that began before it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpi4dl.parallel.costs.link import Link
+
+PASSES = 2  # what is sent forward comes back in backward
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What a rank does in a forward pass: exchanges, whose messages travel at once, and what it computes.
+
+    `touched_bytes` are those that operators read and write whose FLOPs do not count; `operators` are all.
+    """
+
+    exchanges: int = 0
+    wire_bytes: int = 0
+    flops: float = 0.0
+    touched_bytes: int = 0
+    operators: int = 0
+
+    def __add__(self, other: "RankWork") -> "RankWork":
+        return RankWork(
+            self.exchanges + other.exchanges,
+            self.wire_bytes + other.wire_bytes,
+            self.flops + other.flops,
+            self.touched_bytes + other.touched_bytes,
+            self.operators + other.operators,
+        )
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What ranks and the link between them take: an exchange its latency, and every byte that is sent.
+
+    Forward and backward together: the seconds of each FLOP, of each byte touched, and of each operator.
+    """
+
+    link: Link
+    flop_seconds: float
+    byte_seconds: float
+    operator_seconds: float = 0.0
+
+    def seconds(self, work: RankWork) -> float:
+        """Of a forward and a backward pass."""
+        sent = PASSES * self.link.seconds(work.exchanges, work.wire_bytes)
+        done = work.flops * self.flop_seconds + work.touched_bytes * self.byte_seconds
+        return sent + done + work.operators * self.operator_seconds
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A wide exchange at the entry: the pixels that are fetched on each side, and the work then."""
+
+    margin: int
+    work: RankWork
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more block of a row: its work by layer, with a wide exchange of its own, and that of the run that it ends.
+
+    A `refusal` says why there is no wide exchange at the block's own entry.
+    """
+
+    by_layer: RankWork
+    alone: Widened | None
+    run: Widened | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class HaloChoice:
+    """Where so many blocks, from one on, fetch what they need: by layer (a margin of 0), or at the entry of the first.
+
+    `saved_seconds` is by how much that is faster, forward and backward, than the other way; None if nobody asked.
+    """
+
+    num_blocks: int
+    margin: int
+    by_layer: RankWork
+    chosen: RankWork
+    reason: str
+    saved_seconds: float | None = None
+
+    @property
+    def exchanges_saved(self) -> int:
+        return self.by_layer.exchanges - self.chosen.exchanges
+
+    @property
+    def computed_twice(self) -> float:
+        """What is computed more than by layer, of what is computed by layer: of FLOPs, or of bytes without any."""
+        if self.by_layer.flops:
+            return self.chosen.flops / self.by_layer.flops - 1
+        return (self.chosen.touched_bytes - self.by_layer.touched_bytes) / max(1, self.by_layer.touched_bytes)
+
+
+def each_layer(reason: str, work: RankWork | None = None) -> HaloChoice:
+    """The choice to let each layer fetch its own."""
+    work = work or RankWork()
+    return HaloChoice(1, 0, work, work, reason)
+
+
+def choose(steps: Iterable[Step], speeds: Speeds | None) -> HaloChoice:
+    """How the first of these blocks fetches what it needs, and how many of those behind it take part in that.
+
+    A run grows as long as that is faster than what begins anew with the next block. Without `speeds`, a block that can
+    fetches what it needs at its entry, by itself.
+    """
+    best: HaloChoice | None = None
+    seconds = 0.0  # of the best way through the blocks so far
+    for number, step in enumerate(steps, 1):
+        if speeds is None:
+            return _of_block(step)
+        anew = speeds.seconds(step.by_layer)
+        if step.alone is not None:
+            anew = min(anew, speeds.seconds(step.alone.work))
+        if best is None:
+            best, seconds = _of_one(step, speeds), anew
+            continue
+        together = None if step.run is None else speeds.seconds(step.run.work)
+        if step.run is None or together is None or together >= seconds + anew:
+            break
+        layers = best.by_layer + step.by_layer
+        saved, seconds = speeds.seconds(layers) - together, together
+        reason = f"one exchange for {number} blocks takes less"
+        best = HaloChoice(number, step.run.margin, layers, step.run.work, reason, saved)
+    assert best is not None
+    return best
+
+
+def _of_block(step: Step) -> HaloChoice:
+    if step.alone is None:
+        return each_layer(step.refusal, step.by_layer)
+    return HaloChoice(1, step.alone.margin, step.by_layer, step.alone.work, "as was asked for")
+
+
+def _of_one(step: Step, speeds: Speeds) -> HaloChoice:
+    if step.alone is None:
+        return each_layer(step.refusal, step.by_layer)
+    saved = speeds.seconds(step.by_layer) - speeds.seconds(step.alone.work)
+    if saved > 0:
+        return HaloChoice(1, step.alone.margin, step.by_layer, step.alone.work, "one exchange takes less", saved)
+    return HaloChoice(1, 0, step.by_layer, step.by_layer, "by layer takes less", -saved)
