@@ -96,6 +96,11 @@ class KnownStatistics:
             else:
                 self._moments[i] = self._moments[i] + moments
 
+    @property
+    def noted(self) -> bool:
+        """Whether there is anything to merge."""
+        return bool(self._moments)
+
     def merge(self, comm: Communicator) -> None:
         """Let the running statistics follow those of this batch, over the tiles of all ranks. Collective."""
         everywhere: Sequence[list[Moments]] = comm.all_gather_object(self._moments)

@@ -7,7 +7,7 @@ So memory is that of one visit and of the part's output, whatever the image's si
 others compute too; whatever is made of the output's own pixels counts once, so gradients add up to those of the whole.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
+from mpi4dl.parallel.streaming.bare import BareTiles
 from mpi4dl.parallel.streaming.norms import KnownStatistics
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
@@ -66,6 +67,8 @@ class Streaming:
         self._differentiable = torch.is_grad_enabled()
         self._inputs = [_Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
         self._collected: list[Collected | None] = []
+        of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
+        self._bare = BareTiles(route) if of_images and not route.rehearsed.num_rounds else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The part's outputs: this rank's part of each, as a SpatialTensor; a plain tensor where one rank has all."""
@@ -119,7 +122,7 @@ class Streaming:
                     continue
                 if collected is not None and isinstance(y, SpatialTensor):
                     roots.append(owned(y))
-                    of_roots.append(collected.part(y, gradient))
+                    of_roots.append(self._gradient(y.layout.grid.rank, collected, gradient))
                 else:  # every visit has the whole of it, so that it counts in one of them
                     roots.append(y)
                     of_roots.append(gradient if is_first else torch.zeros_like(gradient))
@@ -159,15 +162,20 @@ class Streaming:
         And what is wrong with an image, if one cannot be read.
         """
         told: dict[int, Told] = {}
+        bare = self._bare if forward else None
         known, rounds, number = len(self._script.rounds), self._route.rehearsed.num_rounds, len(self._route.visits.own)
+        number -= 0 if self._bare is None else len(self._bare.instead)
         which = f"forward, pass {known + 1} of {rounds + 1}" if forward else f"backward, pass {known - rounds + 1}"
         doing = f"{self._name}{which}, visit"
         for count, (tile, read) in enumerate(self._read_ahead(), start=1):
             self._progress(f"{doing} {count} of {number}")
             if isinstance(read, DatasetError):
                 return told, str(read)
+            kind = None if bare is None or read[0] is None else bare.kind(tile, read[0])
+            if kind is not None and self._spared(kind, tile):
+                continue
             try:
-                self._visit(tile, read, use, forward)
+                self._visit(tile, read, use, forward, kind)
             except Suspended as suspended:
                 told[tile] = suspended.told
         return told, None
@@ -178,14 +186,36 @@ class Streaming:
         read: Sequence[Tensor | None],
         use: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
         forward: bool,
+        kind: Hashable,
     ) -> None:
-        """Visit one tile; nothing that it made is there any more when the next visit begins."""
+        """Visit one tile; nothing that it made is there any more when the next visit begins. `kind`: if it is bare."""
         grid = self._route.grid(tile, self._script)
         values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
         with self._as_before(), self._by_its_norms(forward):
             outputs = self._lead(*values)
             grid.foresight.pay()
             use(values, outputs)
+        if self._bare is not None and kind is not None:
+            drew = not all(map(torch.equal, _random_states(self._device), self._states))
+            again = not drew and not self._statistics.noted and None not in self._collected
+            self._bare.saw(kind, tile, [owned(y).detach() for y in outputs] if again else None)
+
+    def _spared(self, kind: Hashable, tile: int) -> bool:
+        """Take what other tiles of this kind made for this one, if that is known."""
+        assert self._bare is not None
+        parts = [collected.part(tile, collected.local) for collected in self._collected if collected is not None]
+        made = self._bare.made(kind, tile, [part.shape for part in parts])
+        for part, pixel in zip(parts, made or (), strict=made is not None):
+            part.copy_(pixel)
+        return made is not None
+
+    def _gradient(self, tile: int, collected: Collected, gradient: Tensor) -> Tensor:
+        """The gradient of what a tile owns of an output, and of what other tiles do that it stands for."""
+        first, *others = [tile] if self._bare is None else self._bare.alike(tile)
+        total = collected.part(first, gradient)
+        for other in others:
+            total = total + collected.part(other, gradient)
+        return total
 
     def _read_ahead(self) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
         """The tiles that this rank visits, with what was read for each, or why it could not be.
@@ -199,7 +229,8 @@ class Streaming:
             except DatasetError as error:
                 return error
 
-        own = self._route.visits.own
+        instead = {} if self._bare is None else self._bare.instead
+        own = [tile for tile in self._route.visits.own if tile not in instead]
         if all(isinstance(x.values, Tensor) for x in self._inputs):
             yield from ((tile, read(tile)) for tile in own)
             return

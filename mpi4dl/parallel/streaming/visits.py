@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mpi4dl.comm.exchange import Dims
+from mpi4dl.comm.exchange import Dims, narrow
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -146,20 +146,19 @@ class Collected:
     def __init__(self, visits: Visits, grid: Grid, like: SpatialTensor) -> None:
         if like.layout.flat:
             raise TypeError("the streamed part ends where several axes are one dim: end it before that")
-        self.layout = visits.of_ranks(like.layout.narrow, grid)
+        self._of_tiles = like.layout.narrow
+        self.layout = visits.of_ranks(self._of_tiles, grid)
         shape = self.layout.local_shape(tuple(like.shape))
         self.local = torch.empty(shape, dtype=like.dtype, device=like.local.device)
 
     def take(self, y: SpatialTensor) -> None:
         """Take what the visit of y's grid owns."""
-        self.part(y, self.local).copy_(owned(y).detach())
+        self.part(y.layout.grid.rank, self.local).copy_(owned(y).detach())
 
-    def part(self, y: SpatialTensor, local: Tensor) -> Tensor:
-        """What the visit of y's grid owns of this rank's part, or of a gradient of it."""
-        for dim, wanted, held in zip(y.layout.dims, y.layout.owned, self.layout.owned, strict=True):
-            if dim is not None:
-                local = local.narrow(dim, wanted.start - held.start, wanted.length)
-        return local
+    def part(self, tile: int, local: Tensor) -> Tensor:
+        """What the visit of a tile owns of this rank's part, or of a gradient of it."""
+        wanted = self._of_tiles.tiling.owned(tile)
+        return narrow(local, self.layout.dims, self.layout.owned, wanted)
 
     def close(self) -> None:
         """Let go of the memory, which is the output's now."""

@@ -1,0 +1,100 @@
+"""Tiles of bare background are computed once for all, exactly; whatever might differ is computed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine
+from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.opening import StreamOptions
+from tests.parallel.streaming.test_bags import Slides
+from tests.pool.ranks import Ranks
+from tests.training import EXACT, assert_close
+
+SIZE = (96, 130)
+
+
+class Plain(nn.Sequential):
+    """No statistics of the whole, before the head."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__(
+            nn.Conv2d(3, 5, 3, 1, 1),
+            nn.GELU(),
+            nn.Identity() if middle is None else middle,
+            nn.Conv2d(5, 6, 3, 2, 1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(24, 3),
+        )
+
+
+class Placed(nn.Module):
+    """What knows where it is: the same everywhere in a tile, if tiles are as high as its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.randn(SIZE[0] // 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.steps.repeat_interleave(12)[:, None]
+
+
+MIDDLES: dict[str, Any] = {
+    "convolutions": lambda: None,
+    "dropout of channels": lambda: nn.Dropout2d(0.4),
+    "frozen norm": lambda: nn.BatchNorm2d(5).eval(),
+    "places": Placed,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Plain(MIDDLES[name]()).double()
+
+
+def glass(colours: tuple[float, ...] = (0.7, 0.2)) -> Tensor:
+    """A slide of bare glass, with tissue in its middle, whose lower half has another colour."""
+    random = torch.Generator().manual_seed(1)
+    images = torch.full((1, 3, *SIZE), colours[0], dtype=torch.float64)
+    images[:, :, SIZE[0] // 2 :] = colours[1]
+    images[:, :, 40:60, 50:70] = torch.rand((1, 3, 20, 20), generator=random, dtype=torch.float64)
+    return images
+
+
+def train(comm: Communicator, name: str, counts: tuple[int, int]) -> Any:
+    stream, plan = StreamOptions(counts, "4", "running"), Plan(((1, comm.size),))
+    held = split(lambda: build(name), plan, comm, image=(1, 3, *SIZE), stream=stream)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    told: list[str] = []
+    engine.executor.progress = told.append
+    torch.manual_seed(7)
+    result = engine.step([Slides(glass())], torch.tensor([1]), SIZE)
+    return result.loss, engine.gather_gradients(), [each for each in told if each]
+
+
+def plain(name: str) -> tuple[float, dict[str, Tensor]]:
+    model = build(name)
+    torch.manual_seed(7)
+    loss = F.cross_entropy(model(glass()), torch.tensor([1]))
+    loss.backward()
+    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", MIDDLES)
+def test_bare_tiles_are_exact(ranks: Ranks, name: str, num_ranks: int) -> None:
+    loss, gradients, told = ranks(num_ranks).run(train, name, (8, 10 // num_ranks))[0]
+    expected, theirs = plain(name)
+    assert loss == pytest.approx(expected, rel=EXACT)
+    for key, value in theirs.items():
+        assert_close(gradients[key], value, EXACT, key)
+    backward = [each for each in told if each.startswith("backward")]
+    spared = 80 // num_ranks - len(backward)
+    assert spared > 20 / num_ranks**2 if name in ("convolutions", "frozen norm") else spared == 0
