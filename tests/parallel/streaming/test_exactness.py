@@ -138,7 +138,7 @@ MODELS = {
         "reduction1",
         6,
     ),
-    "densenet121": (Task("densenet121", ODD), "features.denseblock2", 30),
+    "densenet121": (Task("densenet121", ODD), "features.transition1", 16),
     "unet": (Task("unet", ODD, dense=True, model_options=(("num_filters", 4), ("depth", 2))), "decoder.0", 31),
     "convnext_tiny": (Task("convnext_tiny", ODD, model_options=(("stochastic_depth_prob", 0.0),)), "features.5", 23),
     "resnet3d": (Task("resnet3d", (37, 42, 45)), "stage2_block3", 10),
