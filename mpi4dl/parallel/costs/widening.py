@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mpi4dl.parallel.costs.link import Link
 
 PASSES = 2  # what is sent forward comes back in backward
+DOUBT = 0.05  # what a wide halo takes may be so much more than what was counted
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,15 @@ def choose(steps: Iterable[Step], speeds: Speeds | None) -> HaloChoice:
         if speeds is None:
             return _of_block(step)
         anew = speeds.seconds(step.by_layer)
-        if step.alone is not None:
-            anew = min(anew, speeds.seconds(step.alone.work))
+        if step.alone is not None and _pays(step.alone, anew, speeds):
+            anew = speeds.seconds(step.alone.work)
         if best is None:
             best, seconds = _of_one(step, speeds), anew
             continue
-        together = None if step.run is None else speeds.seconds(step.run.work)
-        if step.run is None or together is None or together >= seconds + anew:
+        if step.run is None or not _pays(step.run, seconds + anew, speeds):
             break
-        layers = best.by_layer + step.by_layer
-        saved, seconds = speeds.seconds(layers) - together, together
-        reason = f"one exchange for {number} blocks takes less"
+        seconds, layers = speeds.seconds(step.run.work), best.by_layer + step.by_layer
+        saved, reason = speeds.seconds(layers) - seconds, f"one exchange for {number} blocks takes less"
         best = HaloChoice(number, step.run.margin, layers, step.run.work, reason, saved)
     assert best is not None
     return best
@@ -147,7 +146,14 @@ def _of_block(step: Step) -> HaloChoice:
 def _of_one(step: Step, speeds: Speeds) -> HaloChoice:
     if step.alone is None:
         return each_layer(step.refusal, step.by_layer)
-    saved = speeds.seconds(step.by_layer) - speeds.seconds(step.alone.work)
-    if saved > 0:
+    seconds = speeds.seconds(step.by_layer)
+    saved = seconds - speeds.seconds(step.alone.work)
+    if _pays(step.alone, seconds, speeds):
         return HaloChoice(1, step.alone.margin, step.by_layer, step.alone.work, "one exchange takes less", saved)
-    return HaloChoice(1, 0, step.by_layer, step.by_layer, "by layer takes less", -saved)
+    reason = "by layer takes less" if saved <= 0 else f"one exchange saves less than {DOUBT:.0%}"
+    return HaloChoice(1, 0, step.by_layer, step.by_layer, reason, max(0.0, -saved))
+
+
+def _pays(wide: Widened, seconds: float, speeds: Speeds) -> bool:
+    """Whether a wide exchange is faster than what takes so many seconds, beyond doubt."""
+    return speeds.seconds(wide.work) * (1 + DOUBT) < seconds

@@ -39,8 +39,7 @@ HALOS = ("layer", "block", "auto")
 MOST = 4  # of so many halos as wide as it is, a tile's side is at least as long; otherwise layers fetch their own
 UNFIT = (CannotStream, NotImplementedError, RuntimeError)  # the last where a layer looks at values
 
-Part = tuple[nn.Module, Callable[..., Any]]  # a block, and its forward as it was
-Parts = tuple[Part, ...]  # in a row
+Parts = tuple[tuple[nn.Module, Callable[..., Any]], ...]  # blocks in a row, and their forwards as they were
 
 
 def fetch_halos(modules: Iterable[nn.Module], halo: str, comm: Communicator, device: torch.device) -> None:
@@ -63,9 +62,21 @@ def fetch_at_entries(row: Iterable[nn.Module], speeds: Speeds | None = None) -> 
     With `speeds`, only where it pays, and one of them for as many of those behind it as pays. Elsewhere, and on plain
     tensors, they run as before.
     """
-    parts = tuple((block, block.forward) for block in row)
-    for number, (block, _) in enumerate(parts):
-        block.forward = partial(_forward, parts[number:], speeds)
+    known = _Row(tuple((block, block.forward) for block in row), speeds)
+    for number, (block, _) in enumerate(known.parts):
+        block.forward = partial(_forward, known, number)
+
+
+class _Row:
+    """Blocks in a row, which know it so that one fetches for those behind it. It is copied once, with all of them."""
+
+    def __init__(self, parts: Parts, speeds: Speeds | None) -> None:
+        self.parts, self.speeds = parts, speeds
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Row":
+        found = memo[id(self)] = _Row((), self.speeds)
+        found.parts = copy.deepcopy(self.parts, memo)
+        return found
 
 
 class _Bare(nn.Module):
@@ -125,19 +136,20 @@ class _Inputs(NamedTuple):
         return [widest(x.layout.tiling, Given.like(x).held(margin, size)) for x in self.spread]
 
 
-def _forward(parts: Parts, speeds: Speeds | None, *args: Any, **kwargs: Any) -> Any:
+def _forward(row: _Row, number: int, *args: Any, **kwargs: Any) -> Any:
+    block, forward = row.parts[number]
     inputs = _Inputs.of((args, kwargs))
     if inputs is not None:
         grid = inputs.spread[0].layout.grid
         if grid.choices is not None and not isinstance(grid, VisitedGrid):
-            known = grid.choices.setdefault(parts[0][0], {})
+            known = grid.choices.setdefault(block, {})
             key = inputs.key
             if key not in known:
-                known[key] = _choose(parts, inputs, speeds)
+                known[key] = _choose(row, number, inputs)
             if margin := known[key].margin:
                 held = [wide_halo(*pair) for pair in zip(inputs.spread, inputs.held(margin), strict=True)]
                 args, kwargs = pytree.tree_unflatten(held, inputs.structure)
-    return parts[0][1](*args, **kwargs)
+    return forward(*args, **kwargs)
 
 
 def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
@@ -149,17 +161,17 @@ def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
 register(wide_halo)(retile)
 
 
-def _choose(parts: Parts, inputs: _Inputs, speeds: Speeds | None) -> HaloChoice:
-    """Where the first of these blocks, given such inputs, fetches what it needs: the same on all ranks."""
+def _choose(row: _Row, number: int, inputs: _Inputs) -> HaloChoice:
+    """Where a block, given such inputs, fetches what it needs: the same on all ranks."""
     if not inputs.alike:
         return each_layer("what it is given is cut in several ways")
     grid = inputs.spread[0].layout.grid
     try:
         if any(x.layout.wide for x in inputs.spread):
-            margin = _margin(parts[0], inputs, grid)
+            margin = _margin(row, number, inputs, grid)
             if margin is not None and inputs.held(margin) == inputs.held(0):
                 return each_layer("it is given all that it needs")
-        return choose(_steps(parts, inputs, grid, speeds is not None), speeds)
+        return choose(_steps(row, number, inputs, grid), row.speeds)
     except UNFIT as problem:
         return each_layer(str(problem).partition("\n")[0])
 
@@ -173,26 +185,26 @@ class _Alone(NamedTuple):
     wide: Widened | None
 
 
-def _steps(parts: Parts, first: _Inputs, grid: Grid, runs: bool) -> Iterator[Step]:
-    """What these blocks cost, one after the other, as far as anybody asks; with `runs` more than the first."""
+def _steps(row: _Row, start: int, first: _Inputs, grid: Grid) -> Iterator[Step]:
+    """What blocks cost from one on, as far as anybody asks."""
     inputs: _Inputs | None = first
     reach = 0  # of all blocks so far, in pixels of the first
-    for number, part in enumerate(parts):
-        if inputs is None or not inputs.alike or (number and not runs):
+    for number in range(start, len(row.parts)):
+        if inputs is None or not inputs.alike:
             return
         try:
-            alone = _alone(part, inputs, grid)
+            alone = _alone(row, number, inputs, grid)
         except UNFIT:
-            if number == 0:
+            if number == start:
                 raise
             return
         together = None
         if alone.margin is not None:
             reach += max(ceil_div(alone.margin * n, m) for n, m in zip(first.size, inputs.size, strict=True))
-            if 0 < reach <= _widest(first, grid) and number:
-                row = _Rehearsal.of(parts[: number + 1], first)
-                if row.runs(first, reach, grid):
-                    together = Widened(reach, row.work(first, reach, grid)[0])
+            if 0 < reach <= _widest(first, grid) and number > start:
+                run_of = _Rehearsal.of(row, slice(start, number + 1), first)
+                if run_of.runs(first, reach, grid):
+                    together = Widened(reach, run_of.work(first, reach, grid)[0])
         refusal = "it needs no halo" if alone.margin == 0 else f"it needs more of a halo than a tile's side / {MOST}"
         yield Step(alone.layers, alone.wide, together, refusal)
         if alone.margin is None:
@@ -200,25 +212,25 @@ def _steps(parts: Parts, first: _Inputs, grid: Grid, runs: bool) -> Iterator[Ste
         inputs = alone.outputs
 
 
-def _alone(part: Part, inputs: _Inputs, grid: Grid) -> _Alone:
-    known = grid.rehearsals.setdefault(part[0], {})
+def _alone(row: _Row, number: int, inputs: _Inputs, grid: Grid) -> _Alone:
+    known = grid.rehearsals.setdefault(row.parts[number][0], {})
     key = inputs.key
     if key not in known:
-        block = _Rehearsal.of((part,), inputs)
+        block = _Rehearsal.of(row, slice(number, number + 1), inputs)
         layers, found = block.work(inputs, 0, grid)
-        margin = _margin(part, inputs, grid)
+        margin = _margin(row, number, inputs, grid)
         wide = Widened(margin, block.work(inputs, margin, grid)[0]) if margin else None
         known[key] = _Alone(layers, _Inputs.of(((found,), {})), margin, wide)
     found_before: _Alone = known[key]
     return found_before
 
 
-def _margin(part: Part, inputs: _Inputs, grid: Grid) -> int | None:
+def _margin(row: _Row, number: int, inputs: _Inputs, grid: Grid) -> int | None:
     """How wide a halo all layers of a block need, whatever it is given of one; None if that is too wide."""
-    known = grid.rehearsals.setdefault(part[0], {})
+    known = grid.rehearsals.setdefault(row.parts[number][0], {})
     key = "margin", inputs.narrow_key
     if key not in known:
-        block, most = _Rehearsal.of((part,), inputs), _widest(inputs, grid)
+        block, most = _Rehearsal.of(row, slice(number, number + 1), inputs), _widest(inputs, grid)
         try:
             enough = block.runs(inputs, most, grid)
             known[key] = least_margin(lambda n: block.runs(inputs, n, grid), most, 2) if enough else None
@@ -240,9 +252,10 @@ class _Rehearsal(NamedTuple):
     outline: nn.Module
 
     @classmethod
-    def of(cls, parts: Parts, inputs: _Inputs) -> "_Rehearsal":
-        bare = _Bare(parts, inputs.structure)
-        return cls(copy.deepcopy(bare, memo=shapes_of(bare)))
+    def of(cls, row: _Row, which: slice, inputs: _Inputs) -> "_Rehearsal":
+        bare = _Bare(row.parts[which], inputs.structure)
+        memo: dict[int, Any] = {**shapes_of(bare), id(row): row}  # of others nothing is copied
+        return cls(copy.deepcopy(bare, memo=memo))
 
     def runs(self, inputs: _Inputs, margin: int, grid: Grid) -> bool:
         """Whether no layer asks for more, on any rank, than such a margin."""

@@ -31,12 +31,13 @@ def speeds(latency: float, byte: float = 0.0) -> Speeds:
     ("given", "chosen"),
     [
         (speeds(49), HaloChoice(1, 0, LAYERS, LAYERS, "by layer takes less", 2.0)),
-        (speeds(51), HaloChoice(1, 2, LAYERS, ALONE.work, "one exchange takes less", 2.0)),
-        (speeds(51, 1.0), HaloChoice(1, 0, LAYERS, LAYERS, "by layer takes less", 8.0)),  # 5 bytes more, twice
-        (speeds(149), HaloChoice(1, 2, LAYERS, ALONE.work, "one exchange takes less", 198.0)),
+        (speeds(81), HaloChoice(1, 0, LAYERS, LAYERS, "one exchange saves less than 5%", 0.0)),
+        (speeds(82), HaloChoice(1, 2, LAYERS, ALONE.work, "one exchange takes less", 64.0)),
+        (speeds(82, 10.0), HaloChoice(1, 0, LAYERS, LAYERS, "by layer takes less", 36.0)),  # 5 bytes more, twice
+        (speeds(223), HaloChoice(1, 2, LAYERS, ALONE.work, "one exchange takes less", 346.0)),
         (
-            speeds(151),
-            HaloChoice(2, 4, LAYERS + LAYERS, BOTH.work, "one exchange for 2 blocks takes less", 2 * 3 * 151 - 500.0),
+            speeds(224),
+            HaloChoice(2, 4, LAYERS + LAYERS, BOTH.work, "one exchange for 2 blocks takes less", 2 * 3 * 224 - 500.0),
         ),
         (None, HaloChoice(1, 2, LAYERS, ALONE.work, "as was asked for")),
     ],
@@ -56,11 +57,11 @@ def test_nobody_asks_behind_the_end_of_a_run() -> None:
         yield from ROW
         raise AssertionError
 
-    assert choose(steps(), speeds(51)).num_blocks == 1
+    assert choose(steps(), speeds(82)).num_blocks == 1
 
 
 def test_what_is_said_of_a_choice() -> None:
-    choice = choose(ROW, speeds(51))
+    choice = choose(ROW, speeds(82))
     assert (choice.exchanges_saved, choice.computed_twice) == (1, pytest.approx(0.1))
     assert HaloChoice(1, 0, RankWork(), RankWork(), NOT_WIDE).computed_twice == 0
 

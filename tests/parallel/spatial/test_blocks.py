@@ -1,5 +1,6 @@
 """One exchange at the entry of blocks in place of one for each layer: how many there are, where, and exactness."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -114,6 +115,20 @@ def test_what_is_chosen_is_explained(latency_seconds: float, margins: list[int],
         assert found.total("halo_bytes") > 0
         assert [o.name for o in found.operators if o.communicates] == ["wide_halo"] * sum(map(bool, margins))
     assert first.reason in str(found)
+
+
+def test_a_copy_of_a_long_row_is_a_row_of_its_own() -> None:
+    row = nn.Sequential(*(Residual() for _ in range(150)))
+    fetch_at_entries(row, speeds(SLOWEST))
+    copied = deepcopy(row)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(copied(x), x)
+    assert not torch.equal(row(x), x)
+    found = spatial.explain(copied[:3], (64, 64), imaginary_grid(GridShape(1, 1, 2)))
+    assert found.halos["0"].num_blocks == 2  # of a third one tiles are too small
 
 
 def test_all_ranks_find_the_same_margin() -> None:
