@@ -18,7 +18,7 @@ from mpi4dl.datasets.view import Fit
 from mpi4dl.models.registry import takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
@@ -137,14 +137,20 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
 
 
 def hold_model(
-    config: Config, plan: Plan, num_classes: int, channels: int, comm: Communicator, device: torch.device
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    channels: int,
+    comm: Communicator,
+    device: torch.device,
+    stream: StreamOptions | ChooseStream | None = None,
 ) -> Held:
     """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
 
-    The random numbers that training draws follow from --seed, in one stage or several.
+    The first stage may `stream` its images. The random numbers that training draws follow from --seed, in one
+    stage or several.
     """
     torch.manual_seed(config.training.seed)
-    stream = stream_options(config)
     if plan.num_stages == 1 and stream is None:
         return Held.whole(build_model(config, num_classes, channels).to(device), plan, comm)
     samples = max(1, config.data.batch_size // plan.num_microbatches)
@@ -163,21 +169,11 @@ def hold_model(
     except ConfigError:
         raise
     except CannotStream as error:
-        raise ConfigError(f"--stream {'x'.join(map(str, config.parallel.stream or ()))}: {error}") from error
+        asked = config.parallel.stream
+        named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
+        raise ConfigError(f"--stream {named}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
-
-
-def stream_options(config: Config) -> StreamOptions | None:
-    """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other."""
-    chosen = config.parallel
-    if chosen.stream is None:
-        if chosen.stream_until is not None:
-            raise ConfigError(
-                f"--stream-until {chosen.stream_until} says where streaming ends, but --stream is missing"
-            )
-        return None
-    return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
 
 
 def time_and_tidy(*site: Any) -> Column:
