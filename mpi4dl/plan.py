@@ -43,7 +43,7 @@ class Shown:
 class Searched:
     search: bool = option(
         False,
-        "show the fastest of all plans for --ranks ranks, instead of the one that flags name",
+        "show the fastest of all plans for --ranks ranks, instead of the one that flags name, as --ranks alone does",
         BOOLEAN,
         flag_only=True,
     )
@@ -74,10 +74,12 @@ def show(argv: Sequence[str]) -> None:
     if config.run.print_config:
         print(to_toml(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
+    if config.searched.memory is not None and config.searched.ranks is None:
+        raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if config.shown.timeline is None else Path(config.shown.timeline)
     if timeline is not None:
         require_drawable(timeline)
-    if config.searched.search:
+    if config.searched.search or config.searched.ranks is not None:
         print("\n".join(searched(config, training_flags(argv))))
         return
     found = planned(config, training_flags(argv))
@@ -98,6 +100,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import look_ahead, require_rules
     from mpi4dl.runtime.images import open_alone
+    from mpi4dl.runtime.visiting import stream_of
 
     plan = build.build_plan(config)
     images = open_alone(config)
@@ -108,6 +111,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     with build.without_rules(config):
         require_rules(config, plan, num_classes, channels)
     with as_a_rank(config, plan.num_ranks) as device:
+        stream = stream_of(config, plan, num_classes, channels, torch.device(device))
         return look_ahead(
             config,
             plan,
@@ -116,6 +120,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
             balance=config.parallel.balance,
             device=device,
             clockwork=replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops),
+            stream=stream,
             command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
         )
 

@@ -104,7 +104,9 @@ class TrainingRun:
             reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
             self.reporter = closing.enter_context(reporter)
             self.engine.executor.progress = self.progress
-        for line in (title(config, self.engine), *self.images.remarks, *without_effect(config, self.engine), *remarks):
+        streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
+        said = (*self.images.remarks, *without_effect(config, self.engine), *filter(None, streamed), *remarks)
+        for line in (title(config, self.engine), *said):
             self.say(line)
 
     def open_checkpoints(self) -> None:

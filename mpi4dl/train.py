@@ -59,6 +59,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.runtime.patience import Patience
     from mpi4dl.runtime.resuming import as_it_was_cut
+    from mpi4dl.runtime.visiting import stream_of
 
     with comm.together((ValueError,)):
         plan = build.build_plan(config)
@@ -77,7 +78,9 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     with comm.together((ValueError, TypeError)):
         num_classes = build.number_of_classes(config, images.training.classes)
         cut = as_it_was_cut(comm, config, plan)
-        model = build.hold_model(cut, plan, num_classes, images.training.channels, comm, device).train()
+        channels = images.training.channels
+        stream = stream_of(config, plan, num_classes, channels, device)
+        model = build.hold_model(cut, plan, num_classes, channels, comm, device, stream).train()
     patience.feed()
     with comm.together((ValueError, TypeError)):
         optimizer = build.build_optimizer(config, model.parameters())

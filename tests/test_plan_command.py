@@ -168,6 +168,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
         (["--timeline", "x.pdf"], "--timeline x.pdf: the name must end in .png or .txt"),
         (["--timeline", "/nowhere/x.txt"], "--timeline /nowhere/x.txt: No such file or directory"),
         (["--search"], "--search needs --ranks: for how many ranks to look"),
+        (["--memory", "4GiB"], "--memory is what each of --ranks ranks has: say how many there are"),
         (["--memory", "4"], "--memory is '4', but must be a size such as 4GiB"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),
         (["--stages", "20"], "small_resnet: Sequential has 11 atoms, too few for 20 stages"),
@@ -199,6 +200,22 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     commands = [line for line in lines if " mpirun -n 2 python -m mpi4dl.train " in line]
     assert all(" --lr 0.5 " in command and "--search" not in command for command in commands)
     assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
+
+
+def test_ranks_and_memory_are_enough_to_be_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not fit as it is does so recomputed or streamed: on shapes, whatever the size of the image."""
+    main(["--model", "small_resnet", "--image-size", "16384", "--batch-size", "1", "--memory", "2GB", "--ranks", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("need more than 1,907 MiB")
+    assert "stream " in lines[3]
+    command = next(line for line in lines if line.startswith("1: "))
+    assert command.startswith("1: mpirun -n 2 python -m mpi4dl.train --model small_resnet --image-size 16384 ")
+    assert " --stream " in command
+    assert "--memory" not in command
+    shown = float(lines[3].split()[2].replace(",", ""))
+    main([*command.split("mpi4dl.train ")[1].split()])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--zero") and "(this" in line]
+    assert float(row.split()[-1].replace(",", "")) == pytest.approx(shown, rel=0.02)
 
 
 def test_the_options_can_be_printed_for_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,17 @@ def refused(comm: Communicator, flags: list[str]) -> str:
     return str(raised.value)
 
 
+def test_visits_are_chosen_for_a_limit_of_memory(
+    ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path
+) -> None:
+    limit = "--stream auto --memory-limit 44MB --stream-until stage1_block1 --tiles 1x2"
+    flags = [*COMMON, *limit.split(), "--images", str(slides), "--run-folder", str(tmp_path / "run")]
+    ranks(2).run(train, flags)
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
+    (log,) = [path for path in (tmp_path / "run").rglob("*") if "rank" in path.name and "0" in path.name]
+    assert "--stream auto: " in log.read_text()
+
+
 def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None:
     flags = [*COMMON, *STREAMED, "--num-samples", "8", "--dry-run", "--run-folder", str(tmp_path / "run")]
     ranks(1).run(train, flags)
@@ -117,6 +128,12 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
         ("--stream 2x400", "--stream 2x400: images of 144x144 pixels have no 2x400 tiles to visit"),
         ("--stream 2x2 --stream-until none_such", "--stream 2x2: there is no 'none_such' in the first stage, whose"),
         ("--stream 2x2 --stream-until head", "--stream 2x2: the whole model would be streamed, up to head"),
+        ("--stream auto", "--stream auto needs --memory-limit: within what a rank's memory is to stay, such as 6GiB"),
+        ("--stream 2x2 --memory-limit 1GiB", "--memory-limit 1,024.0 MiB is for --stream auto, which chooses"),
+        (
+            "--stream auto --memory-limit 30MiB",
+            "--stream auto: no visits keep a rank within 30.0 MiB: the least would be",
+        ),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),
         ("--patches 145", "--patches 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x"),
         ("--patches 32 --stream 2x2", "--stream is for images that the model sees whole"),

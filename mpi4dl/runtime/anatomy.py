@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm.scattering import LOW_PRECISION
+from mpi4dl.parallel.costs.memory import StageBytes
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.gathering import KEPT
@@ -105,6 +106,12 @@ def share(plan: Plan, rank: int, stages: Sequence[StateBytes], activations: int)
     # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go; others stay.
     together = parameters + optimizer + gathered + gradients - passing + max(activations, passing + summed)
     return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
+
+
+def activations_of(plan: Plan, kept: Sequence[float], stages: Sequence[StageBytes]) -> list[int]:
+    """The most bytes that each rank has of activations, of which it keeps so many, and of what it computes with."""
+    held = [{stage for _, stage in plan.held_by(rank)} for rank in range(plan.ranks_per_replica)]
+    return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
 
 
 def anatomy(plan: Plan, stages: Sequence[StateBytes], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:

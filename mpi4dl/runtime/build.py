@@ -20,7 +20,7 @@ from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
@@ -160,14 +160,21 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
 
 
 def hold_model(
-    config: Config, plan: Plan, num_classes: int, channels: int, comm: Communicator, device: torch.device
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    channels: int,
+    comm: Communicator,
+    device: torch.device,
+    stream: StreamOptions | ChooseStream | None = None,
 ) -> Held:
     """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
 
-    The random numbers that training draws follow from --seed, in one stage or several.
+    The first stage may `stream` its images. The random numbers that training draws follow from --seed, in one
+    stage or several.
     """
     torch.manual_seed(config.training.seed)
-    stream, bags = stream_options(config), bag_options(config, plan)
+    bags = bag_options(config, plan)
     if bags is not None:
         model = build_model(config, num_classes, channels).to(device)
         assert isinstance(model, PatchModel)
@@ -194,21 +201,11 @@ def hold_model(
     except ConfigError:
         raise
     except CannotStream as error:
-        raise ConfigError(f"--stream {'x'.join(map(str, config.parallel.stream or ()))}: {error}") from error
+        asked = config.parallel.stream
+        named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
+        raise ConfigError(f"--stream {named}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
-
-
-def stream_options(config: Config) -> StreamOptions | None:
-    """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other."""
-    chosen = config.parallel
-    if chosen.stream is None:
-        if chosen.stream_until is not None:
-            raise ConfigError(
-                f"--stream-until {chosen.stream_until} says where streaming ends, but --stream is missing"
-            )
-        return None
-    return StreamOptions(chosen.stream, chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:
@@ -225,7 +222,13 @@ def bag_options(config: Config, plan: Plan) -> BagOptions | None:
         )
     if config.parallel.stream is not None:
         raise ConfigError("--stream is for images that the model sees whole; --patches are visited one after the other")
-    return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments)
+    rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
+    which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
+    remark = (
+        f"{rows} x {cols} patches of {chosen.patches} px in each image{which}: {chosen.patches_at_once} at once on "
+        f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
+    )
+    return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments or 1, remark)
 
 
 def time_and_tidy(*site: Any) -> Column:

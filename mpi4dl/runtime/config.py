@@ -11,6 +11,7 @@ from typing import Any
 
 from mpi4dl.runtime.kinds import (
     BOOLEAN,
+    BYTES,
     COUNT,
     COUNT_OR_ZERO,
     COUNTS,
@@ -24,13 +25,13 @@ from mpi4dl.runtime.kinds import (
     PROPER_FRACTION,
     SEED,
     SHARE,
-    SIDES,
     TEXT,
     ZERO_STAGE,
     choice,
     count_or,
     counts_or,
     optional,
+    sides_or,
 )
 from mpi4dl.runtime.options import ConfigError, option, parse_options, shared_options, to_toml
 
@@ -140,11 +141,14 @@ class Parallel:
         "by the measured link and ranks (auto), once for a run of blocks too",
         choice("layer", "block", "auto"),
     )
-    stream: tuple[int, ...] | None = option(
+    stream: tuple[int, ...] | str | None = option(
         None,
         "visit so many tiles of each rank's part of an image one after the other, so that memory is that of one; none: "
-        "all at once",
-        optional(SIDES),
+        "all at once; auto: as few as fit into --memory-limit",
+        optional(sides_or("auto")),
+    )
+    memory_limit: int | None = option(
+        None, "what --stream auto keeps the peak memory of every rank within, such as 6GiB", optional(BYTES)
     )
     stream_until: str | None = option(
         None, "the last module that is streamed; none: as far as margins are small beside tiles", optional(NAME)
@@ -154,8 +158,11 @@ class Parallel:
         "batch norm while streaming: by the statistics of the whole batch, which repeats visits, or the running ones",
         choice("exact", "running", "frozen"),
     )
-    stream_segments: int = option(
-        1, "in how many parts that is streamed; between them outputs are kept, so that less is computed again", COUNT
+    stream_segments: int | None = option(
+        None,
+        "in how many parts that is streamed, between which outputs are kept, so that less is computed again; none: "
+        "one, or with --stream auto as many as make least work",
+        optional(COUNT),
     )
     no_rule: str = option(
         "error",

@@ -10,12 +10,13 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.choice import Wanted
 from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits, stream_options
+from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits
 from mpi4dl.runtime.config import Config
+from mpi4dl.runtime.outlook import Forecaster
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
-from mpi4dl.runtime.search import Forecaster
 from mpi4dl.runtime.wording import counted
 
 
@@ -59,7 +60,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         accept=require_logits,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
-        **{"stream": stream_options(config), **options},
+        **options,
     )
 
 
@@ -116,4 +117,5 @@ def build_forecaster(
         partial(build_optimizer, config),
         allocator_of(config, device.type),
         AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
     )

@@ -156,6 +156,18 @@ SIDES = Kind(
     _sides,
     raw=_joined,
 )
+
+
+def sides_or(*words: str) -> Kind:
+    """One of these words, or numbers along the axes."""
+    return Kind(
+        f"one of {', '.join(words)}, or {SIDES.wanted}",
+        "{" + ",".join(words) + "}|" + SIDES.metavar,
+        lambda value: value if value in words else SIDES.check(value),
+        raw=lambda value: value if isinstance(value, str) else SIDES.raw(value),
+    )
+
+
 GRIDS = Kind(
     "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
     "such as 2x2,1x2,1x1",

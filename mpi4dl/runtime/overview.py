@@ -15,7 +15,7 @@ from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atom
 from mpi4dl.parallel.costs.prices import RANK_GFLOPS, Clockwork, Prices, assumed, counted_prices
 from mpi4dl.parallel.costs.timing import AtomSeconds, Site
 from mpi4dl.parallel.pipeline.balance import count_flops
-from mpi4dl.parallel.pipeline.held import choose_cut
+from mpi4dl.parallel.pipeline.held import ChooseStream, choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.plan import Plan, grid_name
 from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
@@ -23,7 +23,16 @@ from mpi4dl.parallel.streaming.opening import StreamOptions, choose
 from mpi4dl.parallel.tables.checker import Report, check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
-from mpi4dl.runtime.anatomy import HEAP_KEPT, Allocator, BuildOptimizer, Share, StateBytes, anatomy, count_state
+from mpi4dl.runtime.anatomy import (
+    HEAP_KEPT,
+    Allocator,
+    BuildOptimizer,
+    Share,
+    StateBytes,
+    activations_of,
+    anatomy,
+    count_state,
+)
 from mpi4dl.runtime.wording import aligned, counted, mebibytes, runs
 from mpi4dl.runtime.work import Work, count_work
 
@@ -175,7 +184,7 @@ def overview(
     allocator: Allocator = HEAP_KEPT,
     low_precision: torch.dtype | None = None,
     accept: Callable[[Any], None] = lambda outputs: None,
-    stream: StreamOptions | None = None,
+    stream: StreamOptions | ChooseStream | None = None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
@@ -212,7 +221,8 @@ def overview(
             work = count_work(stages, names, microbatch, accept)
         needs = None
         if cuttable is not None and stream is not None:
-            opening = choose(cuttable, counts[0], stream, plan.shape(0), microbatch)
+            options = stream(cuttable, counts) if callable(stream) else stream
+            opening = choose(cuttable, counts[0], options, plan.shape(0), microbatch)
             needs = needs_of(opening, model, plan.shape(0), microbatch)
             prices = needs.prices(prices, count_flops(cuttable, torch.empty(microbatch, device="meta")))
     except (RuntimeError, AssertionError) as error:
@@ -249,9 +259,10 @@ def streaming_words(needs: StreamNeeds) -> str:
     """How the first stage is streamed, and what a visit takes."""
     options, num_atoms = needs.options, needs.bounds[-1]
     most = mebibytes(max(segment.read_bytes + segment.visit_bytes for segment in needs.segments))
+    chosen = f"{options.remark}; " if options.remark else ""
     return (
-        f"each rank visits {'x'.join(map(str, options.counts))} tiles, {options.norms} norms, through the first "
-        f"{counted(num_atoms, 'atom')} in {counted(len(needs.segments), 'segment')}; a visit reads "
+        f"{chosen}each rank visits {'x'.join(map(str, options.counts))} tiles, {options.norms} norms, through the "
+        f"first {counted(num_atoms, 'atom')} in {counted(len(needs.segments), 'segment')}; a visit reads "
         f"{needs.margin} px around its tile and takes at most {most}"
     )
 
@@ -283,12 +294,6 @@ def memory_of_stages(
         StageBytes(-(-stage.activation_bytes // size), -(-stage.working_bytes // size))
         for stage, size in zip(work, sizes, strict=True)
     )
-
-
-def activations_of(plan: Plan, kept: Sequence[int], stages: Sequence[StageBytes]) -> list[int]:
-    """The most bytes that each rank has of activations, of which it keeps so many, and of what it computes with."""
-    held = [{stage for _, stage in plan.held_by(rank)} for rank in range(plan.ranks_per_replica)]
-    return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
 
 
 def costs_of(

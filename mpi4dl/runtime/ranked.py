@@ -1,14 +1,17 @@
 """What a search for plans found, in words: a table of the fastest, and the command that starts each of them."""
 
 import shlex
-from argparse import ArgumentParser
+from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 
-from mpi4dl.runtime.search import Outlook, Ranking
+from mpi4dl.runtime.search import Ranking
 from mpi4dl.runtime.wording import aligned, counted
 
 SHOWN = 10
-CHOSEN = ("stages", "tiles", "batch-ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "zero")
+CHOSEN = (
+    *("stages", "tiles", "batch-ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "zero"),
+    *("stream", "stream-segments", "memory-limit"),
+)
 
 
 def ranked(found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str]) -> list[str]:
@@ -19,12 +22,12 @@ def ranked(found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequen
     if not found.best:
         return [
             *lines,
-            f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}: {_words(found.smallest)}",
+            f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}: {found.smallest}",
         ]
     rows = [["", "images/s", "memory", "plan"]]
     best = found.best[:SHOWN]
     rows += [
-        [str(i + 1), f"{each.images_per_second:.3g}", _mebibytes(each.num_bytes), _words(each)]
+        [str(i + 1), f"{each.images_per_second:.3g}", _mebibytes(each.num_bytes), str(each)]
         for i, each in enumerate(best)
     ]
     timed = "atoms timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
@@ -42,11 +45,8 @@ def without_plan(flags: Sequence[str]) -> list[str]:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in CHOSEN:
         parser.add_argument(f"--{name}")
+    parser.add_argument("--recompute", action=BooleanOptionalAction)
     return parser.parse_known_args(list(flags))[1]
-
-
-def _words(outlook: Outlook) -> str:
-    return outlook.plan.describe()
 
 
 def _mebibytes(num_bytes: int | None) -> str:

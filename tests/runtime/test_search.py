@@ -18,8 +18,9 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.anatomy import OF_TENSORS
 from mpi4dl.runtime.build import build_plan
 from mpi4dl.runtime.config import parse
+from mpi4dl.runtime.outlook import Forecaster
 from mpi4dl.runtime.ranked import ranked, without_plan
-from mpi4dl.runtime.search import Forecaster, candidates, search
+from mpi4dl.runtime.search import candidates, search
 
 IMAGE = (8, 3, 32, 32)
 

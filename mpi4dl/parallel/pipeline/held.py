@@ -24,6 +24,7 @@ from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
 
+ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
 
 
@@ -136,7 +137,7 @@ def split(
     image: tuple[int, ...],
     whole: Collection[str] = (),
     clockwork: Clockwork | None = None,
-    stream: StreamOptions | None = None,
+    stream: StreamOptions | ChooseStream | None = None,
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
 
@@ -144,15 +145,12 @@ def split(
     ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
     ("auto"), or which all ranks time together ("measured"); or by the bytes that training keeps ("memory"). `whole` are
     paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. With `stream`
-    the first stage begins with a part that is streamed, tile by tile. Collective.
+    the first stage begins with a part that is streamed, tile by tile; how, may be chosen once it is known how many
+    atoms the stages have, on each rank by itself and alike. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
-    if stream is not None and plan.bidirectional and stream.norms != "exact":
-        raise ValueError(
-            f"copies in both directions share their statistics later: stream with exact norms, not {stream.norms}"
-        )
     model = outline(build)
     if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):
@@ -162,13 +160,18 @@ def split(
     counts, prices = Cut((len(cuttable),), None)
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
+    options = stream(cuttable, counts) if callable(stream) else stream
+    if options is not None and plan.bidirectional and options.norms != "exact":
+        raise ValueError(
+            f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
+        )
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
     modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
-    if stream is not None:
-        opening = choose_opening(cuttable, counts[0], stream, plan.shape(0), image)
+    if options is not None:
+        opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = opening
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices, stream)
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options)
 
 
 class Cut(NamedTuple):

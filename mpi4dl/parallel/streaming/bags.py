@@ -35,11 +35,15 @@ from mpi4dl.parallel.streaming.visits import Given, ImageSource, Visits
 
 @dataclass(frozen=True)
 class BagOptions:
-    """How patches are visited: how many `at_once`, and norms and segments as in `StreamOptions`."""
+    """How patches are visited: how many `at_once`, and norms and segments as in `StreamOptions`.
+
+    `remark` says more of it to the user.
+    """
 
     at_once: int = 16
     norms: str = "exact"
     segments: int = 1
+    remark: str = ""
 
     def __post_init__(self) -> None:
         if self.norms not in MODES:

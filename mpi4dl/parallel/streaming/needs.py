@@ -117,6 +117,25 @@ class StreamNeeds:
                 )
         return tuple(found)
 
+    def times(self, images: int, visits: float = 1.0) -> "StreamNeeds":
+        """Those of so many times as many images, and as many visits to each of them."""
+
+        def larger(segment: SegmentNeeds) -> SegmentNeeds:
+            whole = images * visits
+            return segment._replace(
+                read_bytes=segment.read_bytes * images,
+                visit_bytes=segment.visit_bytes * images,
+                given_bytes=round(segment.given_bytes * whole),
+                made_bytes=round(segment.made_bytes * whole),
+                flops=segment.flops * whole,
+            )
+
+        return replace(self, segments=tuple(map(larger, self.segments)))
+
+    def without_visits(self) -> "StreamNeeds":
+        """What is there whatever visits take."""
+        return replace(self, segments=tuple(each._replace(read_bytes=0, visit_bytes=0) for each in self.segments))
+
     def prices(self, prices: Prices, flops: Sequence[float]) -> Prices:
         """Prices of a plan whose first stage is streamed; `flops` are those of all atoms, for all ranks."""
         return replace(prices, columns=(self.column(prices.columns[0], flops), *prices.columns[1:]))

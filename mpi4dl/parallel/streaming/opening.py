@@ -6,7 +6,7 @@ first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +32,14 @@ class StreamOptions:
 
     `counts`: in how many visits along each axis of space of a rank's part. `until`: up to and with which module (None:
     as far as margins are small beside tiles). `norms`: batch norms by which of `norms.MODES`. `segments`: in how many
-    parts, whose outputs are kept whole from forward to backward.
+    parts, whose outputs are kept whole from forward to backward. `remark`: what to say of how they were chosen.
     """
 
     counts: tuple[int, ...]
     until: str | None = None
     norms: str = "exact"
     segments: int = 1
+    remark: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.norms not in MODES:

@@ -72,6 +72,14 @@ class _Rehearsing(Visitors):
         self.turn.script.position += 1
         return [mine] * self.size
 
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self.turn.script.position += self.size > 1
+        return Pending(self.node)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.turn.script.position += self.size > 1
+        return tensor.detach()[None].expand(self.size, *tensor.shape)
+
 
 def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> Rehearsed:
     """The least margin with which visits can run `module` on what it is given of images of this size (H, W).
