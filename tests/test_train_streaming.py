@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
@@ -148,3 +148,11 @@ def test_what_cannot_be_streamed(ranks: Ranks, tmp_path: Path, flags: str, messa
     more = ["--num-samples", "8", *flags.split(), "--run-folder", str(tmp_path / "run")]
     (found,) = ranks(1).run(refused, [*COMMON, *more])
     assert message in found
+
+
+def test_a_dry_run_of_patches_shows_one_visit(ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-samples 8 --patches 32 --min-tissue 0.1 --tiles 1x1 --dry-run --run-folder".split()
+    train(world(), [*COMMON, *flags, str(tmp_path / "run")])
+    out = capfd.readouterr().out
+    assert "4 x 4 patches of 32 px in each image, those with at least 10 % of tissue: 16 at once on each rank" in out
+    assert "--zero 0 (this plan)" in out

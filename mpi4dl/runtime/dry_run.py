@@ -1,6 +1,7 @@
 """What training would take, said without training: parameters, activations, messages, the timeline."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.choice import Wanted
 from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.runtime.build import build_model, build_optimizer, engine_options, require_logits
-from mpi4dl.runtime.config import Config
+from mpi4dl.runtime.build import bag_options, build_model, build_optimizer, engine_options, require_logits
+from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.outlook import Forecaster
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
@@ -49,19 +50,35 @@ def without_effect(config: Config, engine: Any) -> list[str]:
 
 
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> Overview:
-    """What training by this configuration would be; `options` are others of `overview`."""
+    """What training by this configuration would be; `options` are others of `overview`.
+
+    Of patches it is one visit: an image that has just so many of them for each rank.
+    """
     chosen = engine_options(config)
-    return overview(
+    shown, bags = config, bag_options(config, plan)
+    if bags is not None:
+        rows, cols = plan.shape(0).space
+        patch = config.model.patches or 1
+        visit = replace(
+            config.data, image_size=(rows * patch, cols * patch * bags.at_once), batch_size=plan.shape(0).batch
+        )
+        shown = replace(config, data=visit, model=replace(config.model, min_tissue=0.0))
+        options["stream"] = None
+    found = overview(
         config.model.model,
-        lambda: build_model(config, num_classes, channels),
+        lambda: build_model(shown, num_classes, channels),
         plan,
-        (config.data.batch_size, channels, *config.data.image_size),
+        (shown.data.batch_size, channels, *shown.data.image_size),
         optimizer=partial(build_optimizer, config),
         accept=require_logits,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         **options,
     )
+    if bags is None:
+        return found
+    remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
+    return replace(found, image=(config.data.batch_size, channels, *config.data.image_size), remark=remark)
 
 
 def allocator_of(config: Config, device: str) -> Allocator:
@@ -76,7 +93,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
 
     A model in several stages is not looked at: which of its stages share what is known to their ranks.
     """
-    if plan.num_stages > 1 or plan.is_plain(0):
+    if plan.num_stages > 1 or plan.is_plain(0) or config.model.patches is not None:
         return
     shape = (samples_of(plan, (config.data.batch_size, channels)), channels, *config.data.image_size)
     try:
@@ -93,12 +110,14 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
         config, held.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=held.stream
     )
     yield title(config, engine)
-    if engine.plan.num_stages == 1:
+    if engine.plan.num_stages == 1 and config.model.patches is None:
         shape = (config.data.batch_size, channels, *config.data.image_size)
         try:
             yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
         except spatial.NoRule as problem:
             raise ValueError(f"--model {config.model.model}: {problem}") from problem
+        yield from (*found.streaming(), *found.memory())
+    elif config.model.patches is not None:
         yield from (*found.streaming(), *found.memory())
     else:
         yield from (*found.stages(), *found.images(), *found.streaming(), *found.memory(), *found.ranks())
@@ -107,7 +126,9 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
 def build_forecaster(
     config: Config, num_classes: int, channels: int, clockwork: Clockwork, device: torch.device
 ) -> Forecaster:
-    """What foresees plans of this configuration."""
+    """What foresees plans of this configuration. Raises ValueError where they are not of whole images."""
+    if config.model.patches is not None:
+        raise ConfigError(f"plans are searched for models that see whole images, not --patches {config.model.patches}")
     chosen = engine_options(config)
     return Forecaster(
         lambda: build_model(config, num_classes, channels),

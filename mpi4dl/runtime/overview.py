@@ -46,7 +46,8 @@ class Overview:
     """A plan for a model and a batch of images of shape `image`, and what it comes to; `str` writes it.
 
     `work`, and `bytes` of a rank's memory, have one entry a stage; `costs`, `report` and `simulation` are those of the
-    ranks of one replica. `assumption` says where the seconds come from, `command` what starts the training.
+    ranks of one replica. `assumption` says where the seconds come from, `command` what starts the training, and
+    `remark` how images are visited.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Overview:
     bytes: tuple[StageBytes, ...] = ()
     allocator: Allocator = HEAP_KEPT
     needs: StreamNeeds | None = None
+    remark: str = ""
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.images(), self.streaming(), self.memory(), self.ranks())
@@ -150,7 +152,7 @@ class Overview:
 
     def streaming(self) -> list[str]:
         """What a visit reads, keeps and repeats, where images are streamed."""
-        return [] if self.needs is None else [streaming_words(self.needs)]
+        return [*filter(None, [self.remark]), *([] if self.needs is None else [streaming_words(self.needs)])]
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""

@@ -21,8 +21,9 @@ from mpi4dl.geometry import BATCH, GridShape
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, stage_bytes
 from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.prices import Prices
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, local_part
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column
 from mpi4dl.parallel.pipeline.flops import FlopCounter
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.streaming.norms import KnownStatistics
 from mpi4dl.parallel.streaming.opening import Leading, StreamOptions, visits_to
 from mpi4dl.parallel.streaming.rehearsal import Rehearsed, alone, rehearse, shape_of
@@ -190,7 +191,7 @@ def _segment(
             outputs = part(*values)
             grid.foresight.pay()
         rounds = script.position
-        roots = [owned(y) if grid.size > 1 else local_part(y) for y in outputs if y.requires_grad]
+        roots = [owned(y) if isinstance(y, SpatialTensor) else y for y in outputs if y.requires_grad]
         leaves = [local_part_held(value) for value in values if value.requires_grad]
         leaves += [p for p in part.parameters() if p.requires_grad]
         if roots and leaves:
