@@ -41,6 +41,16 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_what_is_streamed_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    """The wider the tiles, the further it goes by itself."""
+    flags = [*COMMON, "--num-samples", "6", "--max-steps", "1", "--eval-every", "none", "--stream"]
+    ends = ("2x2", "up to stem.3"), ("9x9", "up to stem.2")
+    for counts, end in ends:
+        ranks(1).run(train, [*flags, counts, "--run-folder", str(tmp_path / counts)])
+        said = f"each rank visits {counts} tiles one after the other, {end}\n"
+        assert said in (tmp_path / counts / "log-rank0.txt").read_text()
+
+
 def losses_of(folder: Path) -> list[float]:
     return [metrics["loss"] for metrics in read_metrics(folder)]
 

@@ -5,7 +5,7 @@ optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +171,7 @@ def split(
         opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = opening
+        options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
     return Held(modules, model, plan, comm, counts, cuttable.names, prices, options)
 
 

@@ -87,6 +87,12 @@ class Leading:
         done = sum(len(recipe.calls) for recipe in self.segments.recipes)
         return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
 
+    def words(self, names: Sequence[str]) -> str:
+        """What is streamed, of a stage whose atoms have these names."""
+        tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.recipes)
+        many = f" in {segments} segments" if segments > 1 else ""
+        return f"each rank visits {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
+
 
 def _as_given(images: StreamedImages) -> Any:
     """What the first segment takes."""
