@@ -204,12 +204,13 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
 
 def test_ranks_and_memory_are_enough_to_be_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """What does not fit as it is does so recomputed or streamed: on shapes, whatever the size of the image."""
-    main(["--model", "small_resnet", "--image-size", "16384", "--batch-size", "1", "--memory", "2GB", "--ranks", "2"])
+    size = ["--model-options", "num_filters=4", "--image-size", "16384", "--batch-size", "1"]
+    main(["--model", "small_resnet", *size, "--memory", "1GB", "--ranks", "1"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("need more than 1,907 MiB")
+    assert lines[0].endswith("need more than 954 MiB")
     assert "stream " in lines[3]
     command = next(line for line in lines if line.startswith("1: "))
-    assert command.startswith("1: mpirun -n 2 python -m mpi4dl.train --model small_resnet --image-size 16384 ")
+    assert command.startswith("1: mpirun -n 1 python -m mpi4dl.train --model small_resnet --model-options ")
     assert " --stream " in command
     assert "--memory" not in command
     shown = float(lines[3].split()[2].replace(",", ""))

@@ -41,25 +41,28 @@ class StateBytes(NamedTuple):
 
 
 class Allocator(NamedTuple):
-    """What a process takes beside its tensors: a share of the activations lies idle in its heap, and so many bytes.
+    """What a process takes beside its tensors: memory that lies idle in its heap, and so many bytes.
 
     Those are code that libraries make for the shapes that they see, images on their way, and buffers of libraries and
-    MPI. The heap is cut to pieces where some activations are freed while others are kept: by several microbatches
+    MPI. The heap is cut to pieces: of a single microbatch, holes that are too small stay where some of the `largest`
+    tensors were. Where some activations are freed while others are kept it is a share of them: by several microbatches
     (`idle`), and most of all by visits, no two of which need have tensors of the same sizes (`idle_streaming`).
     """
 
+    idle_largest: float
     idle: float
     idle_streaming: float
     fixed_bytes: int
 
-    def beside(self, activations: int, num_microbatches: int, streaming: bool = False) -> int:
-        idle = self.idle_streaming if streaming else self.idle * (num_microbatches > 1)
-        return round(idle * activations) + self.fixed_bytes
+    def beside(self, activations: int, num_microbatches: int, streaming: bool = False, largest: int = 0) -> int:
+        if num_microbatches == 1 and not streaming:
+            return round(self.idle_largest * largest) + self.fixed_bytes
+        return round((self.idle_streaming if streaming else self.idle) * activations) + self.fixed_bytes
 
 
 # As found on CPUs, for freed memory that is kept and returned (see runtime/memory.py); on a GPU tensors alone count.
-HEAP_KEPT, HEAP_RETURNED = Allocator(0.25, 1.2, 40 << 20), Allocator(0.05, 0.05, 40 << 20)
-OF_TENSORS = Allocator(0.0, 0.0, 0)
+HEAP_KEPT, HEAP_RETURNED = Allocator(4.5, 0.25, 1.2, 40 << 20), Allocator(0.0, 0.05, 0.05, 40 << 20)
+OF_TENSORS = Allocator(0.0, 0.0, 0.0, 0)
 
 
 class Share(NamedTuple):

@@ -235,7 +235,8 @@ class Forecaster:
         """The bytes of the rank that needs most, if ranks keep at most so many bytes of activations."""
         found = []
         for rank, activations in enumerate(activations_of(plan, peaks, memory)):
-            beside = self.allocator.beside(activations, plan.num_microbatches, streaming)
+            largest = max(memory[stage].largest for _, stage in plan.held_by(rank))
+            beside = self.allocator.beside(activations, plan.num_microbatches, streaming, largest)
             found.append(share(plan, rank, states, activations).together + beside)
         return max(found)
 

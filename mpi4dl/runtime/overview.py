@@ -162,7 +162,10 @@ class Overview:
         rows = [head]
         for zero, rank, share in self.anatomy():
             name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
-            beside = self.allocator.beside(share.activations, self.plan.num_microbatches, self.needs is not None)
+            largest = max(self.bytes[stage].largest for _, stage in self.plan.held_by(rank))
+            beside = self.allocator.beside(
+                share.activations, self.plan.num_microbatches, self.needs is not None, largest
+            )
             sizes = [*share[:-1], beside, share.together + beside]
             rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in sizes)])
         return [
@@ -293,7 +296,7 @@ def memory_of_stages(
             found = bytes_of_stages(counts, [columns[site] for site in sites])
             return found if needs is None else (needs.stage(columns[sites[0]], counts[0]), *found[1:])
     return tuple(
-        StageBytes(-(-stage.activation_bytes // size), -(-stage.working_bytes // size))
+        StageBytes(*(-(-n // size) for n in (stage.activation_bytes, stage.working_bytes, stage.largest_bytes)))
         for stage, size in zip(work, sizes, strict=True)
     )
 

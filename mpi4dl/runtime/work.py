@@ -17,7 +17,8 @@ class Work(NamedTuple):
     """What one stage has to do for a microbatch, over all its ranks together: counted, not measured.
 
     `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
-    and `working_bytes` at most beside them while layers compute; `handed_bytes` of what goes to the next stage.
+    and `working_bytes` at most beside them while layers compute; `handed_bytes` of what goes to the next stage, and
+    `largest_bytes` of the largest tensor.
     """
 
     atoms: tuple[str, ...]
@@ -26,6 +27,7 @@ class Work(NamedTuple):
     activation_bytes: int
     working_bytes: int
     handed_bytes: int
+    largest_bytes: int = 0
 
 
 def count_work(
@@ -64,7 +66,7 @@ def count_work(
         most = meter.peak_bytes + sum(value.nbytes for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
         size = sum(p.numel() for p in stage.parameters())
         flops, out = counter.total, sum(t.nbytes for t in handed)
-        found.append(Work(atoms, size, flops, kept, max(0, most - kept), out))
+        found.append(Work(atoms, size, flops, kept, max(0, most - kept), out, meter.largest_bytes))
         if not last:
             values = map_leaves(_received, results)
     return tuple(found)

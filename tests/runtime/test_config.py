@@ -206,9 +206,8 @@ def test_a_written_file_gives_the_equal_config_back(
 
 def test_the_file_of_a_run_is_readable_and_complete() -> None:
     text = to_toml(parse(["--tiles", "2x2", "--model-options", "depth=29", "--print-config"]))
-    assert text.startswith(
-        '[model]\nmodel = "resnet18"\nnum_classes = "none"\nmodel_options = { depth = 29 }\n\n[data]\n'
-    )
+    assert text.startswith('[model]\nmodel = "resnet18"\nnum_classes = "none"\nmodel_options = { depth = 29 }\n')
+    assert '\n\n[data]\nimages = "synthetic"\n' in text
     assert '\n\n[parallel]\ntiles = "2x2"\n' in text
     assert all(f"\n{name} = " in text for name, item in options_of(Config).items() if not item.flag_only)
     assert "print_config" not in text

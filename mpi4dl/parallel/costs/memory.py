@@ -21,7 +21,8 @@ class AtomBytes(NamedTuple):
     """What an atom takes of a rank's memory for a microbatch, in bytes.
 
     `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
-    by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes.
+    by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
+    and `largest` the largest tensor of all.
     """
 
     kept: int
@@ -29,17 +30,19 @@ class AtomBytes(NamedTuple):
     unkept: int
     forward: int
     backward: int
+    largest: int = 0
 
 
 class StageBytes(NamedTuple):
     """What a stage takes of a rank's memory, in bytes: `kept` for each microbatch under way, `working` once.
 
     Kept is also what the stage before handed on. Its gradients are there while the stage works; so is what is handed
-    on, which others may not have received yet, with its gradients.
+    on, which others may not have received yet, with its gradients. The largest tensor has `largest` bytes.
     """
 
     kept: int
     working: int
+    largest: int = 0
 
 
 def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
@@ -82,7 +85,8 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
         for parameter in atom.parameters():
             parameter.grad = None
         grid.foresight.settle()
-        found.append(AtomBytes(kept, handed, 0, max(0, forward - kept), max(0, backward - kept)))
+        beside = max(0, forward - kept), max(0, backward - kept)
+        found.append(AtomBytes(kept, handed, 0, *beside, meter.largest_bytes))
         handed_on.append([tensor.untyped_storage() for tensor in tensors])
         values = map_leaves(as_received, results)
     return tuple(
@@ -100,7 +104,8 @@ def stage_bytes(atoms: Sequence[AtomBytes], before: AtomBytes | None, is_last: b
     most = max(sofar + max(atom.forward, atom.backward) for sofar, atom in zip(kept, atoms, strict=True))
     received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
     handed = 0 if is_last else atoms[-1].handed
-    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed)
+    largest = max(atom.largest for atom in atoms)
+    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest)
 
 
 def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[AtomBytes, ...]]) -> tuple[StageBytes, ...]:

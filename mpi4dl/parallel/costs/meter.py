@@ -10,12 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TensorMeter(TorchDispatchMode):
-    """The bytes of the tensors that operators made within it and that are not freed yet: now, and at most."""
+    """The bytes of the tensors that operators made within it and that are not freed yet: now, and at most.
+
+    `largest_bytes` are those of the largest of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.largest_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -29,6 +33,7 @@ class TensorMeter(TorchDispatchMode):
                 self._known.add(place)
                 self.live_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self.largest_bytes = max(self.largest_bytes, size)
                 weakref.finalize(storage, self._freed, place, size)
         return results
 

@@ -116,7 +116,7 @@ def test_means_over_the_whole_image_within_blocks(ranks: Ranks, plan: str) -> No
 AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layers", 3), ("num_filters", 16)))
 
 
-@pytest.mark.parametrize("plan", ["one rank", "two stages"])
+@pytest.mark.parametrize("plan", ["one rank", pytest.param("two stages", marks=pytest.mark.exhaustive)])
 def test_reductions_that_drop_their_first_row(ranks: Ranks, plan: str) -> None:
     """AmoebaNet pads, and slices a row off, beside branches that do not."""
     stream = StreamOptions((1, 2), "reduction1", segments=3)

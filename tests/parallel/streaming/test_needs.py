@@ -24,9 +24,9 @@ from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)
 CASES = (
-    (StreamOptions((4, 4), "stage2_block2", "exact", 1), (1, 1)),
+    pytest.param(StreamOptions((4, 4), "stage2_block2", "exact", 1), (1, 1), marks=pytest.mark.exhaustive),
     (StreamOptions((4, 2), "stage3_block2", "exact", 5), (1, 2)),
-    (StreamOptions((2, 4), "stage2_block2", "running", 1), (2, 1)),
+    pytest.param(StreamOptions((2, 4), "stage2_block2", "running", 1), (2, 1), marks=pytest.mark.exhaustive),
     (StreamOptions((3, 3), "stage2_block1", "frozen", 2), (1, 1)),
 )
 
