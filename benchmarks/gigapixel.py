@@ -61,6 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", default="1024,2048,4096,8192", help="heights and widths of the images, in pixels")
     parser.add_argument("--kinds", default=";".join(k.name for k in KINDS), help="contestants, with ; between them")
     parser.add_argument("--tile", type=int, default=1024, help="side of what a visit owns, in pixels")
+    parser.add_argument("--pooled", action="store_true", help="small_resnet, streamed up to and with its pooling")
     parser.add_argument("--until", default=None, help="the last module that is streamed")
     parser.add_argument("--memory", type=float, default=16.0, help="GiB of all ranks together")
     parser.add_argument("--steps", type=int, default=1, help="training steps that are measured, after one that is not")
@@ -124,7 +125,13 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)
-        return models.build(options.model, 10)
+        model = models.build(options.model, 10)
+        if options.pooled:
+            body = list(model.children())[:-1]
+            return torch.nn.Sequential(
+                *body, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10)
+            )
+        return model
 
     if kind.patches:
         assert kind.norms is not None
@@ -137,7 +144,8 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
         held = Held.whole(build(), plan, comm)
     else:
         counts = (max(1, size // options.tile), max(1, size // options.tile // kind.ranks))
-        stream = StreamOptions(counts, options.until, kind.norms, kind.segments)
+        until = "7" if options.pooled else options.until
+        stream = StreamOptions(counts, until, kind.norms, kind.segments)
         held = split(build, plan, comm, image=tuple(images.shape), stream=stream)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.001)
     engine = Engine(held, plan, optimizer, F.cross_entropy, comm=comm, recompute=kind.recompute)
