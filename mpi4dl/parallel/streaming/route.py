@@ -11,7 +11,7 @@ from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
-KNOWN = 2**15  # parts of axes, in what is remembered of the visits; every layer takes some 100 bytes for each
+KNOWN = 2**22  # parts of axes, in what is remembered of the visits, some 10 bytes for each in small_resnet
 
 
 @dataclass(frozen=True)
