@@ -1,34 +1,23 @@
 """What is made of the features of all patches of an image: (n, F) -> (K,), in any order of the patches."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 
-class MeanAggregator(nn.Module):
-    """Logits of the mean of the features."""
+class PoolingAggregator(nn.Module):
+    """Logits of what `pool` leaves of the features, such as their mean, or the largest of each."""
 
-    def __init__(self, num_features: int, num_classes: int) -> None:
+    def __init__(self, pool: Callable[..., Tensor], num_features: int, num_classes: int) -> None:
         super().__init__()
-        self.head = nn.Linear(num_features, num_classes)
+        self.pool, self.head = pool, nn.Linear(num_features, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
         """(n, F) -> (K,)."""
-        return self.head(features.mean(0))
-
-
-class MaxAggregator(nn.Module):
-    """Logits of the largest value of each feature; of equal ones all are heard."""
-
-    def __init__(self, num_features: int, num_classes: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(num_features, num_classes)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(n, F) -> (K,)."""
-        return self.head(features.amax(0))
+        return self.head(self.pool(features, dim=0))
 
 
 class GatedAttention(nn.Module):
@@ -71,8 +60,8 @@ class TransformerAggregator(nn.Module):
 
 AGGREGATORS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
-        "mean": MeanAggregator,
-        "max": MaxAggregator,
+        "mean": partial(PoolingAggregator, torch.mean),
+        "max": partial(PoolingAggregator, torch.amax),
         "gated-attention": GatedAttention,
         "transformer": TransformerAggregator,
     }

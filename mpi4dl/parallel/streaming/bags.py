@@ -30,7 +30,7 @@ from mpi4dl.parallel.streaming.norms import MODES
 from mpi4dl.parallel.streaming.opening import StreamedImages
 from mpi4dl.parallel.streaming.rehearsal import run
 from mpi4dl.parallel.streaming.segments import Segments, spans_of
-from mpi4dl.parallel.streaming.visits import Given, ImageSource, Visits
+from mpi4dl.parallel.streaming.visits import Given, ImageSource, Pixels, Visits
 
 
 @dataclass(frozen=True)
@@ -204,30 +204,12 @@ def _forward(bags: Bags, forward: Any, images: Any) -> Tensor:
     return found
 
 
-@dataclass(frozen=True)
-class _Pixels:
-    """A tensor as a source."""
-
-    values: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def read(self, box: Box) -> Tensor:
-        return self.values[slice(*box.batch), :, slice(*box.space[0]), slice(*box.space[1])]
-
-
 def _as_source(images: StreamedImages, num_samples: int) -> ImageSource:
     """What any patch of this rank's samples can be read from. Raises ValueError if there is no such thing."""
     source = images.source
     whole = torch.Size((num_samples, *source.shape[1:2], *images.size))
     if isinstance(source, Tensor) and source.shape == whole:
-        return _Pixels(source)
+        return Pixels(source)
     if isinstance(source, Tensor) or source.shape != whole:
         raise ValueError(
             f"ranks share patches, not tiles: pass a source of whole images {tuple(whole)} to each of them, not "

@@ -41,6 +41,24 @@ class ImageSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Pixels:
+    """A tensor (N, C, *space) as a source."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.values[(slice(*box.batch), slice(None), *(slice(*side) for side in box.space))]
+
+
+@dataclass(frozen=True)
 class OwnSamples:
     """A source of the whole batch's shape, of which this rank has the samples from `first` on: those of `source`."""
 

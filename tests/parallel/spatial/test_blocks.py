@@ -18,7 +18,7 @@ from mpi4dl.parallel.spatial import Layout, SpatialTensor
 from mpi4dl.parallel.spatial.imaginary import imaginary_grid
 from mpi4dl.parallel.spatial.wide import fetch_at_entries
 from tests.pool.ranks import Ranks
-from tests.training import DENSE, EXACT, Task, TILES_1x2, TILES_2x2, check
+from tests.training import DENSE, Task, TILES_1x2, TILES_2x2, check
 
 LAYERS, BLOCKS = 4, 2
 FAST, SLOW, SLOWEST = 1e-9, 5e-5, 1.0  # latencies
@@ -163,16 +163,16 @@ def test_models(ranks: Ranks, task: Task, plan: Plan) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("model", "options", "tolerance"),
+    ("model", "options"),
     [
-        ("resnet18", {}, EXACT),
-        ("convnext_tiny", {"stochastic_depth_prob": 0.0}, EXACT),
-        ("efficientnet_b0", {"stochastic_depth_prob": 0.0, "dropout": 0.0}, EXACT),
-        # As untrained as they are, rounding grows on its way back through them: by layer to 1e-9 and 7e-10, too.
-        ("densenet121", {}, 1e-8),
-        ("amoebanetd", {}, 1e-8),
+        ("resnet18", {}),
+        ("convnext_tiny", {"stochastic_depth_prob": 0.0}),
+        ("efficientnet_b0", {"stochastic_depth_prob": 0.0, "dropout": 0.0}),
+        ("densenet121", {}),
+        # With 18 cells, untrained, plain PyTorch differs by 1.5e-10 if one bit of the images does.
+        ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
     ],
 )
-def test_well_known_models(ranks: Ranks, model: str, options: dict[str, float], tolerance: float) -> None:
+def test_well_known_models(ranks: Ranks, model: str, options: dict[str, float]) -> None:
     task = Task(model, (160, 192), batch=2, model_options=tuple(options.items()), num_steps=1)
-    check(ranks, task.with_engine(halo="block"), TILES_2x2, tolerance)
+    check(ranks, task.with_engine(halo="block"), TILES_2x2)

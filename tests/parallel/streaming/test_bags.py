@@ -11,14 +11,13 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets import DatasetError
 from mpi4dl.engine import Engine
-from mpi4dl.geometry import Box
 from mpi4dl.models.aggregators import AGGREGATORS, headless
 from mpi4dl.models.patches import PatchModel
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
+from mpi4dl.parallel.streaming.visits import Pixels
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close
 
@@ -27,28 +26,11 @@ CLASSES = 3
 STEPS = 3
 
 
-@dataclass(frozen=True)
-class Slides:
-    """Images in memory as a source; the one of number `bad` cannot be read."""
-
-    values: Tensor
-    bad: int | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
+class Slides(Pixels):
+    """Images in memory, of which some can be taken, as an engine does for each microbatch."""
 
     def __getitem__(self, positions: Any) -> "Slides":
-        return Slides(self.values[positions], self.bad)
-
-    def read(self, box: Box) -> Tensor:
-        if self.bad is not None and self.bad in range(*box.batch):
-            raise DatasetError("slide 1 is torn")
-        return self.values[slice(*box.batch), :, slice(*box.space[0]), slice(*box.space[1])]
+        return Slides(self.values[positions])
 
 
 @dataclass(frozen=True)
