@@ -12,6 +12,7 @@ from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
 from tests.commands import read_metrics
 from tests.interrupted import assert_the_same_run
+from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
 
 COMMON = (
@@ -69,22 +70,51 @@ def test_slides_by_every_plan(ranks: Ranks, slides: Path, expected: list[float],
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_run_goes_on_to_the_last_bit(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
-    flags = [*COMMON, *STREAMED, "--images", str(slides), "--tiles", "1x2", "--save-every", "2", "--resume", "auto"]
+IN_A_VISIT = """
+import os, signal, sys, time
+from pathlib import Path
+from mpi4dl import engine, train
+from mpi4dl.parallel.streaming.stream import Streaming
+
+step, visit = engine.Engine.step, Streaming._visit
+saved = Path(sys.argv[sys.argv.index("--run-folder") + 1], "checkpoints", "step-00000002")
+under_way = []
+
+def third_waits(self, *arguments):
+    while self.num_steps == 2 and not saved.exists():
+        time.sleep(0.01)
+    under_way.append(self)
+    return step(self, *arguments)
+
+def fatal(self, *arguments):
+    if under_way[-1].num_steps == 2 and under_way[-1].comm.rank == 1 and not arguments[3] and arguments[0] % 3 == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return visit(self, *arguments)
+
+engine.Engine.step, Streaming._visit = third_waits, fatal
+train.main()
+"""
+PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2".split()
+
+
+@pytest.mark.parametrize("how", [STREAMED, pytest.param(PATCHES, marks=pytest.mark.exhaustive)])
+def test_a_run_killed_in_the_backward_pass_of_a_visit_goes_on_to_the_last_bit(
+    ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
+) -> None:
+    flags = [*COMMON, *how, "--images", str(slides), "--tiles", "1x2", "--save-every", "2", "--resume", "auto"]
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "whole")])
-    ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts"), "--max-steps", "2"])
+    assert mpirun(2, "-c", IN_A_VISIT, *flags, "--run-folder", str(tmp_path / "parts")).code != 0
+    assert len(read_metrics(tmp_path / "parts")) == 2
     ranks(2).run(train, [*flags, "--run-folder", str(tmp_path / "parts")])
     assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
-
-
-PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2 --max-steps 2".split()
 
 
 def test_patches_by_every_plan(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
     losses = []
     for plan in ("", "--tiles 1x2 --stream-segments 3", "--tiles 1x2 --data 2 --aggregator gated-attention --zero 1"):
         folder = tmp_path / f"run{len(losses)}"
-        flags = [*COMMON, *PATCHES, "--images", str(slides), *plan.split(), "--run-folder", str(folder)]
+        flags = [*COMMON, *PATCHES, "--max-steps", "2", "--images", str(slides), *plan.split()]
+        flags += ["--run-folder", str(folder)]
         ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)
         losses.append(losses_of(folder))
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-3)] * 2
