@@ -12,6 +12,7 @@ Halo exchange, tiling an image, gathering tiles, cutting a tensor anew: all of t
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
-from mpi4dl.geometry import Box
+from mpi4dl.geometry import Box, GridShape, Interval, Tiling, suffices
 
 FORWARD_TAG, BACKWARD_TAG = 1, 2
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -52,6 +53,11 @@ class ExchangePlan:
     kept: Box
     silent: bool = field(default=False, compare=False)
     _moves: "dict[tuple[Dims, tuple[int, ...]], Moves]" = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def silence(cls, held: Box, needed: Box) -> "ExchangePlan":
+        """That of a rank that holds what it needs, among others of which that is true."""
+        return cls(held, needed, (), (), held.intersect(needed), silent=True)
 
     @cached_property
     def adjoint(self) -> "ExchangePlan":
@@ -129,7 +135,7 @@ def plan_exchange(
     """
     wanted = needed[rank]
     if all(have.covers(want.intersect(whole)) for have, want in zip(held, needed, strict=True)):
-        return ExchangePlan(held[rank], wanted, (), (), held[rank].intersect(wanted), silent=True)
+        return ExchangePlan.silence(held[rank], wanted)
     mine = owned[rank]
     sends = (Slab(peer, mine.intersect(box)) for peer, box in enumerate(needed) if peer != rank)
     receives = (Slab(peer, wanted.intersect(box)) for peer, box in enumerate(owned) if peer != rank)
@@ -140,6 +146,34 @@ def plan_exchange(
         tuple(slab for slab in receives if not slab.box.empty),
         mine.intersect(wanted),
     )
+
+
+@lru_cache(maxsize=2048)
+def plan_retiling(rank: int, have: Tiling, want: Tiling) -> ExchangePlan:
+    """The same where all boxes are those of tilings: found axis by axis, however many ranks there are.
+
+    By `have` ranks own and hold, by `want` they come to hold.
+    """
+    held, wanted = have.held(rank), want.held(rank)
+    if suffices(have, want):
+        return ExchangePlan.silence(held, wanted)
+    mine = have.owned(rank)
+    sends = _meetings(rank, mine, [split.held for split in want.splits])
+    receives = _meetings(rank, wanted, [split.narrow().held for split in have.splits])
+    return ExchangePlan(held, wanted, sends, receives, mine.intersect(wanted))
+
+
+def _meetings(rank: int, mine: Box, parts: Sequence[Sequence[Interval]]) -> tuple[Slab, ...]:
+    """What `rank` has in common with each other one, whose box has one of the `parts` of each axis."""
+    shape = GridShape(*map(len, parts))
+    along = []
+    for interval, others in zip(mine, parts, strict=True):
+        common = ((part, interval.intersect(other)) for part, other in enumerate(others))
+        along.append([(part, found) for part, found in common if not found.empty])
+    slabs = (
+        Slab(shape.number([part for part, _ in each]), Box(*(found for _, found in each))) for each in product(*along)
+    )
+    return tuple(slab for slab in slabs if slab.peer != rank)
 
 
 def cut_of(dims: Sequence[int | None], origin: Box, box: Box) -> Cut:

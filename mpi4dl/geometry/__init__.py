@@ -11,6 +11,7 @@ from mpi4dl.geometry.boxes import (
     ceil_div,
     cut_alike,
     even_cuts,
+    suffices,
     widest,
 )
 from mpi4dl.geometry.windows import AxisMap, AxisPlan, TransposedWindow, Window, check_window, plan_axis
@@ -32,5 +33,6 @@ __all__ = [
     "cut_alike",
     "even_cuts",
     "plan_axis",
+    "suffices",
     "widest",
 ]

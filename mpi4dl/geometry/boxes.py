@@ -120,6 +120,13 @@ class GridShape(PerAxis[int]):
     def coordinates(self, rank: int) -> tuple[int, ...]:
         return _places(self)[rank]
 
+    def number(self, coordinates: Sequence[int]) -> int:
+        """The rank that has these coordinates."""
+        found = 0
+        for place, parts in zip(coordinates, self, strict=True):
+            found = found * parts + place
+        return found
+
 
 @lru_cache(maxsize=256)
 def _places(shape: GridShape) -> tuple[tuple[int, ...], ...]:
@@ -255,6 +262,16 @@ def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
 def cut_alike(a: Tiling, b: Tiling) -> bool:
     """Whether ranks own the same by both."""
     return all(one.cuts == other.cuts for one, other in zip(a.splits, b.splits, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def suffices(have: Tiling, want: Tiling) -> bool:
+    """Whether every rank holds by one tiling what it is to hold by another, along each axis and within the whole."""
+    return all(
+        held.covers(needed.intersect(Interval(0, one.size)))
+        for one, other in zip(have.splits, want.splits, strict=True)
+        for held, needed in zip(one.held, other.held, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)

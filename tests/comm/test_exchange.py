@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab, narrow, plan_exchange
+from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab, narrow, plan_exchange, plan_retiling
 from mpi4dl.geometry import Box, GridShape, Interval, Split, Tiling
 from tests.comm.values import Counting
 from tests.pool.ranks import Ranks
@@ -156,6 +156,30 @@ def random_case(rng: random.Random, grid: GridShape, kind: str) -> Case:
             box = Box(*(Interval(s.start, max(s.start, s.stop)) for s in shrunk))
         needed.append(Box(*(Interval(s.start, max(s.start, s.stop)) for s in box)))
     return tiling.all_owned, tiling.all_held, tuple(needed), tiling.whole
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 4), (2, 1, 5), (3, 2, 2)])
+def test_tilings_are_planned_axis_by_axis(shape: tuple[int, ...]) -> None:
+    rng, grid = random.Random(str(shape)), GridShape(*shape)
+    silent = 0
+
+    def some_of(split: Split) -> Split:
+        sides = (held.grow(rng.randint(-1, 1), rng.randint(-1, 1)) for held in split.held)
+        return Split(split.cuts, tuple(Interval(start, max(start, stop)) for start, stop in sides))
+
+    for case in range(60):
+        have = Tiling(tuple(random_cuts(rng, rng.randint(1, 9), parts) for parts in grid))
+        want = Tiling(tuple(map(some_of, have.splits)))
+        boxes = have.all_owned, have.all_held, want.all_held, have.whole
+        if all(box.intersect(have.whole).empty for box in want.all_held):
+            continue  # nothing is wanted
+        for rank in range(grid.size):
+            planned, found = plan_exchange(rank, *boxes), plan_retiling(rank, have, want)
+            assert found.silent == planned.silent, (case, rank, have, want)
+            assert found == planned or (found.kept.empty and planned.kept.empty), (case, rank, have, want)
+            assert (found.sends, found.receives) == (planned.sends, planned.receives), (case, rank, have, want)
+            silent += found.silent
+    assert silent
 
 
 def cut(whole_x: torch.Tensor, box: Box, fill: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from mpi4dl import geometry
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.exchange import Dims, Exchange, plan_exchange
+from mpi4dl.comm.exchange import Dims, Exchange, plan_retiling
 from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
 from mpi4dl.parallel.costs.widening import HaloChoice
 from mpi4dl.parallel.spatial.foresight import Foresight
@@ -267,7 +267,4 @@ class Layout:
 
     def exchange_to(self, tiling: Tiling, fill: float = 0.0) -> Exchange:
         """The exchange after which each rank holds what `tiling` says, beyond the edge of the image if it says so."""
-        plan = plan_exchange(
-            self.grid.rank, self.tiling.all_owned, self.tiling.all_held, tiling.all_held, self.tiling.whole
-        )
-        return Exchange(plan, self.grid.comm, self.dims, fill)
+        return Exchange(plan_retiling(self.grid.rank, self.tiling, tiling), self.grid.comm, self.dims, fill)

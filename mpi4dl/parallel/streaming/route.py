@@ -11,7 +11,7 @@ from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
-KNOWN = 2**22  # parts of axes, in what is remembered of the visits, some 10 bytes for each in small_resnet
+KNOWN = 4194304  # parts of axes, in what is remembered of the visits, some 10 bytes for each in small_resnet
 
 
 @dataclass(frozen=True)
