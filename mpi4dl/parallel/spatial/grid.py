@@ -114,6 +114,11 @@ class Grid:
             object.__setattr__(found, "settled", True)
         return found
 
+    @property
+    def layouts(self) -> "Iterable[Layout]":
+        """Those that tensors of this grid have."""
+        return self._layouts.values()
+
     def along(self, axes: tuple[int, ...]) -> Communicator:
         """The ranks that differ from this one only along these axes. Collective when first asked for."""
         axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)

@@ -3,8 +3,10 @@
 A tile of one colour, whose margin has that colour too, and which no border of the image is near, has one output: the
 same for each of its pixels, and for every other such tile. The gradients of all of them are those of one that is given
 their sum. That a part of a model treats all places alike is not taken for granted: its output must be the same
-everywhere in a tile, and in two tiles that were computed, before a third one is spared. Layers that draw random
-numbers, and norms over the whole image, whose rounds count pixels, leave nothing to spare.
+everywhere in a tile, and in two tiles that were computed, before a third one is spared; and that every layer's output
+is cut into as many pixels there as here is seen in its layouts, so that running statistics count what they should.
+Layers that draw random numbers, and norms over the whole image, whose rounds each visit comes to, leave nothing to
+spare.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,6 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mpi4dl.geometry import Tiling
+from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.streaming.norms import Seen
 from mpi4dl.parallel.streaming.route import Route
 
 EPS = 64  # so many roundings apart, values are the same
@@ -20,11 +25,21 @@ EPS = 64  # so many roundings apart, values are the same
 
 @dataclass
 class _Kind:
-    """Tiles of one colour and size: the first that was visited, what it made of a pixel, and how many agreed."""
+    """Tiles of one colour, cut alike in each of `tilings`.
+
+    Of the first that was visited: what it made of a pixel, and what its norms saw; how many agreed with it.
+    """
 
     tile: int
+    tilings: Sequence[Tiling]
     pixels: Sequence[Tensor]
+    seen: Seen
     agreed: int = 1
+    alike: bool = True
+
+    def like(self, tile: int) -> bool:
+        """Whether a tile has as many pixels as these in what every layer makes."""
+        return all(one.owned(tile).shape == one.owned(self.tile).shape for one in self.tilings)
 
 
 @dataclass
@@ -36,7 +51,7 @@ class BareTiles:
 
     route: Route
     instead: dict[int, int] = field(default_factory=dict)
-    _kinds: dict[Hashable, _Kind | None] = field(default_factory=dict)
+    _kinds: dict[Hashable, list[_Kind]] = field(default_factory=dict)
 
     def kind(self, tile: int, read: Tensor) -> Hashable:
         """What tiles like this one have in common; None if it shows something, or lies at a border."""
@@ -50,26 +65,28 @@ class BareTiles:
         least, most = torch.aminmax(pixels, dim=2)
         return (own.shape, tuple(least.flatten().tolist())) if torch.equal(least, most) else None
 
-    def made(self, kind: Hashable, tile: int, shapes: Sequence[torch.Size]) -> Sequence[Tensor] | None:
-        """What a tile of this kind makes of each pixel, if that is known; its outputs have these shapes."""
-        known = self._kinds.get((kind, *shapes))
-        if known is None or known.agreed < 2:
+    def made(self, kind: Hashable, tile: int) -> tuple[Sequence[Tensor], Seen] | None:
+        """What a tile of this kind makes of each pixel, and what norms see of it, if that is known."""
+        known = self._known(kind, tile)
+        if known is None or not known.alike or known.agreed < 2:
             return None
         self.instead[tile] = known.tile
-        return known.pixels
+        return known.pixels, known.seen
 
-    def saw(self, kind: Hashable, tile: int, outputs: Sequence[Tensor] | None) -> None:
-        """A tile of this kind was visited, and made these; None: what it would not make again."""
+    def saw(self, kind: Hashable, grid: Grid, outputs: Sequence[Tensor] | None, seen: Seen) -> None:
+        """The tile of this grid was visited, and made these; None: what it would not make again."""
         if outputs is None:
             return
-        key = kind, *(y.shape for y in outputs)
-        known, pixels = self._kinds.get(key), [_first_pixel(y) for y in outputs]
-        if key not in self._kinds and all(map(_same, outputs, pixels)):
-            self._kinds[key] = _Kind(tile, pixels)
-        elif known is not None and all(map(_same, outputs, known.pixels)):
-            known.agreed += 1
+        known = self._known(kind, grid.rank)
+        if known is None:
+            known = _Kind(grid.rank, [layout.tiling for layout in grid.layouts], list(map(_first_pixel, outputs)), seen)
+            self._kinds.setdefault(kind, []).append(known)
         else:
-            self._kinds[key] = None
+            known.agreed += 1
+        known.alike = known.alike and all(map(_same, outputs, known.pixels))
+
+    def _known(self, kind: Hashable, tile: int) -> _Kind | None:
+        return next((each for each in self._kinds.get(kind, ()) if each.like(tile)), None)
 
     def alike(self, tile: int) -> list[int]:
         """This tile, and those that it stands for."""

@@ -52,23 +52,28 @@ class Moments:
         return Moments(count, mean, self.squares + other.squares + between**2 * (self.count * other.count / count))
 
 
-class _Update(NamedTuple):
+class RunningUpdate(NamedTuple):
+    """What a norm's running statistics are, and how fast they follow."""
+
     running_mean: Tensor
     running_var: Tensor | None
     momentum: float
+
+
+Seen = list[tuple[RunningUpdate, Moments]]  # what each batch norm saw of a tile
 
 
 class KnownStatistics:
     """Batch norms take the running statistics; what their inputs had is noted, to be merged into them later."""
 
     def __init__(self) -> None:
-        self._updates: list[_Update] = []
+        self._updates: list[RunningUpdate] = []
         self._moments: list[Moments] = []
 
     @contextmanager
-    def one_visit(self, noted: bool) -> Iterator[None]:
+    def one_visit(self, noted: bool) -> Iterator[Seen]:
         """Within it a part is run on one tile; `noted`: what its batch norms see is to be merged."""
-        seen: list[tuple[_Update, Moments]] = []
+        seen: Seen = []
 
         def substitute(function: Any, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             order = _ORDERS.get(function)
@@ -81,25 +86,24 @@ class KnownStatistics:
             if mean is None or variance is None:
                 raise Refusal("a batch norm of the streamed part has no running statistics: use --stream-norm exact")
             if noted:
-                seen.append((_Update(mean, variance, given.get("momentum", 0.1)), Moments.of(owned(x))))
+                seen.append((RunningUpdate(mean, variance, given.get("momentum", 0.1)), Moments.of(owned(x))))
             return rule(**given | {"training": False})
 
         substitutes.append(substitute)
         try:
-            yield
+            yield seen
         finally:
             substitutes.remove(substitute)
+        self.add(seen)
+
+    def add(self, seen: Seen) -> None:
+        """Merge what the norms saw of a tile."""
         for i, (update, moments) in enumerate(seen):
             if i == len(self._moments):
                 self._updates.append(update)
                 self._moments.append(moments)
             else:
                 self._moments[i] = self._moments[i] + moments
-
-    @property
-    def noted(self) -> bool:
-        """Whether there is anything to merge."""
-        return bool(self._moments)
 
     def merge(self, comm: Communicator) -> None:
         """Let the running statistics follow those of this batch, over the tiles of all ranks. Collective."""

@@ -23,7 +23,7 @@ from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 from mpi4dl.parallel.streaming.bare import BareTiles
-from mpi4dl.parallel.streaming.norms import KnownStatistics
+from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
 from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
 from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, owned
@@ -191,23 +191,27 @@ class Streaming:
         """Visit one tile; nothing that it made is there any more when the next visit begins. `kind`: if it is bare."""
         grid = self._route.grid(tile, self._script)
         values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
-        with self._as_before(), self._by_its_norms(forward):
+        with self._as_before(), self._by_its_norms(forward) as seen:
             outputs = self._lead(*values)
             grid.foresight.pay()
             use(values, outputs)
         if self._bare is not None and kind is not None:
             drew = not all(map(torch.equal, _random_states(self._device), self._states))
-            again = not drew and not self._statistics.noted and None not in self._collected
-            self._bare.saw(kind, tile, [owned(y).detach() for y in outputs] if again else None)
+            again = not drew and None not in self._collected
+            self._bare.saw(kind, grid, [owned(y).detach() for y in outputs] if again else None, seen or [])
 
     def _spared(self, kind: Hashable, tile: int) -> bool:
         """Take what other tiles of this kind made for this one, if that is known."""
         assert self._bare is not None
-        parts = [collected.part(tile, collected.local) for collected in self._collected if collected is not None]
-        made = self._bare.made(kind, tile, [part.shape for part in parts])
-        for part, pixel in zip(parts, made or (), strict=made is not None):
-            part.copy_(pixel)
-        return made is not None
+        made = self._bare.made(kind, tile)
+        if made is None:
+            return False
+        pixels, seen = made
+        for collected, pixel in zip(self._collected, pixels, strict=True):
+            assert collected is not None
+            collected.part(tile, collected.local).copy_(pixel)
+        self._statistics.add(seen)
+        return True
 
     def _gradient(self, tile: int, collected: Collected, gradient: Tensor) -> Tensor:
         """The gradient of what a tile owns of an output, and of what other tiles do that it stands for."""
@@ -259,7 +263,7 @@ class Streaming:
         with self._autocast(), torch.set_grad_enabled(self._differentiable):
             yield
 
-    def _by_its_norms(self, forward: bool) -> AbstractContextManager[None]:
+    def _by_its_norms(self, forward: bool) -> AbstractContextManager[Seen | None]:
         if self._norms == "exact":
             return nullcontext()
         return self._statistics.one_visit(noted=forward and self._norms == "running")

@@ -13,6 +13,7 @@ from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from tests.parallel.streaming.test_bags import Slides
+from tests.parallel.streaming.test_norms import by_running_statistics
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close
 
@@ -50,6 +51,7 @@ MIDDLES: dict[str, Any] = {
     "convolutions": lambda: None,
     "dropout of channels": lambda: nn.Dropout2d(0.4),
     "frozen norm": lambda: nn.BatchNorm2d(5).eval(),
+    "running norm": lambda: nn.BatchNorm2d(5),
     "places": Placed,
 }
 
@@ -76,25 +78,32 @@ def train(comm: Communicator, name: str, counts: tuple[int, int]) -> Any:
     engine.executor.progress = told.append
     torch.manual_seed(7)
     result = engine.step([Slides(glass())], torch.tensor([1]), SIZE)
-    return result.loss, engine.gather_gradients(), [each for each in told if each]
+    gradients, state = engine.gather_gradients(), engine.gather_state()
+    found = (state or {}) | (gradients or {})
+    return result.loss, found, [each for each in told if each]
 
 
 def plain(name: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss, gradients, and buffers."""
     model = build(name)
     torch.manual_seed(7)
-    loss = F.cross_entropy(model(glass()), torch.tensor([1]))
+    y, merge = by_running_statistics(model, glass())
+    loss = F.cross_entropy(y, torch.tensor([1]))
     loss.backward()
-    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    if name == "running norm":
+        merge()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", MIDDLES)
 def test_bare_tiles_are_exact(ranks: Ranks, name: str, num_ranks: int) -> None:
-    loss, gradients, told = ranks(num_ranks).run(train, name, (8, 10 // num_ranks))[0]
+    loss, found, told = ranks(num_ranks).run(train, name, (8, 10 // num_ranks))[0]
     expected, theirs = plain(name)
     assert loss == pytest.approx(expected, rel=EXACT)
     for key, value in theirs.items():
-        assert_close(gradients[key], value, EXACT, key)
+        assert_close(found[key], value, EXACT, key)
     backward = [each for each in told if each.startswith("backward")]
     spared = 80 // num_ranks - len(backward)
-    assert spared > 20 / num_ranks**2 if name in ("convolutions", "frozen norm") else spared == 0
+    assert spared > 20 / num_ranks**2 if name in ("convolutions", "frozen norm", "running norm") else spared == 0

@@ -1,6 +1,7 @@
 """Batch norm by running statistics: plain PyTorch with these layers in evaluation mode is the reference."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,24 +64,34 @@ class Tupled(nn.Module):
         return (self.layers(x),)
 
 
+def by_running_statistics(model: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """The output of a plain model by its running statistics, and what merges those of its norms' inputs into them."""
+    seen: dict[nn.Module, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval().register_forward_hook(lambda m, given, _: seen.__setitem__(m, given[0].detach().clone()))
+
+    def merge() -> None:
+        for module, given in seen.items():
+            assert isinstance(module, nn.BatchNorm2d)
+            for running, found in (
+                (module.running_mean, given.mean((0, 2, 3))),
+                (module.running_var, given.transpose(0, 1).flatten(1).var(1)),
+            ):
+                running.lerp_(found, module.momentum)
+            module.num_batches_tracked += 1
+
+    return model(x), merge
+
+
 def compare(comm: Communicator, norms: str) -> dict[str, float]:
     """How far gradients and buffers are from those of a plain layer whose norms are in evaluation mode."""
     ours, theirs, x = layers(), layers(), images()
-    seen: dict[nn.Module, Tensor] = {}
-    for module in theirs:
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval().register_forward_hook(lambda m, given, _: seen.__setitem__(m, given[0].detach()))
-    expected = theirs(x)
+    expected, merge = by_running_statistics(theirs, x)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (expected * weight).sum().backward()
-    for module, given in seen.items() if norms == "running" else ():
-        assert isinstance(module, nn.BatchNorm2d)
-        for running, found in (
-            (module.running_mean, given.mean((0, 2, 3))),
-            (module.running_var, given.transpose(0, 1).flatten(1).var(1)),
-        ):
-            running.lerp_(found, module.momentum)
-        module.num_batches_tracked += 1
+    if norms == "running":
+        merge()
     grid = Grid(comm, 1, comm.size)
     (y,) = streamed(grid, ours, x, (2, 3), norms).run()
     part = spatial.shard_like(weight, y)
