@@ -1,12 +1,16 @@
 """Tiles of bare background: of those that are alike one is computed for all, forward and backward.
 
 A tile of one colour, whose margin has that colour too, and which no border of the image is near, has one output: the
-same for each of its pixels, and for every other such tile. The gradients of all of them are those of one that is given
-their sum. That a part of a model treats all places alike is not taken for granted: its output must be the same
-everywhere in a tile, and in two tiles that were computed, before a third one is spared; and that every layer's output
-is cut into as many pixels there as here is seen in its layouts, so that running statistics count what they should.
-Layers that draw random numbers, and norms over the whole image, whose rounds each visit comes to, leave nothing to
-spare.
+same for each of its pixels, and for every other such tile that layers cut into as many pixels. So whatever it tells the
+other tiles on its way is the same too, such as the moments that a norm over the whole image asks for.
+
+The backward pass of a visit is linear in the gradient of what the tile owns, but for what comes of the other tiles:
+
+    gradients of n tiles alike = those of one that is given the sum of theirs + (n - 1) x those of one that is given 0
+
+That a part of a model treats all places alike is not taken for granted: two tiles must agree before a third one is
+spared, in every round, and their outputs must be the same everywhere in them; else all tiles are visited again, and
+never spared on this route. Layers that draw random numbers leave nothing to spare.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,31 +19,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mpi4dl.geometry import Tiling
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.streaming.norms import Seen
 from mpi4dl.parallel.streaming.route import Route
 
 EPS = 64  # so many roundings apart, values are the same
 
 
+class Unlike(Exception):
+    """Tiles that look the same are not: none must be spared."""
+
+
 @dataclass
 class _Kind:
-    """Tiles of one colour, cut alike in each of `tilings`.
+    """Tiles of one colour, cut alike by every layer: the first, the second, and what the first made this time.
 
-    Of the first that was visited: what it made of a pixel, and what its norms saw; how many agreed with it.
+    That is what it told, or of each output a pixel; and what its norms saw.
     """
 
-    tile: int
-    tilings: Sequence[Tiling]
-    pixels: Sequence[Tensor]
+    first: int
+    made: Sequence[Tensor]
     seen: Seen
-    agreed: int = 1
+    second: int | None = None
     alike: bool = True
-
-    def like(self, tile: int) -> bool:
-        """Whether a tile has as many pixels as these in what every layer makes."""
-        return all(one.owned(tile).shape == one.owned(self.tile).shape for one in self.tilings)
 
 
 @dataclass
@@ -51,7 +53,15 @@ class BareTiles:
 
     route: Route
     instead: dict[int, int] = field(default_factory=dict)
-    _kinds: dict[Hashable, list[_Kind]] = field(default_factory=dict)
+    _kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+
+    @staticmethod
+    def may_be(route: Route) -> bool:
+        """Whether what visits make of their own pixels are pixels, which is what gradients can be added up for."""
+        made = [y for y in route.rehearsed.outputs if isinstance(y, SpatialTensor)]
+        cut = [axis for axis, parts in enumerate(route.visits.grid) if parts > 1]
+        every = len(made) == len(route.rehearsed.outputs)
+        return route.spares and every and all(y.layout.dims[axis] is not None for y in made for axis in cut)
 
     def kind(self, tile: int, read: Tensor) -> Hashable:
         """What tiles like this one have in common; None if it shows something, or lies at a border."""
@@ -63,34 +73,44 @@ class BareTiles:
             return None
         pixels = read.flatten(2)
         least, most = torch.aminmax(pixels, dim=2)
-        return (own.shape, tuple(least.flatten().tolist())) if torch.equal(least, most) else None
-
-    def made(self, kind: Hashable, tile: int) -> tuple[Sequence[Tensor], Seen] | None:
-        """What a tile of this kind makes of each pixel, and what norms see of it, if that is known."""
-        known = self._known(kind, tile)
-        if known is None or not known.alike or known.agreed < 2:
+        if not torch.equal(least, most):
             return None
-        self.instead[tile] = known.tile
-        return known.pixels, known.seen
+        return tuple(least.flatten().tolist()), *(each.owned(tile).shape for each in self.route.rehearsed.tilings)
 
-    def saw(self, kind: Hashable, grid: Grid, outputs: Sequence[Tensor] | None, seen: Seen) -> None:
-        """The tile of this grid was visited, and made these; None: what it would not make again."""
-        if outputs is None:
-            return
-        known = self._known(kind, grid.rank)
+    def spare(self, kind: Hashable, tile: int) -> bool:
+        """Whether a tile of this kind need not be visited."""
+        known = self._kinds.get(kind)
+        if known is None or known.second is None or not known.alike or tile in (known.first, known.second):
+            return False
+        self.instead[tile] = known.first
+        return True
+
+    def saw(self, kind: Hashable, tile: int, made: Sequence[Tensor] | None, seen: Seen) -> None:
+        """A tile of this kind was visited, and made these: what it told, flat, or outputs; None: not so once more.
+
+        Raises:
+            Unlike: others were spared for it, which would have made something else.
+        """
+        known, alike = self._kinds.get(kind), made is not None
+        pixels = list(map(_first_pixel, made or ()))
         if known is None:
-            known = _Kind(grid.rank, [layout.tiling for layout in grid.layouts], list(map(_first_pixel, outputs)), seen)
-            self._kinds.setdefault(kind, []).append(known)
-        else:
-            known.agreed += 1
-        known.alike = known.alike and all(map(_same, outputs, known.pixels))
+            known = self._kinds[kind] = _Kind(tile, pixels, seen)
+        elif tile == known.first:
+            known.made, known.seen = pixels, seen
+        elif known.second is None:
+            known.second = tile
+        known.alike = known.alike and alike and all(map(_same, made or (), known.made))
+        if not known.alike and known.first in self.instead.values():
+            raise Unlike
 
-    def _known(self, kind: Hashable, tile: int) -> _Kind | None:
-        return next((each for each in self._kinds.get(kind, ()) if each.like(tile)), None)
+    def spared(self) -> list[tuple[int, int, _Kind]]:
+        """The tiles that were not visited, the tile that was instead, and what that one made."""
+        kinds = {known.first: known for known in self._kinds.values()}
+        return [(tile, first, kinds[first]) for tile, first in self.instead.items()]
 
-    def alike(self, tile: int) -> list[int]:
-        """This tile, and those that it stands for."""
-        return [tile, *(other for other, its in self.instead.items() if its == tile)]
+    def others(self, tile: int) -> list[int]:
+        """The tiles that a tile stands for, beside itself."""
+        return [other for other, its in self.instead.items() if its == tile]
 
 
 def _first_pixel(y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ to its end. A rehearsal also learns which norms can share a round, and says how 
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
+from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.spatial.foresight import Foresight, Holding
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -39,13 +40,14 @@ class Rehearsed:
     """What streaming a part takes: the `margin` around tiles, in pixels of the images.
 
     `num_rounds` are those of its forward pass, `learned` what its norms are to know, and `outputs` what it returned, on
-    the meta device.
+    the meta device. `tilings` are those of all that it makes on its way.
     """
 
     margin: int
     num_rounds: int
     learned: Learned
     outputs: Any
+    tilings: Sequence[Tiling]
 
 
 class _Rehearsing(Visitors):
@@ -68,7 +70,7 @@ class _Rehearsing(Visitors):
         self.turn.script.position += bool(sends or receives)
         return Pending(self.node)
 
-    def told(self, mine: Any) -> list[Any]:
+    def told(self, mine: Any, additive: bool = False) -> list[Any]:
         self.turn.script.position += 1
         return [mine] * self.size
 
@@ -96,7 +98,7 @@ def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: S
     assert again is not None
     of_outline = {id(shape): real for shape, real in zip(outline.parameters(), module.parameters(), strict=True)}
     real = [(of_outline[id(norm)], waits, held) for norm, waits, held in again.learned if id(norm) in of_outline]
-    return Rehearsed(again.margin, again.num_rounds, real, again.outputs)
+    return replace(again, learned=real)
 
 
 def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> int:
@@ -132,7 +134,8 @@ def run(
             grid.foresight.pay()
         except NeedsNeighbours:
             return None
-    return Rehearsed(margin, grid.comm.turn.script.position, _learned(grid), outputs)
+    tilings = list({layout.tiling.narrow for layout in grid.layouts})
+    return Rehearsed(margin, grid.comm.turn.script.position, _learned(grid), outputs, tilings)
 
 
 def alone(visits: Visits, tile: int, learned: Learned = ()) -> VisitedGrid:

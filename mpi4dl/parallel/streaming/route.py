@@ -14,17 +14,18 @@ from mpi4dl.parallel.streaming.visits import Given, Visits
 KNOWN = 4194304  # parts of axes, in what is remembered of the visits, some 10 bytes for each in small_resnet
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Route:
     """Which tiles this rank visits of what a part is given, and the grid of each, which remembers what layers plan.
 
-    `size` is that of the images.
+    `size` is that of the images. `spares`: nothing is known yet against computing one of tiles that look the same.
     """
 
     visits: Visits
     givens: tuple[Given, ...]
     size: tuple[int, ...]
     rehearsed: Rehearsed
+    spares: bool = True
     _turn: Turn = field(default_factory=Turn)
     _grids: dict[int, VisitedGrid] = field(default_factory=dict)
 

@@ -29,11 +29,14 @@ Told = Any  # what one tile tells in one round
 
 
 class Suspended(Exception):
-    """A visit came to a round that is not known yet; `told` is its own part of it."""
+    """A visit came to a round that is not known yet; `told` is its own part of it.
 
-    def __init__(self, told: Told) -> None:
+    `additive`: a tensor, of which only the sum over all tiles matters.
+    """
+
+    def __init__(self, told: Told, additive: bool) -> None:
         super().__init__("a visit waits for what the other tiles tell")
-        self.told = told
+        self.told, self.additive = told, additive
 
 
 class NeedsNeighbours(NotImplementedError):
@@ -56,10 +59,10 @@ class Script:
         self.rounds: list[Sequence[Told]] = []
         self.position = 0
 
-    def told_by_all(self, told: Told) -> Sequence[Told]:
+    def told_by_all(self, told: Told, additive: bool) -> Sequence[Told]:
         """What every tile told in the round that this visit has come to. Raises `Suspended` if it is not known."""
         if self.position == len(self.rounds):
-            raise Suspended(told)
+            raise Suspended(told, additive)
         self.position += 1
         return self.rounds[self.position - 1]
 
@@ -72,10 +75,13 @@ class Turn:
 
 
 class Visitors(Communicator):
-    """A communicator among tiles that are visited in turn. `ranks` are its members, by their numbers in the grid."""
+    """A communicator among tiles that are visited in turn.
 
-    def __init__(self, turn: Turn, ranks: Sequence[int], rank: int) -> None:
-        self.turn, self.ranks = turn, ranks
+    `ranks` are its members, by their numbers in the grid; `whole`: they are all tiles.
+    """
+
+    def __init__(self, turn: Turn, ranks: Sequence[int], rank: int, whole: bool = True) -> None:
+        self.turn, self.ranks, self.whole = turn, ranks, whole
         self.rank, self.size = ranks.index(rank), len(ranks)
         self.node = None  # type: ignore[assignment]  # nothing is ever waited for
 
@@ -96,14 +102,14 @@ class Visitors(Communicator):
         assert peer is not None, "tiles know from whom they hear"
         return self.ranks[peer]
 
-    def told(self, mine: Told) -> list[Told]:
+    def told(self, mine: Told, additive: bool = False) -> list[Told]:
         """What the members tell in the round that this visit has come to, in their order."""
-        everywhere = self.turn.script.told_by_all(mine)
+        everywhere = self.turn.script.told_by_all(mine, additive)
         return [everywhere[rank] for rank in self.ranks]
 
     def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
         if self.size > 1:
-            parts = self.told(tensor.detach().clone())
+            parts = self.told(tensor.detach().clone(), additive=op == "sum" and self.whole)
             tensor.detach().copy_(reduce(_combining(op, tensor.dtype), parts))
         return Pending(self.node)
 
@@ -137,7 +143,8 @@ class VisitedGrid(Grid):
     def along(self, axes: tuple[int, ...]) -> Visitors:
         axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
         if axes not in self._along:
-            self._along[axes] = type(self.comm)(self.comm.turn, self.ranks_along(axes), self.rank)
+            ranks = self.ranks_along(axes)
+            self._along[axes] = type(self.comm)(self.comm.turn, ranks, self.rank, whole=len(ranks) == self.size)
         found = self._along[axes]
         assert isinstance(found, Visitors)
         return found

@@ -7,28 +7,29 @@ So memory is that of one visit and of the part's output, whatever the image's si
 others compute too; whatever is made of the output's own pixels counts once, so gradients add up to those of the whole.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Refusal
-from mpi4dl.comm.exchange import narrow
 from mpi4dl.datasets import DatasetError
-from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.halo import retile
+from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
-from mpi4dl.parallel.streaming.bare import BareTiles
+from mpi4dl.parallel.streaming.bare import BareTiles, Unlike
+from mpi4dl.parallel.streaming.inputs import Input
 from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
 from mpi4dl.parallel.streaming.route import Route
-from mpi4dl.parallel.streaming.script import Script, Suspended, Told, VisitedGrid
-from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, owned
+from mpi4dl.parallel.streaming.script import Script, Suspended, Told
+from mpi4dl.parallel.streaming.visits import Collected, ImageSource, owned
 
 Progress = Callable[[str], None]
+Use = Callable[..., None]  # what is done with what a visit was given, and made
 
 
 def quietly(doing: str) -> None:
@@ -65,10 +66,10 @@ class Streaming:
         self._autocast = _autocast_now(self._device)
         self._states = _random_states(self._device)
         self._differentiable = torch.is_grad_enabled()
-        self._inputs = [_Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
+        self._inputs = [Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
         self._collected: list[Collected | None] = []
         of_images = len(self._inputs) == 1 and not isinstance(self._inputs[0].values, Tensor)
-        self._bare = BareTiles(route) if of_images and not route.rehearsed.num_rounds else None
+        self._bare = BareTiles(route) if of_images and BareTiles.may_be(route) else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The part's outputs: this rank's part of each, as a SpatialTensor; a plain tensor where one rank has all."""
@@ -99,7 +100,12 @@ class Streaming:
                 if collected is not None and isinstance(y, SpatialTensor):
                     collected.take(y)
 
-        self._all_rounds(keep, forward=True)
+        try:
+            self._all_rounds(keep, forward=True)
+        except Unlike:
+            self._bare, self._route.spares = None, False
+            self._script, self._statistics = Script(), KnownStatistics()
+            self._all_rounds(keep, forward=True)
         for collected in self._collected:
             if collected is not None:
                 collected.close()
@@ -114,15 +120,17 @@ class Streaming:
         sums: list[Tensor | None] = [None] * len(self._parameters)
         is_first = True
 
-        def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        def differentiate(values: Sequence[Tensor], outputs: Sequence[Tensor], constant: int = 0) -> None:
+            """Add up the gradients of a visit; `constant`: so many times those of one whose outputs' are 0."""
             nonlocal is_first
             roots, of_roots = [], []
             for y, collected, gradient in zip(outputs, self._collected, gradients, strict=True):
                 if gradient is None or not y.requires_grad:
                     continue
                 if collected is not None and isinstance(y, SpatialTensor):
+                    share = self._gradient(y.layout.grid.rank, collected, gradient)
                     roots.append(owned(y))
-                    of_roots.append(self._gradient(y.layout.grid.rank, collected, gradient))
+                    of_roots.append(torch.zeros_like(share) if constant else share)
                 else:  # every visit has the whole of it, so that it counts in one of them
                     roots.append(y)
                     of_roots.append(gradient if is_first else torch.zeros_like(gradient))
@@ -138,7 +146,7 @@ class Streaming:
             for i, gradient in enumerate(found[len(wanted) :]):
                 if gradient is not None:
                     known = sums[i]
-                    sums[i] = gradient if known is None else known.add_(gradient)
+                    sums[i] = gradient if known is None else known.add_(gradient, alpha=constant or 1)
 
         self._buffers = list(self._lead.buffers())  # GEMS has others in forward
         after = [buffer.clone() for buffer in self._buffers]
@@ -146,83 +154,102 @@ class Streaming:
         _put(self._buffers, after)
         return [*(x.total() for x in self._inputs if isinstance(x.values, Tensor)), *sums]
 
-    def _all_rounds(self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool) -> None:
-        """Visit all tiles until every round is known; visits of the last pass are ended by `use(values, outputs)`."""
+    def _all_rounds(self, use: Use, forward: bool) -> None:
+        """Visit all tiles until every round is known; visits of the last pass are ended by `use`."""
         state = _random_states(self._device)
-        while told := self._told_by_all(*self._one_pass(use, forward)):
+        while told := self._told_by_all(*(self._forward_pass(use) if forward else self._backward_pass(use))):
             self._script.rounds.append([told[tile] for tile in range(self._route.visits.grid.size)])
         if not forward:
             _set_random_states(self._device, state)
 
-    def _one_pass(
-        self, use: Callable[[Sequence[Tensor], Sequence[Tensor]], None], forward: bool
-    ) -> tuple[dict[int, Told], str | None]:
+    def _forward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
         """Visit all tiles of this rank: what they told in the first round that is not known, if there is one.
 
-        And what is wrong with an image, if one cannot be read.
+        And why it could not be done: an image that cannot be read, or tiles that are `Unlike`.
         """
         told: dict[int, Told] = {}
-        bare = self._bare if forward else None
-        known, rounds, number = len(self._script.rounds), self._route.rehearsed.num_rounds, len(self._route.visits.own)
-        number -= 0 if self._bare is None else len(self._bare.instead)
-        which = f"forward, pass {known + 1} of {rounds + 1}" if forward else f"backward, pass {known - rounds + 1}"
-        doing = f"{self._name}{which}, visit"
-        for count, (tile, read) in enumerate(self._read_ahead(), start=1):
-            self._progress(f"{doing} {count} of {number}")
+        bare = self._bare
+        known, rounds = len(self._script.rounds), self._route.rehearsed.num_rounds
+        for tile, read in self._read_ahead(f"forward, pass {known + 1} of {rounds + 1}"):
             if isinstance(read, DatasetError):
-                return told, str(read)
+                return told, read
             kind = None if bare is None or read[0] is None else bare.kind(tile, read[0])
-            if kind is not None and self._spared(kind, tile):
+            if bare is not None and kind is not None and bare.spare(kind, tile):
                 continue
-            try:
-                self._visit(tile, read, use, forward, kind)
-            except Suspended as suspended:
-                told[tile] = suspended.told
+            visit = self._visit(tile, read, use, self._norms == "running", compared=kind is not None)
+            if visit.told is not None:
+                told[tile] = visit.told
+            if bare is not None and kind is not None:
+                try:
+                    bare.saw(kind, tile, visit.made, visit.seen)
+                except Unlike as unlike:
+                    return told, unlike
+        for tile, first, of_kind in () if bare is None else bare.spared():
+            if first in told:
+                told[tile] = told[first]
+                continue
+            for collected, pixel in zip(self._collected, of_kind.made, strict=True):
+                assert collected is not None
+                collected.part(tile, collected.local).copy_(pixel)
+            self._statistics.add(of_kind.seen)
+        return told, None
+
+    def _backward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
+        """The same with gradients."""
+        told: dict[int, Told] = {}
+        rounds = len(self._script.rounds) - self._route.rehearsed.num_rounds
+        for tile, read in self._read_ahead(f"backward, pass {rounds + 1}"):
+            if isinstance(read, DatasetError):
+                return told, read
+            others = [] if self._bare is None else self._bare.others(tile)
+            visit = self._visit(tile, read, use)
+            if visit.told is None:
+                if others and rounds:
+                    self._visit(tile, read, partial(use, constant=len(others)))
+                continue
+            if others and not visit.additive:
+                self._bare = None
+                return self._backward_pass(use)
+            told[tile] = visit.told
+            if others and rounds:
+                told[tile] = visit.told + len(others) * self._visit(tile, read, partial(use, constant=len(others))).told
+            told |= {other: torch.zeros_like(visit.told) for other in others}
         return told, None
 
     def _visit(
-        self,
-        tile: int,
-        read: Sequence[Tensor | None],
-        use: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-        forward: bool,
-        kind: Hashable,
-    ) -> None:
-        """Visit one tile; nothing that it made is there any more when the next visit begins. `kind`: if it is bare."""
+        self, tile: int, read: Sequence[Tensor | None], use: Use, noted: bool = False, compared: bool = False
+    ) -> "_Visit":
+        """Visit one tile; nothing else that it made is there any more when the next visit begins.
+
+        `noted`: what batch norms see is to be merged into their running statistics. `compared`: what it made is, with
+        that of another one.
+        """
         grid = self._route.grid(tile, self._script)
         values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
-        with self._as_before(), self._by_its_norms(forward) as seen:
-            outputs = self._lead(*values)
-            grid.foresight.pay()
-            use(values, outputs)
-        if self._bare is not None and kind is not None:
-            drew = not all(map(torch.equal, _random_states(self._device), self._states))
-            again = not drew and None not in self._collected
-            self._bare.saw(kind, grid, [owned(y).detach() for y in outputs] if again else None, seen or [])
-
-    def _spared(self, kind: Hashable, tile: int) -> bool:
-        """Take what other tiles of this kind made for this one, if that is known."""
-        assert self._bare is not None
-        made = self._bare.made(kind, tile)
-        if made is None:
-            return False
-        pixels, seen = made
-        for collected, pixel in zip(self._collected, pixels, strict=True):
-            assert collected is not None
-            collected.part(tile, collected.local).copy_(pixel)
-        self._statistics.add(seen)
-        return True
+        told, additive, made = None, False, []
+        try:
+            with self._as_before(), self._by_its_norms(noted) as seen:
+                outputs = self._lead(*values)
+                grid.foresight.pay()
+                use(values, outputs)
+            if compared:
+                made = [owned(y).detach() for y in outputs]
+        except Suspended as suspended:
+            told, additive = suspended.told, suspended.additive
+            if isinstance(told, Tensor):
+                made = [told.flatten()[None]]
+        drew = not all(map(torch.equal, _random_states(self._device), self._states))
+        return _Visit(told, additive, None if drew or not made else made, seen or [])
 
     def _gradient(self, tile: int, collected: Collected, gradient: Tensor) -> Tensor:
         """The gradient of what a tile owns of an output, and of what other tiles do that it stands for."""
-        first, *others = [tile] if self._bare is None else self._bare.alike(tile)
-        total = collected.part(first, gradient)
-        for other in others:
+        total = collected.part(tile, gradient)
+        for other in () if self._bare is None else self._bare.others(tile):
             total = total + collected.part(other, gradient)
         return total
 
-    def _read_ahead(self) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
-        """The tiles that this rank visits, with what was read for each, or why it could not be.
+    def _read_ahead(self, doing: str) -> Iterator[tuple[int, Sequence[Tensor | None] | DatasetError]]:
+        """The tiles that this rank visits in one pass, with what was read for each, or why it could not be.
 
         While one is visited, a thread reads for the next.
         """
@@ -235,24 +262,34 @@ class Streaming:
 
         instead = {} if self._bare is None else self._bare.instead
         own = [tile for tile in self._route.visits.own if tile not in instead]
-        if all(isinstance(x.values, Tensor) for x in self._inputs):
-            yield from ((tile, read(tile)) for tile in own)
-            return
+        in_memory = all(isinstance(x.values, Tensor) for x in self._inputs)
         with ThreadPoolExecutor(1) as thread:
-            coming = thread.submit(read, own[0])
-            for tile, following in zip_longest(own, own[1:]):
-                found = coming.result()
-                if following is not None:
+            coming = None if in_memory else thread.submit(read, own[0])
+            for count, (tile, following) in enumerate(zip_longest(own, own[1:]), start=1):
+                found = read(tile) if coming is None else coming.result()
+                if coming is not None and following is not None:
                     coming = thread.submit(read, following)
+                self._progress(f"{self._name}{doing}, visit {count} of {len(own)}")
                 yield tile, found
 
-    def _told_by_all(self, told: dict[int, Told], problem: str | None) -> dict[int, Told]:
-        """What the visits of all ranks told. Raises `Refusal` on all of them if one could not read an image."""
+    def _told_by_all(self, told: dict[int, Told], problem: Exception | None) -> dict[int, Told]:
+        """What the visits of all ranks told.
+
+        Raises on all of them:
+            Refusal: one could not read an image.
+            Unlike: tiles of one are.
+        """
         every: dict[int, Told] = {}
+        problems = []
         for of_rank, trouble in self._grid.comm.all_gather_object((told, problem)):
-            if trouble is not None:
-                raise Refusal(trouble)
             every |= of_rank
+            problems.append(trouble)
+        for trouble in problems:
+            if isinstance(trouble, DatasetError):
+                raise Refusal(str(trouble))
+        for trouble in problems:
+            if trouble is not None:
+                raise trouble
         return every
 
     @contextmanager
@@ -263,63 +300,20 @@ class Streaming:
         with self._autocast(), torch.set_grad_enabled(self._differentiable):
             yield
 
-    def _by_its_norms(self, forward: bool) -> AbstractContextManager[Seen | None]:
-        if self._norms == "exact":
-            return nullcontext()
-        return self._statistics.one_visit(noted=forward and self._norms == "running")
+    def _by_its_norms(self, noted: bool) -> AbstractContextManager[Seen | None]:
+        return nullcontext() if self._norms == "exact" else self._statistics.one_visit(noted)
 
 
-class _Input:
-    """What a part takes: `values`, of which this rank holds what all its visits need, and the gradient of that."""
+class _Visit(NamedTuple):
+    """What became of a visit: what it `told`, if it was suspended, or what its norms saw.
 
-    def __init__(self, values: Tensor | ImageSource, given: Given, layout: Layout | None) -> None:
-        self.values, self.given, self.layout = values, given, layout
-        self._gradient: Tensor | None = None
+    `additive`: only the sum of what all tiles tell matters. `made` is what may be compared with what another one made.
+    """
 
-    @classmethod
-    def of(cls, x: Tensor | ImageSource, given: Given, route: Route, grid: Grid) -> "_Input":
-        """What visits need beside what this rank owns comes from the other ranks."""
-        if given.tiling is None or not isinstance(x, Tensor):
-            return cls(x, given, None)
-        layout = route.of_rank(given, grid)
-        if isinstance(x, SpatialTensor):
-            return cls(retile(x, layout.tiling).local, given, layout)
-        return cls(x, given, layout)
-
-    def read(self, route: Route, tile: int) -> Tensor | None:
-        """What is read for the visit of a tile, if this is a source."""
-        return None if isinstance(self.values, Tensor) else self.values.read(route.box(self.given, tile))
-
-    def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device, read: Tensor | None) -> Tensor:
-        """What the visit of this grid is given, apart from any graph: a copy, which layers may overwrite.
-
-        `read` is what was read for it.
-        """
-        if self.given.tiling is None:
-            assert isinstance(self.values, Tensor)
-            return self.values.detach().clone().requires_grad_(self.values.requires_grad)
-        layout = route.layout(self.given, grid)
-        if not isinstance(self.values, Tensor):
-            assert read is not None
-            return SpatialTensor(read.to(device), layout)
-        assert self.layout is not None
-        local = narrow(self.values.detach(), layout.dims, self.layout.held, layout.held).to(device, copy=True)
-        return SpatialTensor(local.requires_grad_(self.values.requires_grad), layout)
-
-    def add(self, value: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of what a visit was given."""
-        assert isinstance(self.values, Tensor)
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.values)
-        total = self._gradient
-        if isinstance(value, SpatialTensor):
-            assert self.layout is not None
-            total = narrow(total, value.layout.dims, self.layout.held, value.layout.held)
-        total.add_(gradient)
-
-    def total(self) -> Tensor | None:
-        found, self._gradient = self._gradient, None
-        return found
+    told: Told
+    additive: bool
+    made: Sequence[Tensor] | None
+    seen: Seen
 
 
 class _Streamed(torch.autograd.Function):
