@@ -26,7 +26,7 @@ from mpi4dl.parallel.streaming.route import Route
 EPS = 64  # so many roundings apart, values are the same
 
 
-class Unlike(Exception):
+class NotAlike(Exception):
     """Tiles that look the same are not: none must be spared."""
 
 
@@ -89,7 +89,7 @@ class BareTiles:
         """A tile of this kind was visited, and made these: what it told, flat, or outputs; None: not so once more.
 
         Raises:
-            Unlike: others were spared for it, which would have made something else.
+            NotAlike: others were spared for it, which would have made something else.
         """
         known, alike = self._kinds.get(kind), made is not None
         pixels = list(map(_first_pixel, made or ()))
@@ -101,7 +101,7 @@ class BareTiles:
             known.second = tile
         known.alike = known.alike and alike and all(map(_same, made or (), known.made))
         if not known.alike and known.first in self.instead.values():
-            raise Unlike
+            raise NotAlike
 
     def spared(self) -> list[tuple[int, int, _Kind]]:
         """The tiles that were not visited, the tile that was instead, and what that one made."""

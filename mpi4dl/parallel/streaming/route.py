@@ -11,7 +11,7 @@ from mpi4dl.parallel.streaming.rehearsal import Rehearsed, begin, rehearse
 from mpi4dl.parallel.streaming.script import Script, Turn, VisitedGrid, visited_grid
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
-KNOWN = 4194304  # parts of axes, in what is remembered of the visits, some 10 bytes for each in small_resnet
+KNOWN = 256  # tiles of whose visits is remembered what layers plan, about 100 kB for each in small_resnet
 
 
 @dataclass(eq=False)
@@ -42,9 +42,9 @@ class Route:
         """That of the next visit, of this tile, which follows the script from its beginning."""
         grid = self._grids.get(tile)
         if grid is None:
-            if len(self._grids) * sum(self.visits.grid) >= KNOWN:
-                self._grids.clear()
-            grid = self._grids[tile] = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
+            grid = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
+            if len(self._grids) < KNOWN:  # tiles are visited in turn: whichever was forgotten would be the next
+                self._grids[tile] = grid
         self._turn.script, script.position = script, 0
         begin(grid, self.rehearsed.learned)
         return grid

@@ -21,7 +21,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
-from mpi4dl.parallel.streaming.bare import BareTiles, Unlike
+from mpi4dl.parallel.streaming.bare import BareTiles, NotAlike
 from mpi4dl.parallel.streaming.inputs import Input
 from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
 from mpi4dl.parallel.streaming.route import Route
@@ -102,7 +102,7 @@ class Streaming:
 
         try:
             self._all_rounds(keep, forward=True)
-        except Unlike:
+        except NotAlike:
             self._bare, self._route.spares = None, False
             self._script, self._statistics = Script(), KnownStatistics()
             self._all_rounds(keep, forward=True)
@@ -165,7 +165,7 @@ class Streaming:
     def _forward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
         """Visit all tiles of this rank: what they told in the first round that is not known, if there is one.
 
-        And why it could not be done: an image that cannot be read, or tiles that are `Unlike`.
+        And why it could not be done: an image that cannot be read, or tiles that are `NotAlike`.
         """
         told: dict[int, Told] = {}
         bare = self._bare
@@ -182,8 +182,8 @@ class Streaming:
             if bare is not None and kind is not None:
                 try:
                     bare.saw(kind, tile, visit.made, visit.seen)
-                except Unlike as unlike:
-                    return told, unlike
+                except NotAlike as error:
+                    return told, error
         for tile, first, of_kind in () if bare is None else bare.spared():
             if first in told:
                 told[tile] = told[first]
@@ -277,7 +277,7 @@ class Streaming:
 
         Raises on all of them:
             Refusal: one could not read an image.
-            Unlike: tiles of one are.
+            NotAlike: tiles of one are.
         """
         every: dict[int, Told] = {}
         problems = []

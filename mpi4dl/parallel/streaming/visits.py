@@ -11,7 +11,7 @@ The cuts of all tiles are one tiling, which layers carry on as ever; each rank's
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Protocol
 
@@ -150,12 +150,17 @@ class Given:
 
     def held(self, margin: int, size: Sequence[int]) -> Tiling:
         assert self.tiling is not None
-        batch, *space = self.tiling.splits
-        splits = [
-            split if dim is None else split.widen(ceil_div(margin * split.size, pixels))
-            for split, dim, pixels in zip(space, self.dims[1:], size, strict=True)
-        ]
-        return Tiling((batch, *splits))
+        return _with_margin(self.tiling, self.dims, margin, tuple(size))
+
+
+@lru_cache(maxsize=64)
+def _with_margin(tiling: Tiling, dims: Dims, margin: int, size: tuple[int, ...]) -> Tiling:
+    batch, *space = tiling.splits
+    splits = [
+        split if dim is None else split.widen(ceil_div(margin * split.size, pixels))
+        for split, dim, pixels in zip(space, dims[1:], size, strict=True)
+    ]
+    return Tiling((batch, *splits))
 
 
 class Collected:

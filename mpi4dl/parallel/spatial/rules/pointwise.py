@@ -1,6 +1,7 @@
 """Operators that treat every pixel alike, recognised by PyTorch's own tag."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -121,9 +122,7 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
                 raise RuntimeError(f"{function}: sizes {splits[axis].size} and {split.size} of dim {dim} must match")
             else:
                 # Nothing is exchanged where all hold what the first one owns, wherever the others are cut.
-                both = tuple(a.intersect(b) for a, b in zip(splits[axis].held, split.held, strict=True))
-                enough = all(held.covers(splits[axis].owned(part)) for part, held in enumerate(both))
-                splits[axis] = Split(splits[axis].cuts, both) if enough else splits[axis].narrow()
+                splits[axis] = _held_by_both(splits[axis], split)
     flats = {flat.dim + ndim - x.dim(): flat for x in spread for flat in x.layout.flat}
     for dim, flat in flats.items():
         for x in spread:
@@ -137,6 +136,14 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
             raise refusal(function, "its first operand is written in place, but the others hold other pixels")
         lead.hold_less(layout.tiling)
     return [part_of(x, layout, ndim, function) for x in operands], layout
+
+
+@lru_cache(maxsize=1024)
+def _held_by_both(first: Split, other: Split) -> Split:
+    """The first's cuts, and what parts hold by both; what they own, if another one is cut so that they lack of that."""
+    both = tuple(a.intersect(b) for a, b in zip(first.held, other.held, strict=True))
+    enough = all(held.covers(first.owned(part)) for part, held in enumerate(both))
+    return Split(first.cuts, both) if enough else first.narrow()
 
 
 def _made_of(x: SpatialTensor, dim: int) -> Any:
