@@ -52,7 +52,9 @@ KINDS = (
     Kind("patches, running", 2, norms="running", patches=True),
     Kind("patches, exact", 2, norms="exact", segments=6, patches=True),
 )
-COLOURS = dict(zip((kind.name for kind in KINDS), ("0.3", "0.6", *(f"C{i}" for i in range(8))), strict=True))
+COLOURS = dict(
+    zip((kind.name for kind in KINDS), ("0.3", "0.6", *(f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 9))), strict=True)
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
