@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from mpi4dl import models
 from mpi4dl.models import BERT, GPT, ViT
-from mpi4dl.models.transformer import Attention, FeedForward, TransformerBlock, default_ff_dim, rotate
+from mpi4dl.models.transformer import (
+    Attention,
+    FeedForward,
+    TokenEmbedding,
+    TransformerBlock,
+    default_ff_dim,
+    positions_of,
+    rotate,
+)
 from tests.models.counting import num_parameters, parameters_without_gradient
 
 VOCABULARY, CONTEXT = 11, 12
@@ -122,6 +130,15 @@ def test_one_document_is_no_mask() -> None:
     for model in (tiny_gpt(), tiny_bert()):
         tokens = tokens_of(2, 9)
         torch.testing.assert_close(model(tokens, torch.full_like(tokens, 3)), model(tokens), rtol=0, atol=1e-12)
+
+
+def test_positions_count_from_the_start_of_each_sequence() -> None:
+    assert (
+        positions_of(tokens_of(2, 5)).tolist() == positions_of(torch.randn(2, 5, 3)).tolist() == [[0, 1, 2, 3, 4]] * 2
+    )
+    layer, tokens = TokenEmbedding(VOCABULARY, CONTEXT, 8), tokens_of(2, 5)
+    assert layer.positions is not None
+    assert torch.equal(layer(tokens), layer.tokens.weight[tokens] + layer.positions.weight[:5])
 
 
 def test_rotary_products_depend_on_distances_alone() -> None:
