@@ -36,14 +36,13 @@ class TokenStream:
 
     def read(self, interval: Interval) -> Tokens:
         """The tokens of an interval of the stream; no others are read. Raises DatasetError if the file is damaged."""
-        parts = []
-        start = interval.start
-        for document in range(self.document_at(interval.start), len(self._ends)) if not interval.empty else ():
+        parts, start = [], interval.start
+        for document in range(
+            self.document_at(start), 0 if interval.empty else self.document_at(interval.stop - 1) + 1
+        ):
             stop = min(interval.stop, int(self._ends[document]))
             parts.append(self._file.read(Interval(start, stop).shift(int(self._shifts[document]))))
             start = stop
-            if start == interval.stop:
-                break
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def document_at(self, place: int) -> int:
