@@ -16,7 +16,7 @@ Values = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 class DatasetError(ValueError):
-    """A source of images cannot be used: the message says what was asked, what is expected, and what to do.
+    """A source of images or text cannot be used: the message says what was asked, what is expected, and what to do.
 
     Names of files and folders are in it as `printable` shows them.
     """

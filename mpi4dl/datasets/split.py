@@ -47,9 +47,30 @@ def split(
     Raises:
         DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
     """
+    names = [dataset.name(index) for index in range(len(dataset))]
+    aside = set_aside(names, fraction, seed, validating)
+    return (
+        Subset(dataset, [index for index, held in enumerate(aside) if not held]),
+        Subset(dataset, [index for index, held in enumerate(aside) if held]),
+    )
+
+
+def set_aside(
+    names: Sequence[str],
+    fraction: float,
+    seed: int = 0,
+    validating: Mapping[str, bool] = _NO_SAMPLES,
+    *,
+    kind: str = "images",
+    otherwise: str = "make folders train and val",
+) -> list[bool]:
+    """Which of what has these names validates, as `split` says; errors name its `kind`, and what else can be done.
+
+    Raises:
+        DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
+    """
     if not 0.0 < fraction < 1.0:
         raise DatasetError(f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)")
-    names = [dataset.name(index) for index in range(len(dataset))]
     places = [_place(name, seed) for name in names]
     aside = [validating.get(name, place < fraction) for name, place in zip(names, places, strict=True)]
     if not any(aside) or all(aside):
@@ -60,13 +81,10 @@ def split(
             else ("train on", f"less than {floor(100 * max(places)) / 100}")
         )
         raise DatasetError(
-            f"a share of {fraction} for validation leaves none of {len(names)} images to {lacks}, since each goes by a "
-            f"hash of its name: choose {remedy}, or make folders train and val"
+            f"a share of {fraction} for validation leaves none of {len(names)} {kind} to {lacks}, since each goes by a "
+            f"hash of its name: choose {remedy}, or {otherwise}"
         )
-    return (
-        Subset(dataset, [index for index, held in enumerate(aside) if not held]),
-        Subset(dataset, [index for index, held in enumerate(aside) if held]),
-    )
+    return aside
 
 
 def _place(name: str, seed: int) -> float:

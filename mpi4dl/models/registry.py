@@ -13,28 +13,47 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.models.amoebanet import amoebanetd
+from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
+from mpi4dl.models.gpt import GPT, gpt2
 from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2
 from mpi4dl.models.small import small_resnet
 from mpi4dl.models.unet import UNet, unet3d
+from mpi4dl.models.vit import ViT
+
+# Images, volumes and sequences of values (batch, channels, *space), or tokens (batch, length).
+Takes = Literal["images", "tokens"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What builds a model, and those of its options that the model's name already says."""
+    """What builds a model, those of its options that the model's name already says, and what the model takes."""
 
     builder: Callable[..., nn.Module]
     fixed: Mapping[str, object] = field(default_factory=dict)
+    takes: Takes = "images"
+
+
+def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
+    return Entry(gpt2, {"num_layers": num_layers, "num_heads": num_heads, "hidden": hidden}, "tokens")
 
 
 OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
     {
         "amoebanetd": Entry(amoebanetd),
+        "bert": Entry(BERT, takes="tokens"),
+        "bert_base": Entry(bert_base, takes="tokens"),
+        "bert_2_5b": Entry(bert_2_5b, takes="tokens"),
+        "gpt": Entry(GPT, takes="tokens"),
+        "gpt2": _gpt2(12, 12, 768),
+        "gpt2_medium": _gpt2(24, 16, 1024),
+        "gpt2_large": _gpt2(36, 20, 1280),
+        "gpt2_xl": _gpt2(48, 25, 1600),
         "resnet_v1": Entry(resnet_v1, {"dims": 2}),
         "resnet_v2": Entry(resnet_v2),
         "resnet110_v2": Entry(resnet_v2, {"depth": 110}),
@@ -44,6 +63,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "resnet3d": Entry(resnet3d),
         "unet": Entry(UNet, {"dims": 2}),
         "unet3d": Entry(unet3d),
+        "vit": Entry(ViT),
     }
 )
 
@@ -84,6 +104,11 @@ def _family(name: str) -> str:
     return home[2] if len(home) == 4 else ""
 
 
+def takes(name: str) -> Takes:
+    """What a model of this name takes: all but some of our own take images."""
+    return OWN_MODELS[name].takes if name in OWN_MODELS else "images"
+
+
 def takes_channels(name: str) -> bool:
     """Whether a model of this name is built for a number of channels, by its option `in_channels`."""
     return name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder)
@@ -94,7 +119,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
 
     Args:
         name: one of `names(torchvision=True)`, or timm/ and one of `timm.list_models()`.
-        num_classes: the number of logits (of each image or pixel); None keeps the model's own default.
+        num_classes: the number of logits (of each image or pixel); None keeps the model's own default. Models that take
+            tokens have none.
         options: the model's further options, such as `depth` of "resnet_v2" or `num_filters` of "unet".
 
     Raises:
@@ -103,6 +129,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
     if num_classes is not None:
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes} is not possible: a model needs at least one class")
+        if takes(name) == "tokens":
+            raise ValueError(f"model {name!r} takes tokens and has no classes: leave out num_classes={num_classes}")
         options["num_classes"] = num_classes
     if name in OWN_MODELS:
         return _build_own(name, OWN_MODELS[name], options)

@@ -7,7 +7,7 @@ from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from tests.models.counting import num_parameters
 
-OWN_NAMES = [
+OF_IMAGES = [
     "amoebanetd",
     "resnet1001_v2",
     "resnet110_v2",
@@ -18,24 +18,41 @@ OWN_NAMES = [
     "small_resnet",
     "unet",
     "unet3d",
+    "vit",
 ]
+OF_TOKENS = ["bert", "bert_2_5b", "bert_base", "gpt", "gpt2", "gpt2_large", "gpt2_medium", "gpt2_xl"]
+SIZES = {"resnet1d": (33,), "resnet3d": (9, 33, 47), "unet3d": (9, 33, 47), "vit": (32, 32)}
 
 
 def test_names_are_ours_and_torchvisions_when_asked():
-    assert models.names() == OWN_NAMES
+    assert models.names() == sorted(OF_IMAGES + OF_TOKENS)
     everything = models.names(torchvision=True)
-    assert {*OWN_NAMES, "resnet50", "densenet121", "fcn_resnet50"} < set(everything)
+    assert {*OF_IMAGES, *OF_TOKENS, "resnet50", "densenet121", "fcn_resnet50"} < set(everything)
     assert everything == sorted(everything)
 
 
-@pytest.mark.parametrize("name", OWN_NAMES)
+@pytest.mark.parametrize("name", OF_IMAGES)
 def test_every_own_name_builds_with_its_own_and_with_another_number_of_classes(name):
     with torch.device("meta"):
         models.build(name)
         model = models.build(name, num_classes=7).eval()
-        size = {"1d": (33,), "3d": (9, 33, 47)}.get(name[-2:], (33, 47))
+        size = SIZES.get(name, (33, 47))
         logits = model(torch.empty(1, 3, *size))
     assert logits.shape == ((1, 7, *size) if name.startswith("unet") else (1, 7))
+
+
+def test_names_say_what_their_models_take():
+    assert [name for name in models.names() if models.registry.takes(name) == "tokens"] == OF_TOKENS
+    assert models.registry.takes("resnet50") == models.registry.takes("timm/resnet10t") == "images"
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_models_of_tokens_build_for_another_vocabulary_and_have_no_classes(name):
+    with torch.device("meta"):
+        model = models.build(name, vocabulary=11).eval()
+        assert model(torch.empty(2, 5, dtype=torch.int64)).shape == (2, 5, 11)
+    with pytest.raises(ValueError, match=f"model '{name}' takes tokens and has no classes: leave out num_classes=7"):
+        models.build(name, 7)
 
 
 def test_options_reach_the_model():
@@ -62,7 +79,7 @@ def test_a_torchvision_segmenter_builds_without_downloading_its_backbone(monkeyp
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("AmoebaNet-D", "are 'amoebanetd' "), ("resnet5O", "are 'resnet50', "), ("zzzz", "are 'amoebanetd', .*'unet3d' ")],
+    [("AmoebaNet-D", "are 'amoebanetd' "), ("resnet5O", "are 'resnet50', "), ("zzzz", "are 'amoebanetd', .*'vit' ")],
 )
 def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
     with pytest.raises(ValueError, match=f"model '{name}' is unknown; the nearest names {nearest}"):

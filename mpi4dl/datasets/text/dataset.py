@@ -1,0 +1,132 @@
+"""Samples of equal length cut from a stream of tokens: to predict the next one, or those that are masked."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.text.stream import TokenStream
+from mpi4dl.datasets.text.tokenizer import Tokens
+from mpi4dl.geometry import Interval
+
+IGNORED = -100  # what PyTorch's cross-entropy leaves out
+MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
+# Beside the streams of datasets.augment: keeps random numbers apart where their seeds are equal.
+MASKING_STREAM = 3
+
+
+class TokenSample(NamedTuple):
+    """An interval of a sample: three arrays (length,), int64.
+
+    `documents` number the documents of the sample from 0 on, by its first token, wherever the interval begins.
+    """
+
+    tokens: Tokens
+    targets: Tokens
+    documents: Tokens
+
+
+class TokenDataset:
+    """Samples of `context` tokens, whose targets are the next tokens.
+
+    Sample i has the tokens i * context to (i + 1) * context of the stream, and its targets are one further on. So every
+    token of the stream is a target once, but the first one and what is left over at its end. The target of a document's
+    last token, its end, is the first token of the next document: to be predicted from nothing that it belongs to.
+
+    Raises:
+        DatasetError: the stream is too short for one sample.
+    """
+
+    def __init__(self, stream: TokenStream, context: int) -> None:
+        self.stream, self.context, self.vocabulary = stream, context, stream.vocabulary
+        self._length = _num_samples(stream, context, beyond=1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int, interval: Interval | None = None) -> TokenSample:
+        """An interval of the positions of sample `index`, or all of them.
+
+        Its tokens are read and one more, no others.
+
+        Raises:
+            IndexError: there is no such sample, or no such interval in it.
+            DatasetError: the token file is damaged.
+        """
+        asked = _checked(index, interval, len(self), self.context)
+        tokens, documents = _window(self.stream, index * self.context, asked, beyond=1)
+        return TokenSample(tokens[:-1], tokens[1:], documents)
+
+
+class MaskedTokenDataset:
+    """Samples of `context` tokens of which some are masked, and are the targets; elsewhere these are -100.
+
+    15 % of each sample's positions are chosen, rounded and at least one, so that all samples have as many targets. Of
+    these each becomes, by chance, the mask token (80 %), any other token of the stream's vocabulary (10 %: any alike,
+    so rarely the same), or stays (10 %). The mask is one more token, the last of this dataset's `vocabulary`. What is
+    chosen follows from (seed, epoch, index), whichever interval is read.
+
+    Devlin et al. 2018, "BERT", section 3.1, https://arxiv.org/abs/1810.04805.
+
+    Raises:
+        DatasetError: the stream is too short for one sample.
+    """
+
+    def __init__(self, stream: TokenStream, context: int, seed: int = 0) -> None:
+        self.stream, self.context, self.seed = stream, context, seed
+        self.mask, self.vocabulary = stream.vocabulary, stream.vocabulary + 1
+        self._length = _num_samples(stream, context, beyond=0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int, interval: Interval | None = None, epoch: int = 0) -> TokenSample:
+        """An interval of the positions of sample `index`, or all of them; no other tokens are read.
+
+        Raises:
+            IndexError: there is no such sample, or no such interval in it.
+            DatasetError: the token file is damaged.
+        """
+        asked = _checked(index, interval, len(self), self.context)
+        tokens, documents = _window(self.stream, index * self.context, asked, beyond=0)
+        # All is drawn for the whole sample, and alike whatever is chosen.
+        random = np.random.default_rng((MASKING_STREAM, self.seed, epoch, index))
+        chosen = np.zeros(self.context, np.bool_)
+        chosen[random.permutation(self.context)[: max(1, round(MASKED_SHARE * self.context))]] = True
+        luck, others = random.random(self.context), random.integers(self.mask, size=self.context)
+        shown = np.where(luck < MASK_SHARE, self.mask, others)
+        changed = chosen & (luck < MASK_SHARE + RANDOM_SHARE)
+        part = slice(*asked)
+        return TokenSample(
+            np.where(changed[part], shown[part], tokens), np.where(chosen[part], tokens, IGNORED), documents
+        )
+
+
+def _num_samples(stream: TokenStream, context: int, beyond: int) -> int:
+    if context < 1:
+        raise DatasetError(f"context={context}: a sample needs at least one token")
+    if stream.num_tokens < context + beyond:
+        raise DatasetError(
+            f"{stream.num_tokens} tokens in {len(stream.names)} documents do not make one sample of context={context}: "
+            f"needs {context + beyond}; choose a shorter context, or add text"
+        )
+    return (stream.num_tokens - beyond) // context
+
+
+def _checked(index: int, interval: Interval | None, length: int, context: int) -> Interval:
+    if not 0 <= index < length:
+        raise IndexError(f"sample {index} of {length}")
+    whole = Interval(0, context)
+    if interval is None:
+        return whole
+    if not whole.covers(interval):
+        raise IndexError(f"positions {interval.start} to {interval.stop} of a sample of {context}")
+    return interval
+
+
+def _window(stream: TokenStream, first: int, asked: Interval, beyond: int) -> tuple[Tokens, Tokens]:
+    """The tokens of an interval, and so many after it, of the sample that begins at `first`, and its documents."""
+    if asked.empty:
+        return np.empty(beyond, np.int64), np.empty(0, np.int64)
+    places = asked.shift(first)
+    return stream.read(places.grow(0, beyond)), stream.documents(places) - stream.document_at(first)

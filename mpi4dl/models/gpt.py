@@ -1,0 +1,105 @@
+"""GPT, a decoder-only transformer that predicts the next token, and the published sizes of GPT-2."""
+
+from typing import get_args
+
+from torch import Tensor, nn
+
+from mpi4dl.models.transformer import (
+    Activation,
+    Positions,
+    TokenEmbedding,
+    TransformerBlock,
+    check_sizes,
+    initialize_transformer,
+)
+
+
+class GPT(nn.Module):
+    """Logits of the token after each token: (N, T), int64, to (N, T, vocabulary).
+
+    The defaults have 10.8 million parameters, and are for bytes and an end-of-document token.
+
+    Args:
+        vocabulary: the number of different tokens.
+        context: the largest T.
+        num_layers: the number of blocks.
+        num_heads: the number of attention heads; divides `hidden`.
+        num_kv_heads: how many keys and values they share; divides `num_heads`. None: as many as heads.
+        hidden: the number of features of a token between blocks.
+        ff_dim: the width of feed-forward layers. None: 4 * hidden, or about 8/3 * hidden for "swiglu".
+        positions: "learned" vectors for each of `context` positions, or "rotary" queries and keys.
+        activation: "gelu" or "swiglu".
+        dropout: of embeddings, attention weights and what blocks add.
+        tied: the weight of `lm_head` is that of the embedding.
+
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+    Raises:
+        ValueError: an option is unknown, or numbers that do not divide each other.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 257,
+        context: int = 256,
+        num_layers: int = 6,
+        num_heads: int = 6,
+        num_kv_heads: int | None = None,
+        hidden: int = 384,
+        ff_dim: int | None = None,
+        positions: Positions = "learned",
+        activation: Activation = "gelu",
+        dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        check_sizes(vocabulary=vocabulary, context=context, num_layers=num_layers)
+        if positions not in get_args(Positions):
+            raise ValueError(f"positions={positions!r} is unknown: choose 'learned' or 'rotary'")
+        rotary = positions == "rotary"
+        self.embedding = TokenEmbedding(vocabulary, context, hidden, dropout, learned=not rotary)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                hidden,
+                num_heads,
+                ff_dim,
+                num_kv_heads=num_kv_heads,
+                causal=True,
+                rotary=rotary,
+                activation=activation,
+                dropout=dropout,
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.tokens.weight
+        initialize_transformer(self, num_layers)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The logits. With document ids (N, T) no token sees another document than its own.
+
+        Raises:
+            ValueError: T > context.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, documents)
+        return self.lm_head(self.norm(x))
+
+
+def gpt2(
+    num_layers: int = 12,
+    num_heads: int = 12,
+    hidden: int = 768,
+    vocabulary: int = 50257,
+    context: int = 1024,
+    dropout: float = 0.1,
+) -> GPT:
+    """Build GPT-2: 124 million parameters by default, 355, 774 and 1558 million in its larger sizes.
+
+    Raises:
+        ValueError: `hidden` is not divisible by `num_heads`.
+    """
+    return GPT(vocabulary, context, num_layers, num_heads, hidden=hidden, dropout=dropout)
