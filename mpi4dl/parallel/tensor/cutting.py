@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.geometry import BATCH, Split, Tiling, even_cuts
+from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
@@ -24,7 +24,7 @@ from mpi4dl.parallel.tensor.styles import Cut
 def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], grid: Grid) -> dict[str, Layout]:
     """Leave of each parameter that is cut this rank's part in the model; returns the layouts, by name.
 
-    Tied parameters stay tied. `grid` has one axis beside the batch, that of features.
+    Tied parameters stay tied. `grid` has an axis of features.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -45,20 +45,24 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], grid: Grid) -> dic
 
 def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
     """How ranks hold a parameter of this shape."""
-    size, (axis,) = shape[cut.dim] // cut.outer, grid.space
+    size, axis = shape[cut.dim] // cut.outer, _features(grid)
     splits = [Split.at(range(parts + 1)) for parts in grid.shape]
     splits[axis] = Split.at([n * cut.unit for n in even_cuts(size // cut.unit, grid.shape[axis])])
-    dims = [None if other == BATCH else cut.dim for other in grid.axes]
+    dims = [cut.dim if other == axis else None for other in grid.axes]
     flat = () if cut.outer == 1 else (Flat(cut.dim, (Factor(None, cut.outer), Factor(axis))),)
     return Layout(grid, Tiling(tuple(splits)), tuple(dims), flat)
 
 
 def part_of(whole: Tensor, cut: Cut, layout: Layout) -> Tensor:
     """This rank's part of a parameter."""
-    (axis,) = layout.grid.space
-    mine = layout.owned[axis]
+    mine = layout.owned[_features(layout.grid)]
     opened = whole.unflatten(cut.dim, (cut.outer, whole.shape[cut.dim] // cut.outer))
     return opened.narrow(cut.dim + 1, mine.start, mine.length).flatten(cut.dim, cut.dim + 1)
+
+
+def _features(grid: Grid) -> int:
+    assert grid.features is not None
+    return grid.features
 
 
 def whole_of(part: Tensor, layout: Layout) -> Tensor:

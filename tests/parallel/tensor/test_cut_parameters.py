@@ -101,7 +101,7 @@ def compare(comm: Communicator, kv_heads: int, tied: bool, options: Mapping[str,
     loss = loss_of(expected, **options)
     loss.backward()
     cuts = cuts_of(model, FUSED if kv_heads == HEADS else GROUPED, comm.size)
-    layouts = cut_parameters(model, cuts, Grid(comm, tokens=comm.size))
+    layouts = cut_parameters(model, cuts, Grid(comm, features=comm.size))
     logits = model(TOKENS)
     assert isinstance(logits, spatial.SpatialTensor)
     assert logits.local.shape[-1] < VOCABULARY
