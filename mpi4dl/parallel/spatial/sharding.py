@@ -18,9 +18,14 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 def image_dims(grid: Grid, ndim: int) -> Dims:
     """The dims of each axis in such images, of space the last; a batch that is not tracked counts as any other."""
-    count, others = len(grid.space), len(grid.axes) - 1 - len(grid.space)
-    samples = 0 if grid.tracks_batch and ndim > count + 1 else None
-    return (samples, *range(ndim - count, ndim), *(None,) * others)
+    count = len(grid.space)
+    return _dims(grid, ndim, ndim > count + 1)
+
+
+def _dims(grid: Grid, ndim: int, has_samples: bool) -> Dims:
+    count = len(grid.space)
+    samples = 0 if grid.tracks_batch and has_samples else None
+    return (samples, *range(ndim - count, ndim), *(None,) * (len(grid.axes) - 1 - count))
 
 
 def _tiling(dims: Dims, tiling: Tiling) -> Tiling:
@@ -128,7 +133,7 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
     if found != mine:
         has, part = (f"{shape[0]} samples of {' x '.join(map(str, shape[1:]))} px" for shape in (found, mine))
         raise ValueError(f"this rank's tile has {has}, but its part of the batch is {part}")
-    x = _spread(tile, grid, tiling)
+    x = _spread(tile, grid, tiling, has_samples=True)
     if device is None:
         return x
     owned = x.layout.tiling
@@ -138,8 +143,9 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
     return brought
 
 
-def _spread(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
-    dims = image_dims(grid, tile.dim())
+def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False) -> SpatialTensor:
+    """`has_samples`: dim 0 are the samples, also of what has no channels, such as (N, tokens)."""
+    dims = _dims(grid, tile.dim(), has_samples or tile.dim() > len(grid.space) + 1)
     grid.foresight.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
 

@@ -8,13 +8,15 @@ whose inputs are cut sums over the ranks. What a model does in between (views as
 goes by global shapes.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.geometry import Split, Tiling, even_cuts
+from mpi4dl.geometry import Split, Tiling, ceil_div, even_cuts
+from mpi4dl.parallel.replicas.groups import Stretch
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
@@ -60,6 +62,16 @@ def part_of(whole: Tensor, cut: Cut, layout: Layout) -> Tensor:
     return opened.narrow(cut.dim + 1, mine.start, mine.length).flatten(cut.dim, cut.dim + 1)
 
 
+def runs_of(cut: Cut, shape: Sequence[int], layout: Layout, start: int, stop: int) -> Iterator[Stretch]:
+    """Where elements [start, stop) of a part, flattened, are in the whole."""
+    mine, behind = layout.owned[_features(layout.grid)], math.prod(shape[cut.dim + 1 :])
+    length, whole = mine.length * behind, shape[cut.dim] // cut.outer * behind
+    for number in range(start // length, ceil_div(stop, length)):
+        first, last = max(start, number * length), min(stop, (number + 1) * length)
+        begin = number * (whole - length) + mine.start * behind
+        yield Stretch(first - start, begin + first, begin + last)
+
+
 def _features(grid: Grid) -> int:
     assert grid.features is not None
     return grid.features
@@ -74,7 +86,8 @@ def _hold(module: nn.Module, name: str, part: nn.Parameter, layout: Layout) -> N
     """Let a module have a part of a parameter, which it sees as a part of the whole."""
 
     def seen(self: Any) -> Tensor:
-        return wrap(self._parameters[name], layout)
+        known: Tensor = self._parameters[name]
+        return wrap(known.view_as(known), layout)  # a function of it, so that who keeps it elsewhere brings it
 
     module._parameters[name] = part
     kind = type(module)

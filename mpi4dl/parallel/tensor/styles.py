@@ -72,6 +72,18 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
     {"GPT2LMHeadModel": GPT2, "LlamaForCausalLM": LLAMA, "BertForMaskedLM": BERT}
 )  # by the name of the model's class
 
+
+def styles_of(model: nn.Module) -> Styles:
+    """The table for models of this class. Raises ValueError if there is none."""
+    name = type(model).__name__
+    if name not in TABLES:
+        raise ValueError(
+            f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}: pass styles, such as "
+            "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+        )
+    return TABLES[name]
+
+
 # What attentions call their numbers of heads: first those of keys and values, which are the fewest.
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
 
