@@ -24,12 +24,11 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Microbatch, Plan, Read
-from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, Shard, Stepping
+from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
-from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
@@ -139,7 +138,7 @@ class Engine:
                 lower_precision(module, self._dtype)
         trained = [p for p in self.held.parameters() if p.requires_grad]
         turns = plan.zero > 0 or not all(stays(p, home) for p in trained)
-        manner = manner_of(optimizer) if turns or plan.num_stages > 1 else None
+        manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.tensor > 1 else None
         self._agree_on_model(
             manner,
             turns,
@@ -154,25 +153,32 @@ class Engine:
             bucket_bytes=bucket_bytes,
         )
         for stage, module in self.held.modules_of.items():
-            for value in [*module.parameters(), *module.buffers()]:
-                self.held.groups[stage].broadcast(value.data)
+            for comm_of, parameters in self.held.trained_together(stage):
+                for _, p in parameters:
+                    comm_of.broadcast(p.data)
+            for buffer in module.buffers():
+                self.held.groups[stage].broadcast(buffer.data)
         fetch_halos(self.held.modules_of.values(), halo, comm, self.device)
         if recompute:
             recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
-        self.groups: dict[int, ReplicaGroup] = {}
-        for stage, module in self.held.modules_of.items():
+        groups: list[tuple[int, ReplicaGroup]] = []
+        for stage in self.held.modules_of:
             zero, copies = plan.zero_at(stage)
-            comm_of = self.held.groups[stage]
-            summing = None if zero else pick(comm_of, all_reduce, device=self.device)
-            self.groups[stage] = ReplicaGroup(
-                module, comm_of, optimizer, home, zero, copies, summing, bucket_bytes, plan.num_directions == 2, whole
-            )
-        partial = plan.zero > 0 or plan.num_stages > 1
-        self._stepping = Stepping(optimizer, tuple(self.groups.values()), comm, partial)
+            for comm_of, parameters in self.held.trained_together(stage):
+                level = zero if comm_of.size > 1 else 0
+                summing = None if level else pick(comm_of, all_reduce, device=self.device)
+                mirrored = plan.num_directions == 2
+                group = ReplicaGroup(
+                    parameters, comm_of, optimizer, home, level, copies, summing, bucket_bytes, mirrored, whole
+                )
+                groups.append((stage, group))
+        self.groups = ReplicaGroups(groups, self.held.runs)
+        partial = plan.zero > 0 or plan.num_stages > 1 or plan.tensor > 1
+        self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
-        self.executor = Executor(self.held, comm, self.autocast, seed, _Parameters(self.groups))
+        self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
         self._table = plan.table()
         self._evaluation_table = cache(plan.evaluation_table)
 
@@ -187,7 +193,18 @@ class Engine:
         problem = problem_with(self.optimizer, named, max(group.size for group in held.groups.values()))
         if problem is None and manner is not None:
             problem = manner.problem(type(self.optimizer).__name__, turns)
+        if problem is None and self.plan.tensor > 1:
+            problem = self._problem_of_parts(manner)
         self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
+
+    def _problem_of_parts(self, manner: Manner | None) -> str | None:
+        """What cannot be done with parts of parameters."""
+        parts = f"under tensor({self.plan.tensor}) ranks have parts of parameters"
+        if self.gradient_hook is not None:
+            return f"{parts}, but gradient_hook sees whole gradients"
+        if manner is not None and not manner.elementwise:
+            return f"{parts}, but {type(self.optimizer).__name__} works on whole ones: choose another optimizer"
+        return None
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
@@ -206,7 +223,7 @@ class Engine:
             return carried(tile, self.device)
         space = part.grid.shape.space
         cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size[-len(space) :], space, strict=True))
-        return spatial.from_tiling(tile, part.grid, Tiling((samples, *cuts)), self.device)
+        return spatial.from_tiling(tile, part.grid, Tiling.of_images(part.grid.shape, (samples, *cuts)), self.device)
 
     def step(
         self,
@@ -235,20 +252,16 @@ class Engine:
         self._refuse_hooks()
         for part in self.held.parts.values():
             part.grid.foresight.begin()
-        for group in self.groups.values():
-            group.prepare()
+        self.groups.prepare()
         before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
-        for group in self.groups.values():
-            group.finish()
+        self.groups.finish()
         for part in self.held.parts.values():
             part.grid.foresight.settle()
         drawn = self._drawn_since(before)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
         if self.gradient_hook is not None and math.isfinite(norm):
-            for stage, group in self.groups.items():
-                with self.executor.drawing_alike(stage):
-                    group.change_gradients(self.gradient_hook, self.scaler.scale)
+            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, self.executor.drawing_alike)
             loss, norm, _ = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
@@ -291,10 +304,8 @@ class Engine:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
         stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
         squares = (n**2 for n in alike)
-        total, *own = sums_on_host([[batch.total], *(group.squares() for group in self.groups.values())])
-        found = torch.tensor([*[0.0] * stages, total, *alike, *squares, *told], dtype=torch.float64)
-        for stage, square in zip(self.groups, own, strict=True):
-            found[stage] = square
+        own = self.groups.squares(stages, batch.total)
+        found = torch.tensor([*own, *alike, *squares, *told], dtype=torch.float64)
         self.comm.all_reduce(found)
         norm = math.sqrt(float(found[:stages].sum())) / self.scaler.scale
         loss, *rest = found[stages:].tolist()
@@ -325,16 +336,14 @@ class Engine:
 
     def shards(self) -> Iterator[Shard]:
         """The trained parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""
-        for group in self.groups.values():
-            yield from group.shards()
+        return self.groups.shards()
 
     def load_shards(self, read: ReadShard) -> None:
         """Take the trained parameters and the optimizer's state from `read(name, start, stop)`. Collective.
 
         It is asked for every part that this rank works on, and gives its values, flat, and the state as in a Shard.
         """
-        for group in self.groups.values():
-            group.load(read)
+        self.groups.load(read)
 
     def gather_state(self) -> dict[str, Tensor] | None:
         """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
@@ -349,9 +358,7 @@ class Engine:
 
     def gather_gradients(self) -> dict[str, Tensor | None] | None:
         """The gradient of each trained parameter in the last step, on rank 0; None where it had none. Collective."""
-        shards = [shard for group in self.groups.values() for shard in group.gradient_shards()]
-        parts = [Fragment(name, span.start, span.stop, value) for name, span, value in shards if value is not None]
-        found = assemble(self.comm, parts, self.held.shapes)
+        found = assemble(self.comm, self.groups.gradients(), self.held.shapes)
         return (
             None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
         )
@@ -361,11 +368,9 @@ class Engine:
 
         Under ZeRO 3 there is one copy of a parameter, and only buffers are compared. Collective.
         """
-        problems = []
-        for stage, group in self.groups.items():
-            module = self.held.modules_of[stage]
-            values = dict(module.named_buffers()) | (dict(module.named_parameters()) if group.gatherer is None else {})
-            problems.append(disagreement(self.held.groups[stage], values))
+        problems = list(self.groups.problems())
+        for stage, module in self.held.modules_of.items():
+            problems.append(disagreement(self.held.groups[stage], dict(module.named_buffers())))
         problem = next((problem for problem in problems if problem), None)
         self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
 
@@ -384,16 +389,3 @@ class Engine:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss compute in the engine's precision."""
         return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """What the executor tells the replica groups about its work."""
-
-    groups: dict[int, ReplicaGroup]
-
-    def there(self, stage: int) -> AbstractContextManager[None]:
-        return self.groups[stage].there_when_needed()
-
-    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
-        return self.groups[stage].one_pass(last)

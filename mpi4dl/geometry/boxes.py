@@ -128,6 +128,16 @@ class GridShape(PerAxis[int]):
         return found
 
 
+class FeatureGridShape(GridShape):
+    """The same with ranks that share features, which are the last axis: no axis of space."""
+
+    __slots__ = ()
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        return self[BATCH + 1 : -1]
+
+
 @lru_cache(maxsize=256)
 def _places(shape: GridShape) -> tuple[tuple[int, ...], ...]:
     """The coordinates of all ranks."""
@@ -189,7 +199,15 @@ class Tiling(NamedTuple):
 
     @classmethod
     def even(cls, grid: GridShape, size: Sequence[int]) -> "Tiling":
-        return cls(tuple(Split.at(even_cuts(n, parts)) for n, parts in zip(size, grid, strict=True)))
+        """Samples and pixels of this size, cut evenly; ranks that share features have copies of them."""
+        return cls.of_images(grid, [Split.at(even_cuts(n, parts)) for n, parts in zip(size, grid, strict=False)])
+
+    @classmethod
+    def of_images(cls, grid: GridShape, splits: Sequence[Split]) -> "Tiling":
+        """That of images whose samples and pixels are cut so, one split for each axis of them."""
+        copied = grid[len(splits) :]
+        assert len(splits) == 1 + len(grid.space)
+        return cls((*splits, *(Split.at(range(parts + 1)) for parts in copied)))
 
     @classmethod
     def copies(cls, grid: GridShape) -> "Tiling":

@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from mpi4dl.comm import Communicator
-from mpi4dl.geometry import SPACE, Box, GridShape, Interval, Tiling, even_cuts
+from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table
@@ -77,7 +77,8 @@ class Plan:
     stages by `schedule`. With `bidirectional` pairs of waves (GEMS), a mirrored copy of the model takes turns with the
     model, and a batch is cut into 2 x `bidirectional` x `microbatches`. With `chunks`, the stages are dealt out over
     `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them. `zero` is the ZeRO stage:
-    what the ranks that hold the same parameters share out, instead of each having all of it.
+    what the ranks that hold the same parameters share out, instead of each having all of it. Each place of a grid has
+    `tensor` ranks, neighbours, which share the layers' parameters and features.
 
     Raises ValueError where these cannot be together.
     """
@@ -90,6 +91,7 @@ class Plan:
     bidirectional: int = 0
     chunks: int = 1
     zero: int = 0
+    tensor: int = 1
 
     @classmethod
     def of(
@@ -103,6 +105,7 @@ class Plan:
         bidirectional: int = 0,
         chunks: int = 1,
         zero: int = 0,
+        tensor: int = 1,
     ) -> "Plan":
         """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
         if stages % chunks:
@@ -123,12 +126,13 @@ class Plan:
             bidirectional,
             chunks,
             zero,
+            tensor,
         )
 
     def __post_init__(self) -> None:
         if not self.batch_ways:
             object.__setattr__(self, "batch_ways", (1,) * len(self.tiles))
-        numbers = [*self.batch_ways, self.data, self.microbatches, self.chunks]
+        numbers = [*self.batch_ways, self.data, self.microbatches, self.chunks, self.tensor]
         numbers += [n for tiles in self.tiles for n in tiles]
         if not self.tiles or min(numbers) < 1 or self.bidirectional < 0 or len(self.batch_ways) != len(self.tiles):
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
@@ -167,7 +171,7 @@ class Plan:
 
     @property
     def ranks_per_place(self) -> tuple[int, ...]:
-        return tuple(prod(tiles) * ways for tiles, ways in zip(self.tiles, self.batch_ways, strict=True))
+        return tuple(prod(tiles) * ways * self.tensor for tiles, ways in zip(self.tiles, self.batch_ways, strict=True))
 
     @property
     def ranks_per_replica(self) -> int:
@@ -181,15 +185,15 @@ class Plan:
         def place(i: int) -> str:
             return grid_name(self.tiles[i]) + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
 
-        places = []
+        places, tensor = [], f"tensor({self.tensor}) x " if self.tensor > 1 else ""
         for name, alike in groupby(place(i) for i in range(len(self.tiles))):
             number = len(list(alike))
             places += [f"{number} of {name}"] if number > MOST_ALIKE else [name] * number
         if self.num_stages == 1:
             ways = f"batch-ways({self.batch_ways[0]}) x " if self.batch_ways[0] > 1 else ""
-            return f"tiles({grid_name(self.tiles[0])}) x {ways}data({self.data})"
+            return f"tiles({grid_name(self.tiles[0])}) x {ways}{tensor}data({self.data})"
         chunks = f" in {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"stages({self.num_stages}{chunks}: {' + '.join(places)} tiles) x data({self.data})"
+        return f"stages({self.num_stages}{chunks}: {' + '.join(places)} tiles) x {tensor}data({self.data})"
 
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
@@ -204,6 +208,7 @@ class Plan:
         if self.num_ranks == num_ranks:
             return None
         flags = "--tiles or --data" if self.num_stages == 1 else "--stages, --tiles, --batch-ways or --data"
+        flags = f"--tensor, {flags}" if self.tensor > 1 else flags
         return (
             f"{self} = {self.num_ranks} ranks, but mpirun started {num_ranks}: "
             f"start with mpirun -n {self.num_ranks}, or change {flags}"
@@ -255,7 +260,8 @@ class Plan:
     def shape(self, stage: int) -> GridShape:
         """The grid of a stage: its batch axis has the ways of all replicas."""
         place = stage % len(self.tiles)
-        return GridShape(self.data * self.batch_ways[place], *self.tiles[place])
+        shape = self.data * self.batch_ways[place], *self.tiles[place]
+        return GridShape(*shape) if self.tensor == 1 else FeatureGridShape(*shape, self.tensor)
 
     @property
     def sharing(self) -> tuple[int, ...]:
@@ -270,6 +276,11 @@ class Plan:
     def holders(self, stage: int) -> tuple[int, ...]:
         """All ranks that have the parameters of a stage: over tiles, ways, replicas and both directions, in turn."""
         directions = [self.ranks(direction, stage) for direction in range(self.num_directions)]
+        return tuple(dict.fromkeys(rank for alike in zip(*directions, strict=True) for rank in alike))
+
+    def holders_of_part(self, stage: int, part: int) -> tuple[int, ...]:
+        """Those of them that have the same part of what is cut by features."""
+        directions = [self.ranks(direction, stage)[part :: self.tensor] for direction in range(self.num_directions)]
         return tuple(dict.fromkeys(rank for alike in zip(*directions, strict=True) for rank in alike))
 
     def zero_at(self, stage: int) -> tuple[int, int]:
@@ -346,5 +357,6 @@ class Plan:
                 shape = self.shape(0)
                 where = Tiling.even(shape, (1, *size[-len(shape.space) :])).owned(place)
                 way = shape.coordinates(place)[0]
-                found.append(Read(microbatch, Box(Interval(*microbatch.cuts[way : way + 2]), *where.space)))
+                space = where.space[: len(shape.space)]
+                found.append(Read(microbatch, Box(Interval(*microbatch.cuts[way : way + 2]), *space)))
         return tuple(found)

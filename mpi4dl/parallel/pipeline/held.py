@@ -4,7 +4,7 @@ held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,10 +19,13 @@ from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.replicas.groups import Stretch
+from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
+from mpi4dl.parallel.tensor.cutting import cut_parameters, runs_of
+from mpi4dl.parallel.tensor.styles import Cut, Styles, cuts_of, styles_of
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
@@ -61,6 +64,7 @@ class Held(nn.Module):
         names: tuple[str, ...] = (),
         prices: Prices | None = None,
         stream: Any = None,
+        styles: Styles | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
@@ -96,15 +100,55 @@ class Held(nn.Module):
         # Ranks of both directions come to the ends of their stages in opposite orders.
         ordered = not plan.bidirectional
         self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
+        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name
+        self.layouts: dict[str, Layout] = {}  # of which ranks hold such parts
+        if plan.tensor > 1:
+            self._cut(outline, styles, ordered)
+
+    def _cut(self, outline: nn.Module, styles: Styles | None, ordered: bool) -> None:
+        """Cut the parameters of all stages, which come from rank 0."""
+        plan, comm = self.plan, self.comm
+        with comm.together((ValueError,)):
+            self.cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
+        self.groups_of_parts: dict[int, Communicator] = {}
+        for (_, stage), part in self.parts.items():
+            if stage in self.groups_of_parts:
+                continue
+            for value in [*part.module.parameters(), *part.module.buffers()]:
+                self.groups[stage].broadcast(value.data)
+            names = dict(part.module.named_parameters(remove_duplicate=False))
+            own = {name: cut for name, cut in self.cuts.items() if name in names and names[name].requires_grad}
+            self.layouts |= cut_parameters(part.module, own, part.grid)
+            features = part.grid.coordinates[-1]
+            self.groups_of_parts[stage] = comm.subset(plan.holders_of_part(stage, features), ordered)
+
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Stretch]:
+        """Where elements of what this rank has of a parameter, flattened, are in the whole."""
+        if name not in self.layouts:
+            return iter([Stretch(0, start, stop)])
+        return runs_of(self.cuts[name], self.shapes[name][0], self.layouts[name], start, stop)
+
+    def trained_together(self, stage: int) -> list[tuple[Communicator, list[tuple[str, nn.Parameter]]]]:
+        """The parameters of a stage by who holds the same of them: what is whole, and what is cut."""
+        named = list(self.modules_of[stage].named_parameters())
+        found = [(self.groups[stage], [(name, p) for name, p in named if name not in self.layouts])]
+        if self.plan.tensor > 1:
+            found.append((self.groups_of_parts[stage], [(name, p) for name, p in named if name in self.layouts]))
+        return found
 
     @classmethod
-    def whole(cls, model: nn.Module, plan: Plan, comm: Communicator, stream: Any = None) -> "Held":
-        """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images."""
+    def whole(
+        cls, model: nn.Module, plan: Plan, comm: Communicator, stream: Any = None, styles: Styles | None = None
+    ) -> "Held":
+        """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images.
+
+        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class).
+        """
         if plan.num_stages != 1:
             raise Refusal(
                 f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model"
             )
-        return cls({0: model}, model, plan, comm, stream=stream)
+        return cls({0: model}, model, plan, comm, stream=stream, styles=styles)
 
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]
@@ -138,6 +182,7 @@ def split(
     whole: Collection[str] = (),
     clockwork: Clockwork | None = None,
     stream: StreamOptions | ChooseStream | None = None,
+    styles: Styles | None = None,
 ) -> Held:
     """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
 
@@ -155,9 +200,9 @@ def split(
     if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return Held.whole(build().to(device), plan, comm)
+            return Held.whole(build().to(device), plan, comm, styles=styles)
     cuttable = Cuttable(model, whole)
-    counts, prices = Cut((len(cuttable),), None)
+    counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
     options = stream(cuttable, counts) if callable(stream) else stream
@@ -172,10 +217,10 @@ def split(
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options)
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles)
 
 
-class Cut(NamedTuple):
+class Counts(NamedTuple):
     """How many atoms each stage gets, and what they cost; the latter is None where nobody asked."""
 
     counts: tuple[int, ...]
@@ -190,13 +235,13 @@ def choose_cut(
     image: tuple[int, ...],
     device: torch.device | str = "cpu",
     clockwork: Clockwork | None = None,
-) -> Cut:
+) -> Counts:
     """The cut by `balance`, the same on all ranks of `comm`. Collective."""
     counts = None
     if not isinstance(balance, str):
         counts = costs.by_hand(cuttable, balance, plan.num_stages)
         if clockwork is None:
-            return Cut(counts, None)
+            return Counts(counts, None)
     elif balance not in BALANCES:
         raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
     elif len(cuttable) < plan.num_stages:
@@ -207,7 +252,7 @@ def choose_cut(
     prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork)
     if counts is None:
         counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
-    return Cut(counts, prices)
+    return Counts(counts, prices)
 
 
 def stage_prices(

@@ -9,7 +9,7 @@ ZeRO 3        each rank its part    each rank its part     each rank its part
 Tiles, data replicas, the ways of a split batch and both directions of GEMS are all the same here: ranks of `comm`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 
 
 class ReplicaGroup:
-    """The trained parameters of `module`, which the ranks of `comm` hold with the same values. Collective.
+    """The trained ones of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
 
     `zero` is the ZeRO stage, which cuts no parameter if it is to keep them `whole`. With ZeRO 3, each of `copies` sets
     of ranks, of which rank r belongs to number r % copies, keeps all parameters and gathers them on its own. The
@@ -57,7 +57,7 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Iterable[tuple[str, nn.Parameter]],
         comm: Communicator,
         optimizer: torch.optim.Optimizer,
         home: Home,
@@ -68,9 +68,10 @@ class ReplicaGroup:
         mirrored: bool = False,
         whole: bool = False,
     ) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.named = list(parameters)
+        named = [(name, p) for name, p in self.named if p.requires_grad]
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in self.named if not p.requires_grad]
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
         self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and whole)

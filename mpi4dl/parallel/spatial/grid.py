@@ -25,6 +25,7 @@ class Grid:
     Grid(comm, rows=2, cols=2)      images, (N, C, H, W): height and width are cut into tiles
     Grid(comm, depth=2, rows=2)     volumes, (N, C, D, H, W), into boxes
     Grid(comm, tokens=4)            sequences, (N, C, L), into pieces
+    Grid(comm, tokens=2, features=2)    and the parameters of layers, with what they make of features (`tensor`)
 
     Ranks are numbered in the order of the axes, the last fastest. Those that share the batch are data replicas, or the
     ways in which a stage splits its batch. `tracks_batch`: tensors know which of their dims is the batch; it is so
@@ -45,6 +46,7 @@ class Grid:
         *,
         depth: int | None = None,
         tokens: int | None = None,
+        features: int | None = None,
     ) -> None:
         if tokens is not None:
             if (rows, cols, depth) != (None, None, None):
@@ -53,7 +55,10 @@ class Grid:
         else:
             space = (1 if rows is None else rows, 1 if cols is None else cols)
             space = space if depth is None else (depth, *space)
-        self._set(comm, geometry.GridShape(batch, *space), tracks_batch)
+        if features is None:
+            self._set(comm, geometry.GridShape(batch, *space), tracks_batch)
+        else:
+            self._set(comm, geometry.FeatureGridShape(batch, *space, features), tracks_batch)
 
     @classmethod
     def of(cls, comm: Communicator, shape: geometry.GridShape, tracks_batch: bool = False) -> "Grid":
@@ -67,8 +72,9 @@ class Grid:
             raise ValueError(f"a grid needs at least one rank on each axis, but got {' x '.join(map(str, shape))}")
         self.shape = shape
         self.axes = tuple(range(len(shape)))  # their numbers
-        self.space = self.axes[BATCH + 1 :]  # those of space, in the order of a tensor's last dims
-        self.names = ("batch", *SPACE[len(shape.space)])
+        self.space = self.axes[BATCH + 1 :][: len(shape.space)]  # those of space, in the order of a tensor's last dims
+        self.features = next(iter(self.axes[BATCH + 1 + len(shape.space) :]), None)  # the axis of features, if any
+        self.names = ("batch", *SPACE[len(shape.space)], *(("features",) if self.features is not None else ()))
         if shape.size != comm.size:
             ways = " x ".join(
                 f"{name}({parts})"

@@ -19,7 +19,13 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 def image_dims(grid: Grid, ndim: int) -> Dims:
     """The dims of each axis in such images, of space the last; a batch that is not tracked counts as any other."""
     count = len(grid.space)
-    return (0 if grid.tracks_batch and ndim > count + 1 else None, *range(ndim - count, ndim))
+    return _dims(grid, ndim, ndim > count + 1)
+
+
+def _dims(grid: Grid, ndim: int, has_samples: bool) -> Dims:
+    count = len(grid.space)
+    samples = 0 if grid.tracks_batch and has_samples else None
+    return (samples, *range(ndim - count, ndim), *(None,) * (len(grid.axes) - 1 - count))
 
 
 def _tiling(dims: Dims, tiling: Tiling) -> Tiling:
@@ -63,7 +69,7 @@ def shard_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _agree(grid: Grid, shape: tuple[int, ...], dtype: str) -> None:
-    problem, names = None, grid.names[1:]
+    problem, names = None, grid.names[1 : 1 + len(grid.space)]
     if len(shape) < len(names):
         problem = f"an image has at least the dims {_listed(names)}, but this tensor has shape {shape}"
     else:
@@ -89,7 +95,7 @@ def from_tile(tile: Tensor, grid: Grid, size: Sequence[int]) -> SpatialTensor:
     """
     answers = grid.comm.all_gather_object((tuple(tile.shape), str(tile.dtype), tuple(size)))
     shapes = [shape for shape, _, _ in answers]
-    names, count = grid.names[1:], len(grid.space)
+    names, count = grid.names[1 : 1 + len(grid.space)], len(grid.space)
     if any(len(shape) < count for shape in shapes):
         grid.comm.agree(f"an image has at least the dims {_listed(names)}, but the ranks passed tiles of {shapes}")
     samples, problem = 0 if tile.dim() > count + 1 else None, None
@@ -98,7 +104,7 @@ def from_tile(tile: Tensor, grid: Grid, size: Sequence[int]) -> SpatialTensor:
         problem = f"the ranks passed tiles of different kinds: {answers}"
         grid.comm.agree(problem)
     splits = []
-    for axis, dim, name in zip(grid.axes, (samples, *range(-count, 0)), ("samples", *names), strict=True):
+    for axis, dim, name in zip((BATCH, *grid.space), (samples, *range(-count, 0)), ("samples", *names), strict=True):
         lengths: list[int] = []
         for part in range(grid.shape[axis]):
             ranks = [rank for rank in range(grid.size) if grid.shape.coordinates(rank)[axis] == part]
@@ -112,7 +118,7 @@ def from_tile(tile: Tensor, grid: Grid, size: Sequence[int]) -> SpatialTensor:
             problem = f"the tiles make up {split.size} {name}, but size={tuple(size)} says {pixels}"
     if problem is not None:
         grid.comm.agree(problem)
-    return _spread(tile, grid, Tiling(tuple(splits)))
+    return _spread(tile, grid, Tiling.of_images(grid.shape, splits))
 
 
 def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device | None = None) -> SpatialTensor:
@@ -122,11 +128,12 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
     With a `device` they are brought there, with the halo that what followed them before asked for. That comes from the
     other ranks while the tile is where it is, mostly on the host.
     """
-    box, found = tiling.owned(grid.rank), (tile.shape[0], *tile.shape[-len(grid.space) :])
-    if found != box.shape:
-        has, part = (f"{shape[0]} samples of {' x '.join(map(str, shape[1:]))} px" for shape in (found, box.shape))
+    found = (tile.shape[0], *tile.shape[-len(grid.space) :])
+    mine = tiling.owned(grid.rank).shape[: len(found)]
+    if found != mine:
+        has, part = (f"{shape[0]} samples of {' x '.join(map(str, shape[1:]))} px" for shape in (found, mine))
         raise ValueError(f"this rank's tile has {has}, but its part of the batch is {part}")
-    x = _spread(tile, grid, tiling)
+    x = _spread(tile, grid, tiling, has_samples=True)
     if device is None:
         return x
     owned = x.layout.tiling
@@ -136,8 +143,9 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
     return brought
 
 
-def _spread(tile: Tensor, grid: Grid, tiling: Tiling) -> SpatialTensor:
-    dims = image_dims(grid, tile.dim())
+def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False) -> SpatialTensor:
+    """`has_samples`: dim 0 are the samples, also of what has no channels, such as (N, tokens)."""
+    dims = _dims(grid, tile.dim(), has_samples or tile.dim() > len(grid.space) + 1)
     grid.foresight.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
 

@@ -138,7 +138,7 @@ def train(comm: Communicator, make: Callable[[], nn.Module], bucket_bytes: int) 
         return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
     (model, optimizer), (plain, reference) = build(), build()
-    group = ReplicaGroup(model, comm, optimizer, Device(), zero=3, bucket_bytes=bucket_bytes)
+    group = ReplicaGroup(model.named_parameters(), comm, optimizer, Device(), zero=3, bucket_bytes=bucket_bytes)
     for step in range(3):
         images = torch.randn(comm.size, 2, 4, generator=torch.Generator().manual_seed(step), dtype=F64)
         group.reducer.prepare(accumulate=True)

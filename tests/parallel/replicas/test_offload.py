@@ -69,7 +69,7 @@ class Full(Disk):
 
 def build_and_step(comm: Communicator, home: Disk) -> None:
     model = nn.Linear(4, 4)
-    group = ReplicaGroup(model, comm, torch.optim.Adam(model.parameters()), home)
+    group = ReplicaGroup(model.named_parameters(), comm, torch.optim.Adam(model.parameters()), home)
     group.reducer.prepare()
     model(torch.ones(1, 4)).sum().backward()
     group.reducer.finish()

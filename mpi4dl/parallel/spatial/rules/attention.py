@@ -6,6 +6,7 @@ Where ranks share the batch alone, nothing is sent. Weights that are dropped, or
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import part_of
@@ -70,6 +72,12 @@ def scaled_dot_product_attention(
     assert isinstance(lead, SpatialTensor)
     asking = _layout_of_queries(name, query, lead)
     beside = asking.moved(lambda dim: None if dim == query.dim() - 2 else dim)
+    if options.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+        fewer = _of_fewer_heads(beside, query.dim() - 3, query.shape[-3] // key.shape[-3])
+        if fewer is None:
+            key, value = (_repeated(x, query.shape[-3] // x.shape[-3]) for x in (key, value))
+        else:
+            beside = fewer
     mask = None if attn_mask is None else part_of(attn_mask, asking, query.dim(), name)
     parts = [x.local if isinstance(x, SpatialTensor) else x for x in (key, value)]
 
@@ -114,6 +122,26 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     return Ring(layout.grid.along(axes), ranks.index(layout.grid.rank), lengths, _scale(query, **options), causal)
 
 
+def _of_fewer_heads(layout: Layout, heads: int, groups: int) -> Layout | None:
+    """The layout where each of the heads, which are dim `heads`, goes with so many of those that are cut here.
+
+    None if they are cut within such a group.
+    """
+    tiling = layout.tiling
+    for axis, dim in enumerate(layout.dims):
+        if dim == heads:
+            cuts = tiling.splits[axis].cuts
+            if any(cut % groups for cut in cuts):
+                return None
+            tiling = tiling.replace(axis, Split.at([cut // groups for cut in cuts]))
+    return replace(layout, tiling=tiling)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """Keys or values (..., heads, tokens, features), each head so many times."""
+    return x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:]).flatten(-4, -3)
+
+
 def _scale(query: Tensor, scale: float | None = None, **options: Any) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
@@ -121,10 +149,7 @@ def _scale(query: Tensor, scale: float | None = None, **options: Any) -> float:
 def _dropping(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, **options: Any) -> Tensor:
     """Attention with weights of which some are dropped, as `dropout` drops what is spread."""
     if options.get("enable_gqa"):
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = (
-            x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3) for x in (key, value)
-        )
+        key, value = (_repeated(x, query.shape[-3] // x.shape[-3]) for x in (key, value))
     nobody = None
     if mask is not None:
         mask = _added(~mask if mask.dtype == torch.bool else mask, query)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.geometry import Interval
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
 from mpi4dl.parallel.spatial.halo import gather_axes, part
+from mpi4dl.parallel.spatial.rules.contraction import contract
 from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.rearranging import choose
 from mpi4dl.parallel.spatial.tensor import (
@@ -99,12 +101,39 @@ def embedding(
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
-    *rest: Any,
-    **more: Any,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
-    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor) or max_norm is not None:
-        raise refusal("torch.nn.functional.embedding", "its table is spread over ranks, or changed by max_norm")
-    return wrap(F.embedding(input.local, weight, padding_idx, None, *rest, **more), input.layout)
+    """Rows of a table. Of one whose rows are cut each rank looks up its own, and zeros for others: they add up."""
+    name = "torch.nn.functional.embedding"
+    if max_norm is not None:
+        raise refusal(name, "its table is changed by max_norm")
+    if not isinstance(weight, SpatialTensor):
+        assert isinstance(input, SpatialTensor)
+        found = F.embedding(input.local, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+        return wrap(found, input.layout)
+    axis = weight.layout.axis(0)
+    if weight.layout.flat or (axis is not None and (scale_grad_by_freq or sparse)):
+        raise refusal(name, "gradients of a table that is cut are neither sparse nor scaled by frequencies")
+    rows = Interval(0, weight.shape[0]) if axis is None else weight.layout.owned[axis]
+    padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + weight.shape[0]
+    known = input.device.type == "cpu" and not isinstance(input, SpatialTensor) and input.numel() > 0
+    if known and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+        raise IndexError("index out of range in self")
+
+    def of_own_rows(indices: Tensor, table: Tensor) -> Tensor:
+        if axis is None:
+            return F.embedding(indices, table, padding)
+        if not len(table):
+            return table.new_zeros(*indices.shape, table.shape[1])
+        inside = (indices >= rows.start) & (indices < rows.stop)
+        own = None if padding is None or not rows.start <= padding < rows.stop else padding - rows.start
+        found = F.embedding(torch.where(inside, indices - rows.start, 0), table, own)
+        return found * inside.unsqueeze(-1)
+
+    indices = [f"dim {i}" for i in range(input.dim())]
+    return contract(name, of_own_rows, (input, weight), [indices, ["row", "feature"]], [*indices, "feature"])
 
 
 @register(F.one_hot)

@@ -239,19 +239,25 @@ for names, product in (("addmm", torch.mm), ("baddbmm", torch.bmm), ("addmv", to
 
 @register(F.linear, flat=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up."""
+    """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up.
+
+    It may be cut in the input, or in the weight: then each rank takes its part of what it has whole. What is cut of the
+    weight's first dim is cut of the result.
+    """
     name = "torch.nn.functional.linear"
-    if isinstance(weight, SpatialTensor) or isinstance(bias, SpatialTensor):
-        raise refusal(name, "an argument other than the input is a SpatialTensor")
-    assert isinstance(input, SpatialTensor)
     pixels = [f"dim {i}" for i in range(input.dim() - 1)]
     labels: list[Labels] = [[*pixels, "in"], ["out", "in"] if weight.dim() == 2 else ["in"]]
     _check(name, (input, weight), labels)
     result = [*pixels, "out"] if weight.dim() == 2 else pixels
-    if not input.layout.cut(input.dim() - 1):
-        return contract(name, lambda x, w: F.linear(x, w, bias), (input, weight), labels, result)
-    y = contract(name, F.linear, (input, weight), labels, result)
-    return y if bias is None else y + bias
+    summed = any(
+        isinstance(x, SpatialTensor) and x.layout.cut(names.index("in"))
+        for x, names in zip((input, weight), labels, strict=True)
+    )
+    if bias is None or summed:
+        y = contract(name, F.linear, (input, weight), labels, result)
+        return y if bias is None else y + bias
+    of_bias = ["out"] if weight.dim() == 2 else []
+    return contract(name, F.linear, (input, weight, bias), [*labels, of_bias], result)
 
 
 @register(F.bilinear, torch.bilinear)

@@ -5,7 +5,7 @@ as they do on the whole. A loss over classes divides by the weights of the pixel
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import log, pi
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import part
+from mpi4dl.parallel.spatial.rules.contraction import contract
 from mpi4dl.parallel.spatial.rules.pointwise import align, shift
 from mpi4dl.parallel.spatial.rules.reductions import mean, reduced_layout, sum_
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal, register, wrap
@@ -138,6 +139,10 @@ def _over_classes(function: Any) -> Callable[..., Tensor]:
         expected = input.shape if probable else (*input.shape[:classes], *input.shape[classes + 1 :])
         if target.shape != expected:
             raise ValueError(f"expected a target of shape {tuple(expected)}, but got {tuple(target.shape)}")
+        if function is F.cross_entropy and isinstance(input, SpatialTensor) and input.layout.cut(classes):
+            if probable:
+                raise refusal(name, "its targets are probabilities, of classes that ranks share")
+            return _of_cut_classes(input, target, classes, reduction, options)
         layout = _layout(input, target, classes, probable, name)
         of_target = layout if probable else reduced_layout(layout, [classes], False)
         options["input"], options["target"] = part(input, layout), part(target, of_target)
@@ -152,6 +157,46 @@ def _over_classes(function: Any) -> Callable[..., Tensor]:
         return reduce_pixels(pixels, "sum") / reduce_pixels(wrap(shares, of_target), "sum")
 
     return rule
+
+
+def _of_cut_classes(
+    input: SpatialTensor, target: Tensor, classes: int, reduction: str, options: Mapping[str, Any]
+) -> Tensor:
+    """Cross entropy where each rank has some of the classes: what ranks tell each other is as large as the target.
+
+    -log softmax(x)[t] = log(sum(exp(x))) - x[t], of which x[t] is the sum over ranks of what each has of it, or 0.
+    """
+    weight, smoothing = options["weight"], options["label_smoothing"]
+    ignored = target == options["ignore_index"]
+    asked_for = torch.where(ignored, 0, target)
+    shares = torch.where(ignored, 0.0, 1.0 if weight is None else weight[asked_for]).to(input.dtype)
+    log_sum = torch.logsumexp(input, classes)
+    of_each = (log_sum - _chosen(input, asked_for, classes)) * shares
+    if smoothing:
+        alike = torch.ones(input.shape[classes], dtype=input.dtype, device=input.device) if weight is None else weight
+        shape = [-1 if dim == classes else 1 for dim in range(input.dim())]
+        smooth = log_sum * alike.sum() - (input * alike.view(shape)).sum(classes)
+        smooth = torch.where(ignored, 0, smooth) / input.shape[classes]
+        of_each = of_each * (1 - smoothing) + smooth * smoothing
+    return of_each.sum() / shares.sum() if reduction == "mean" else reduce_pixels(of_each, reduction)
+
+
+def _chosen(x: SpatialTensor, index: Tensor, dim: int) -> Tensor:
+    """Of each place along `dim`, which ranks share, the value that `index` names."""
+    labels = [f"dim {i}" for i in range(x.dim())]
+    others = [label for i, label in enumerate(labels) if i != dim]
+    axis = x.layout.axis(dim)
+    assert axis is not None
+    own = x.layout.owned[axis]
+
+    def of_own(values: Tensor, wanted: Tensor) -> Tensor:
+        inside = (wanted >= own.start) & (wanted < own.stop)
+        if not own.length:
+            return values.sum(dim)
+        found = values.gather(dim, torch.where(inside, wanted - own.start, 0).unsqueeze(dim)).squeeze(dim)
+        return torch.where(inside, found, 0)
+
+    return contract("torch.nn.functional.cross_entropy", of_own, (x, index), [labels, others], others)
 
 
 def _layout(input: Tensor, target: Tensor, classes: int, probable: bool, name: str) -> Layout:

@@ -169,7 +169,10 @@ def part_of(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
         tiling = x.layout.tiling
         for axis, dim in enumerate(x.layout.dims):
             if dim is not None:
-                tiling = tiling.replace(axis, layout.tiling.splits[axis])
+                wanted = layout.tiling.splits[axis]
+                if wanted.size != tiling.splits[axis].size:
+                    raise refusal(function, f"an operand of shape {tuple(x.shape)} has an axis in other units")
+                tiling = tiling.replace(axis, wanted)
         present = x.layout.dims
         part = retile(x, tiling).local
     else:

@@ -1,0 +1,118 @@
+"""All replica groups of a rank: of each stage that it holds one for what is whole, and one for what is cut by features.
+
+Those who hold the same values of parameters are a group: all ranks of a stage, or those with the same part.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpi4dl.parallel.replicas.agreement import disagreement
+from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, Shard, State
+from mpi4dl.parallel.replicas.reducer import sums_on_host
+from mpi4dl.parallel.replicas.whole import Fragment
+
+
+class Stretch(NamedTuple):
+    """Elements of a part from number `first` on that are together in the whole, as its elements [start, stop)."""
+
+    first: int
+    start: int
+    stop: int
+
+
+StretchesOf = Callable[[str, int, int], Iterator[Stretch]]  # of elements from .. to of this rank's part of a parameter
+
+
+class ReplicaGroups:
+    """Each with the number of its stage; `runs` says where elements of what a rank has are in the whole parameter."""
+
+    def __init__(self, groups: Iterable[tuple[int, ReplicaGroup]], runs: StretchesOf) -> None:
+        self._groups, self._runs = list(groups), runs
+
+    def __iter__(self) -> Iterator[ReplicaGroup]:
+        return (group for _, group in self._groups)
+
+    def there(self, stage: int) -> AbstractContextManager[None]:
+        """The context of every action of a stage."""
+        return _all(group.there_when_needed() for of, group in self._groups if of == stage)
+
+    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
+        """The context of one backward pass of a stage."""
+        return _all(group.one_pass(last) for of, group in self._groups if of == stage)
+
+    def prepare(self) -> None:
+        for group in self:
+            group.prepare()
+
+    def finish(self) -> None:
+        for group in self:
+            group.finish()
+
+    def squares(self, num_stages: int, total: Tensor) -> list[float]:
+        """Of each stage what adds up over ranks to the square of the gradient's norm; then the total. On the host."""
+        last, *own = sums_on_host([[total], *(group.squares() for group in self)])
+        found = [0.0] * num_stages
+        for (stage, _), square in zip(self._groups, own, strict=True):
+            found[stage] += square
+        return [*found, last]
+
+    def change_gradients(self, hook: GradientHook, scale: float, alike: Callable[[int], Any]) -> None:
+        """Within `alike(stage)`, let a hook change the gradients of each stage."""
+        for stage, group in self._groups:
+            with alike(stage):
+                group.change_gradients(hook, scale)
+
+    def problems(self) -> Iterator[str | None]:
+        """Of each group, which parameter is not the same on all of its ranks. Collective."""
+        for group in self:
+            yield disagreement(group.comm, dict(group.named) if group.gatherer is None else {})
+
+    def shards(self) -> Iterator[Shard]:
+        """Of whole parameters what this rank owns."""
+        for group in self:
+            for shard in group.shards():
+                for first, start, stop in self._runs(shard.name, shard.start, shard.stop):
+                    some, like = slice(first, first + stop - start), shard.value
+                    state = {key: value[some] if _is_flat(value, like) else value for key, value in shard.state.items()}
+                    yield shard._replace(start=start, stop=stop, value=like[some], state=state)
+
+    def gradients(self) -> Iterator[Fragment]:
+        """The same of gradients, where there are any."""
+        for group in self:
+            for name, span, value in group.gradient_shards():
+                for first, start, stop in self._runs(name, span.start, span.stop) if value is not None else ():
+                    yield Fragment(name, start, stop, value[first : first + stop - start])  # type: ignore[index]
+
+    def load(self, read: ReadShard) -> None:
+        """Take parameters, and the optimizer's state, from `read(name, start, stop)` of the whole ones. Collective."""
+
+        def of_part(name: str, start: int, stop: int) -> tuple[Tensor, State]:
+            found = [read(name, run.start, run.stop) for run in self._runs(name, start, stop)]
+            if len(found) == 1:
+                return found[0]
+            value, state = found[0]
+            together = {
+                key: torch.cat([each[key] for _, each in found]) if _is_flat(known, value) else known
+                for key, known in state.items()
+            }
+            return torch.cat([each for each, _ in found]), together
+
+        for group in self:
+            group.load(of_part)
+
+
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _is_flat(value: Any, like: Tensor) -> bool:
+    """Whether a value of the optimizer's state has one element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == like.numel()

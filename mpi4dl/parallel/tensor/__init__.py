@@ -1,0 +1,1 @@
+"""Tensor parallelism: the parameters of layers are cut over ranks, as images are."""

@@ -1,0 +1,145 @@
+"""Which parameters of a model are cut over ranks, and along which dim: a table from names of modules to styles.
+
+    column      y = x W' + b: each rank has some of the outputs          weight (out | , in), bias (out |)
+    row         each rank has some of the inputs, and all add up         weight (out, in | ), bias (out), whole
+    vocabulary  a table of embeddings, or what makes logits              weight (rows | , features)
+    heads       column, cut between the heads of an attention            as column
+    fused-heads those of queries, keys and values, one behind the other  weight (3 x out | , in)
+    heads-row   row, cut between the heads                               as row
+    whole       every rank has all of it
+
+A column-parallel layer before a row-parallel one, with whatever works on each feature alone between them, takes one sum
+over the ranks: Shoeybi et al., "Megatron-LM" (2019).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
+
+STYLES = ("column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "whole")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter's `dim`, seen as (`outer`, n), is cut along n, into multiples of `unit`."""
+
+    dim: int
+    outer: int = 1
+    unit: int = 1
+
+
+Styles = Mapping[str, str]  # by patterns of modules' paths, in which * is a part between dots
+
+GPT2: Styles = MappingProxyType(
+    {
+        "transformer.wte": "vocabulary",
+        "transformer.h.*.attn.c_attn": "fused-heads",
+        "transformer.h.*.attn.c_proj": "heads-row",
+        "transformer.h.*.mlp.c_fc": "column",
+        "transformer.h.*.mlp.c_proj": "row",
+        "lm_head": "vocabulary",
+    }
+)
+LLAMA: Styles = MappingProxyType(
+    {
+        "model.embed_tokens": "vocabulary",
+        "model.layers.*.self_attn.q_proj": "heads",
+        "model.layers.*.self_attn.k_proj": "heads",
+        "model.layers.*.self_attn.v_proj": "heads",
+        "model.layers.*.self_attn.o_proj": "heads-row",
+        "model.layers.*.mlp.gate_proj": "column",
+        "model.layers.*.mlp.up_proj": "column",
+        "model.layers.*.mlp.down_proj": "row",
+        "lm_head": "vocabulary",
+    }
+)
+BERT: Styles = MappingProxyType(
+    {
+        "bert.embeddings.word_embeddings": "vocabulary",
+        "bert.encoder.layer.*.attention.self.query": "heads",
+        "bert.encoder.layer.*.attention.self.key": "heads",
+        "bert.encoder.layer.*.attention.self.value": "heads",
+        "bert.encoder.layer.*.attention.output.dense": "heads-row",
+        "bert.encoder.layer.*.intermediate.dense": "column",
+        "bert.encoder.layer.*.output.dense": "row",
+        "cls.predictions.decoder": "vocabulary",
+    }
+)
+TABLES: Mapping[str, Styles] = MappingProxyType(
+    {"GPT2LMHeadModel": GPT2, "LlamaForCausalLM": LLAMA, "BertForMaskedLM": BERT}
+)  # by the name of the model's class
+
+
+def styles_of(model: nn.Module) -> Styles:
+    """The table for models of this class. Raises ValueError if there is none."""
+    name = type(model).__name__
+    if name not in TABLES:
+        raise ValueError(
+            f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}: pass styles, such as "
+            "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+        )
+    return TABLES[name]
+
+
+# What attentions call their numbers of heads: first those of keys and values, which are the fewest.
+HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
+
+
+def cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
+    """How each parameter of a model is cut, by its name; those that are not there stay whole.
+
+    Raises:
+        ValueError: a style or a pattern that fits nothing, or heads or features that cannot be shared by so many ranks.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Cut] = {}
+    for pattern, style in styles.items():
+        if style not in STYLES:
+            raise ValueError(f"{pattern} has the style {style!r}, but must have one of {', '.join(STYLES)}")
+        parts = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        paths = [path for path in modules if parts.fullmatch(path)]
+        if not paths:
+            raise ValueError(f"no module of {type(model).__name__} has a name like {pattern}, which is to be {style}")
+        for path in paths:
+            found |= dict(_cuts(path, modules, style, num_ranks))
+    return found
+
+
+def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: int) -> Iterator[tuple[str, Cut]]:
+    """Those of the parameters of one module."""
+    module = modules[path]
+    weight = getattr(module, "weight", None)
+    if style == "whole":
+        return
+    if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
+        raise ValueError(f"{path} is to be {style}, but {type(module).__name__} has no matrix called weight")
+    turned = type(module).__name__ == "Conv1D"  # of transformers, which multiplies from the other side
+    is_row = style in ("row", "heads-row")
+    dim = int(is_row != turned)
+    outer = 3 if style == "fused-heads" else 1
+    size, rest = divmod(weight.shape[dim], outer)
+    units, what = size, "rows" if style == "vocabulary" else "features"
+    if "heads" in style:
+        units, what = _heads(path, modules), "heads of keys"
+    if rest or size % units:
+        raise ValueError(f"{path} has {weight.shape[dim]} features, which are not those of {units} heads")
+    if units < num_ranks:
+        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
+    yield f"{path}.weight", Cut(dim, outer, size // units)
+    if getattr(module, "bias", None) is not None and not is_row:
+        yield f"{path}.bias", Cut(0, outer, size // units)
+
+
+def _heads(path: str, modules: Mapping[str, nn.Module]) -> int:
+    """How many heads the attention around a module has: those of keys, of which each goes with several of queries."""
+    while path:
+        path = path.rpartition(".")[0]
+        for holder in (modules[path], getattr(modules[path], "config", None)):
+            for name in HEADS:
+                number = getattr(holder, name, None)
+                if isinstance(number, int):
+                    return number
+    raise ValueError(f"no module around {path} says how many heads it has, by one of {', '.join(HEADS)}")
