@@ -112,7 +112,7 @@ class Attention(nn.Module):
             raise ValueError(f"hidden={hidden} must be divisible by num_heads={num_heads}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be divisible by num_kv_heads={num_kv_heads}")
-        self.head_dim = hidden // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, hidden // num_heads
         if rotary and self.head_dim % 2:
             raise ValueError(
                 f"rotary positions need heads of an even size, but hidden={hidden} / num_heads={num_heads} is "

@@ -31,7 +31,7 @@ class Cut:
     unit: int = 1
 
 
-Styles = Mapping[str, str]  # by patterns of modules' paths, in which * is a part between dots
+Styles = Mapping[str, str]  # by patterns of modules' paths, in which * is a part between dots; with ? there may be none
 
 GPT2: Styles = MappingProxyType(
     {
@@ -68,8 +68,24 @@ BERT: Styles = MappingProxyType(
         "cls.predictions.decoder": "vocabulary",
     }
 )
+OWN: Styles = MappingProxyType(
+    {
+        **{f"blocks.*.attention.{name}": "heads" for name in ("query", "key", "value")},
+        "blocks.*.attention.output": "heads-row",
+        "blocks.*.feed_forward.up": "column",
+        "blocks.*.feed_forward.gate?": "column",
+        "blocks.*.feed_forward.output": "row",
+    }
+)
 TABLES: Mapping[str, Styles] = MappingProxyType(
-    {"GPT2LMHeadModel": GPT2, "LlamaForCausalLM": LLAMA, "BertForMaskedLM": BERT}
+    {
+        "GPT": {**OWN, "embedding.tokens": "vocabulary", "lm_head": "vocabulary"},
+        "BERT": {**OWN, "embedding.tokens": "vocabulary", "decoder": "vocabulary"},
+        "ViT": OWN,
+        "GPT2LMHeadModel": GPT2,
+        "LlamaForCausalLM": LLAMA,
+        "BertForMaskedLM": BERT,
+    }
 )  # by the name of the model's class
 
 
@@ -99,9 +115,9 @@ def cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
     for pattern, style in styles.items():
         if style not in STYLES:
             raise ValueError(f"{pattern} has the style {style!r}, but must have one of {', '.join(STYLES)}")
-        parts = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        parts = re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
         paths = [path for path in modules if parts.fullmatch(path)]
-        if not paths:
+        if not paths and not pattern.endswith("?"):
             raise ValueError(f"no module of {type(model).__name__} has a name like {pattern}, which is to be {style}")
         for path in paths:
             found |= dict(_cuts(path, modules, style, num_ranks))
@@ -135,9 +151,10 @@ def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: in
 
 def _heads(path: str, modules: Mapping[str, nn.Module]) -> int:
     """How many heads the attention around a module has: those of keys, of which each goes with several of queries."""
-    while path:
-        path = path.rpartition(".")[0]
-        for holder in (modules[path], getattr(modules[path], "config", None)):
+    around = path
+    while around:
+        around = around.rpartition(".")[0]
+        for holder in (modules[around], getattr(modules[around], "config", None)):
             for name in HEADS:
                 number = getattr(holder, name, None)
                 if isinstance(number, int):

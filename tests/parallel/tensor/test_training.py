@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, Language, build
 from tests.pool.ranks import Ranks
@@ -24,8 +25,10 @@ PLANS = {
     "tensor 2, data 2, ZeRO 1": replace(ONE, tensor=2, data=2, zero=1),
     "tensor 2, data 2, ZeRO 3": replace(ONE, tensor=2, data=2, zero=3),
     "tensor 3": replace(ONE, tensor=3),
-    "tensor 2, microbatches": replace(ONE, tensor=2, microbatches=2),
+    "tensor 2, two stages": Plan(((1,), (1,)), tensor=2, microbatches=2),
+    "tensor 2, two stages, data 2, ZeRO 2": Plan(((1,), (1,)), tensor=2, data=2, zero=2),
 }
+WIDE = ("tensor 2, two stages, data 2, ZeRO 2",)
 
 
 def batches() -> list[Tensor]:
@@ -37,8 +40,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
 
 
-def plainly(kv_heads: int) -> tuple[list[float], Language]:
-    model = build(kv_heads)
+def plainly(kv_heads: int, tied: bool) -> tuple[list[float], Language]:
+    model = build(kv_heads, tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
     losses = []
     for batch in batches():
@@ -55,8 +58,14 @@ def read(batch: Tensor, box: Box) -> Tensor:
 
 
 def train(comm: Communicator, plan: Plan, kv_heads: int) -> None:
-    losses, expected = plainly(kv_heads)
-    held = Held.whole(build(kv_heads), plan, comm, styles=FUSED if kv_heads == HEADS else GROUPED)
+    tied = plan.num_stages == 1
+    losses, expected = plainly(kv_heads, tied)
+    styles = FUSED if kv_heads == HEADS else GROUPED
+    if tied:
+        held = Held.whole(build(kv_heads), plan, comm, styles=styles)
+    else:
+        image = (BATCH, LENGTH)
+        held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
     engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
     for batch, loss in zip(batches(), losses, strict=True):
         tiles = [read(batch, each.box) for each in engine.reads(BATCH, (LENGTH,))]
@@ -73,7 +82,54 @@ def train(comm: Communicator, plan: Plan, kv_heads: int) -> None:
             assert_close(gradients[name], p.grad, EXACT, name)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in WIDE else name for name in PLANS]
+)
 def test_five_steps(ranks: Ranks, name: str) -> None:
     plan = PLANS[name]
     ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS)
+
+
+OF_OURS: dict[str, tuple[str, dict[str, object]]] = {
+    "GPT": ("gpt", {"num_layers": 1, "num_kv_heads": 2, "activation": "swiglu", "positions": "rotary"}),
+    "BERT": ("bert", {"num_layers": 1}),
+    "ViT": ("vit", {"num_layers": 1, "image_size": 8, "in_channels": 1}),
+}
+
+
+def compare_tables(comm: Communicator, name: str) -> None:
+    kind, options = OF_OURS[name]
+    sizes = {"hidden": 24, "num_heads": 4, **({} if kind == "vit" else {"vocabulary": VOCABULARY, "context": LENGTH})}
+
+    def build_it() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return models.build(kind, **sizes, **options).double()
+
+    generator = torch.Generator().manual_seed(1)
+    if kind == "vit":
+        plan, size = Plan(((1, 1),), tensor=2), (8, 8)
+        x = torch.randn(BATCH, 1, *size, generator=generator, dtype=torch.float64)
+        targets = torch.randint(10, (BATCH,), generator=generator)
+    else:
+        plan, size = replace(ONE, tensor=2), (LENGTH,)
+        x = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+        targets = x.roll(1, 1)
+
+    def loss_of_it(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+    plain = build_it()
+    loss = loss_of_it(plain(x), targets)
+    loss.backward()
+    held = Held.whole(build_it(), plan, comm)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of_it, comm=comm)
+    assert engine.step([x], targets, size).loss == pytest.approx(loss.item(), rel=EXACT)
+    found = engine.gather_gradients()
+    for key, p in plain.named_parameters() if found is not None else ():
+        assert found is not None
+        assert_close(found[key], p.grad, EXACT, key)
+
+
+@pytest.mark.parametrize("name", OF_OURS)
+def test_tables_of_our_models(ranks: Ranks, name: str) -> None:
+    ranks(2).run(compare_tables, name)
