@@ -29,6 +29,7 @@ from mpi4dl.runtime.report import Reporter, ValidationReport, summary
 from mpi4dl.runtime.resuming import options_to_compare
 from mpi4dl.runtime.samples import show_samples
 from mpi4dl.runtime.stopping import Stopped, StopSignals
+from mpi4dl.runtime.texts import Texts
 from mpi4dl.runtime.wording import counted
 
 
@@ -44,14 +45,14 @@ class TrainingRun:
         config: Config,
         engine: Engine,
         schedule: Schedule,
-        images: Images,
+        images: Images | Texts,
         num_classes: int,
         patience: Patience,
         meter: MemoryMeter,
     ) -> None:
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
-        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.training.channels
+        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
@@ -76,7 +77,9 @@ class TrainingRun:
         """Say what training would take. Nothing is trained."""
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
-                found = explain(self.config, self.engine, self.num_classes, self.channels)
+                of_text = self.config.data.text is not None
+                explained = explain(self.config, self.engine, self.num_classes, self.channels)
+                found = [title(self.config, self.engine)] if of_text else explained
                 print("\n".join((*found, *self.images.remarks)))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
@@ -183,7 +186,7 @@ class TrainingRun:
         self.patience.begin("end")
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        save_model(self.engine, self.folder.path / "model.safetensors", self.images.training.classes)
+        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes)
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()
         self.say(f"done: {found}; see {self.folder.path}")
@@ -236,7 +239,7 @@ class TrainingRun:
         reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
         with self.saved_if_refused():
             for batch, microbatches in reading:
-                if self.engine.num_steps == 0:
+                if self.engine.num_steps == 0 and self.config.data.text is None:
                     show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
                 with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
@@ -306,4 +309,6 @@ class TrainingRun:
         with self.saved_if_refused(), put_back(self.engine.executor):
             self.evaluation = found = self.engine.evaluate(batches(), self.size)
         if self.reporter is not None:
-            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, found.accuracy or 0.0))
+            bits = self.images.bits_per_byte(found.loss)
+            accuracy = found.accuracy if self.config.data.text is not None else found.accuracy or 0.0
+            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, accuracy, bits))

@@ -56,9 +56,11 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
     from mpi4dl.run import TrainingRun
     from mpi4dl.runtime import build
     from mpi4dl.runtime.images import open_images
+    from mpi4dl.runtime.losses import classification_loss, token_loss
     from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.runtime.patience import Patience
     from mpi4dl.runtime.resuming import as_it_was_cut
+    from mpi4dl.runtime.texts import open_texts
     from mpi4dl.runtime.visiting import stream_of
 
     with comm.together((ValueError,)):
@@ -73,12 +75,12 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         comm.choose_gpu_wire(config.parallel.gpu_wire)
     load_libraries(device)
     meter = MemoryMeter(device)
-    images = open_images(comm, config)
+    images = open_images(comm, config) if config.data.text is None else open_texts(comm, config)
     patience.feed()
     with comm.together((ValueError, TypeError)):
-        num_classes = build.number_of_classes(config, images.training.classes)
+        num_classes = images.number_of_classes(config)
         cut = as_it_was_cut(comm, config, plan)
-        channels = images.training.channels
+        channels = images.channels
         stream = stream_of(config, plan, num_classes, channels, device)
         model = build.hold_model(cut, plan, num_classes, channels, comm, device, stream).train()
     patience.feed()
@@ -87,7 +89,8 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         schedule = build.build_schedule(config, optimizer)
     with comm.together((ConfigError, OSError)):
         options = build.engine_options(config)
-    engine = Engine(model, plan, optimizer, build.classification_loss, comm=comm, **options)
+    loss = classification_loss if config.data.text is None else token_loss
+    engine = Engine(model, plan, optimizer, loss, comm=comm, **options)
     engine.executor.progress = patience.feed
     with comm.together((ValueError,)):
         run = TrainingRun(config, engine, schedule, images, num_classes, patience, meter)
@@ -97,7 +100,7 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
             run.explain()
             return
         run.open(closing, argv)
-        with build.blaming_the_model(config, plan, num_classes, images.training.channels):
+        with build.blaming_the_model(config, plan, num_classes, channels):
             run.all_epochs()
 
 

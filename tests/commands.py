@@ -56,3 +56,7 @@ def refusal(job: Finished) -> str:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [metrics["loss"] for metrics in read_metrics(folder)]

@@ -10,7 +10,7 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
-from tests.commands import read_metrics
+from tests.commands import losses_of, read_metrics
 from tests.interrupted import assert_the_same_run
 from tests.pool.job import mpirun
 from tests.pool.ranks import Ranks
@@ -50,10 +50,6 @@ def test_what_is_streamed_is_said(ranks: Ranks, tmp_path: Path) -> None:
         ranks(1).run(train, [*flags, counts, "--run-folder", str(tmp_path / counts)])
         said = f"each rank visits {counts} tiles one after the other, {end}\n"
         assert said in (tmp_path / counts / "log-rank0.txt").read_text()
-
-
-def losses_of(folder: Path) -> list[float]:
-    return [metrics["loss"] for metrics in read_metrics(folder)]
 
 
 @pytest.fixture(scope="module")

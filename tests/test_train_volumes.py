@@ -15,7 +15,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
-from tests.commands import read_metrics, truncate
+from tests.commands import losses_of, truncate
 from tests.pool.ranks import Ranks
 
 SIZE = (9, 12, 11)
@@ -61,10 +61,6 @@ def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
             optimizer.step()
             losses.append(float(loss.detach()))
     return losses
-
-
-def losses_of(folder: Path) -> list[float]:
-    return [metrics["loss"] for metrics in read_metrics(folder)]
 
 
 PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--tiles 2x1x1,1x1x1 --stages 2"]

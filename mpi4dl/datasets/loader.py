@@ -2,50 +2,33 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 
 from mpi4dl.datasets.augment import SHUFFLE_STREAM
-from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
-from mpi4dl.datasets.lazy import LazyImages
+from mpi4dl.datasets.base import Dataset
 from mpi4dl.datasets.prefetch import Prefetcher
+from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
 
-MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of as many as these
+__all__ = ["Batch", "Batches", "Loader"]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """This rank's boxes of a global batch.
+class Batches(Protocol):
+    """Samples by index, of which a batch can be read."""
 
-    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them.
-    `labels` and `indices` are
-    those of the whole global batch: classes and other integers as int64, floating point in its own type, and masks
-    (samples, ..., height, width) as the images are shown. `errors`, if the loader reports them, maps positions in the
-    global batch to what is wrong with that image, whose tiles are zeros. A position is there only on ranks that hold a
-    part of the image, and perhaps not on all. `problem`, reported too, is what this rank alone may be short of: a file
-    that others see, a package.
-    """
+    def __len__(self) -> int: ...
 
-    tiles: tuple[torch.Tensor | LazyImages, ...]
-    labels: torch.Tensor
-    indices: tuple[int, ...]
-    errors: dict[int, str]
-    problem: str | None = None
-
-    @property
-    def is_short(self) -> bool:
-        """Whether this rank could not read something."""
-        return bool(self.errors) or self.problem is not None
+    def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
+        """These boxes of the samples, as they are in this epoch, and what is to be learnt of all of them."""
 
 
 class Loader:
     """Goes through a dataset in global batches of `batch_size` images, of which this rank reads its boxes.
+
+    Without a `view` it goes through any `Batches`, such as those of text.
 
     `boxes_of(num_samples)` are the boxes that this rank reads of a global batch of so many images, in positions of that
     batch and pixels of the view: `lambda n: [Tiling.even(grid, (n, height, width)).owned(rank)]`. A rank that holds no
@@ -69,8 +52,8 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
-        view: View,
+        dataset: Dataset | Batches,
+        view: View | None,
         batch_size: int,
         boxes_of: Callable[[int], Sequence[Box]],
         *,
@@ -91,17 +74,18 @@ class Loader:
             raise ValueError(
                 f"{len(dataset)} images to train on do not fill one batch of {batch_size}: choose a smaller batch size"
             )
-        self._dataset, self._view, self._batch_size, self._boxes_of = dataset, view, batch_size, boxes_of
+        # What has no view, such as text, is read by itself.
+        self._samples: Any = dataset if view is None else ShownImages(dataset, view, on_bad_image == "report", lazy)  # type: ignore[arg-type]
+        self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._lazy = lazy
-        self._num_workers, self._prefetch, self._reports = num_workers, prefetch, on_bad_image == "report"
+        self._num_workers, self._prefetch = num_workers, prefetch
         self.wait_seconds = 0.0
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         if self._drop_last:
-            return len(self._dataset) // self._batch_size
-        return ceil_div(len(self._dataset), self._batch_size)
+            return len(self._samples) // self._batch_size
+        return ceil_div(len(self._samples), self._batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on. Leaving the loop early ends the reading threads.
@@ -116,7 +100,9 @@ class Loader:
     def _batches(self, order: list[int], epoch: int, start: int) -> Iterator[Batch]:
         def compute(position: int) -> Batch:
             first = (start + position) * self._batch_size
-            return self._read(tuple(order[first : first + self._batch_size]), epoch)
+            indices = tuple(order[first : first + self._batch_size])
+            batch: Batch = self._samples.read(indices, epoch, self._boxes_of(len(indices)))
+            return batch
 
         count = len(self) - start
         if self._num_workers == 0:
@@ -139,81 +125,5 @@ class Loader:
 
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
-            return list(range(len(self._dataset)))
-        return np.random.default_rng((SHUFFLE_STREAM, self._seed, epoch)).permutation(len(self._dataset)).tolist()
-
-    def _read(self, indices: tuple[int, ...], epoch: int) -> Batch:
-        errors: dict[int, str] = {}
-        problems: list[str] = []
-        labels = [_label(self._dataset, index) for index in indices]
-        tiles = tuple(self._tile(box, indices, labels, epoch, errors, problems) for box in self._boxes_of(len(indices)))
-        shown = [
-            torch.from_numpy(self._view.mask(label.numpy(), self._view.variation(index, epoch)))
-            if self._is_mask(label)
-            else label
-            for index, label in zip(indices, labels, strict=True)
-        ]
-        return Batch(tiles, _stacked(shown, indices), indices, errors, next(iter(problems), None))
-
-    def _tile(
-        self,
-        box: Box,
-        indices: tuple[int, ...],
-        labels: Sequence[torch.Tensor],
-        epoch: int,
-        errors: dict[int, str],
-        problems: list[str],
-    ) -> torch.Tensor | LazyImages:
-        samples, *space = box.shape
-        tile = torch.zeros((0 if self._lazy else samples, self._dataset.channels, *space))
-        for position in range(*box.batch) if not box.empty else ():
-            index = indices[position]
-            out = torch.empty(0) if self._lazy else tile[position - box.batch.start]
-            try:
-                image = self._dataset.image(index)
-                self._check_mask(labels[position], image, index)
-                if self._lazy:
-                    continue
-                variation = self._view.variation(index, epoch)
-                self._view.tile(image, *box.space, variation=variation, out=out.numpy())
-            except DatasetError as error:
-                if not self._reports:
-                    raise
-                if isinstance(error, BadImage):
-                    errors[position] = str(error)
-                else:
-                    problems.append(str(error))
-                out.zero_()
-        if self._lazy:
-            return LazyImages(self._dataset, self._view, indices[slice(*box.batch)], epoch)
-        return tile
-
-    def _is_mask(self, label: torch.Tensor) -> bool:
-        return label.dim() >= max(MASK_DIMS, len(self._view.size))
-
-    def _check_mask(self, label: torch.Tensor, image: Image, index: int) -> None:
-        if self._is_mask(label) and label.shape[-len(image.size) :] != image.size:
-            size = " x ".join(map(str, image.size))
-            raise ValueError(
-                f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
-                "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
-            )
-
-
-def _label(dataset: Dataset, index: int) -> torch.Tensor:
-    """A label as a tensor: of integers, int64, and else of its own type."""
-    found = dataset.label(index)
-    try:
-        label = torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the label of sample {index} is {found!r}: expected a number, numbers, or a mask") from error
-    return label if label.is_floating_point() or label.is_complex() else label.long()
-
-
-def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
-    for label, index in zip(labels, indices, strict=True):
-        if label.shape != labels[0].shape:
-            first = f"{tuple(labels[0].shape)} (sample {indices[0]})"
-            raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
-    dtype = reduce(torch.promote_types, (label.dtype for label in labels))
-    return torch.stack([label.to(dtype) for label in labels])
+            return list(range(len(self._samples)))
+        return np.random.default_rng((SHUFFLE_STREAM, self._seed, epoch)).permutation(len(self._samples)).tolist()

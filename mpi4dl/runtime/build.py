@@ -2,14 +2,15 @@
 
 import inspect
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mpi4dl import datasets, models
 from mpi4dl.comm import Communicator, Refusal
@@ -17,7 +18,7 @@ from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.view import Fit
 from mpi4dl.models.aggregators import AGGREGATORS, headless
 from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
-from mpi4dl.models.registry import takes_channels
+from mpi4dl.models.registry import takes, takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
 from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
@@ -28,6 +29,7 @@ from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.runtime.config import Config, ConfigError
+from mpi4dl.runtime.files import read_regular
 from mpi4dl.runtime.memory import return_freed_memory
 from mpi4dl.runtime.options import nearest
 from mpi4dl.runtime.wording import counted
@@ -65,6 +67,7 @@ def build_plan(config: Config) -> Plan:
         bidirectional=chosen.bidirectional,
         chunks=chosen.chunks,
         zero=chosen.zero,
+        tensor=chosen.tensor,
     )
 
 
@@ -132,10 +135,15 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
     """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option."""
     torch.manual_seed(config.training.seed)
     name, options = config.model.model, config.model.model_options
-    if takes_channels(name):
+    tokens, asked = takes(name) == "tokens", "--text" if config.data.text is not None else "--images"
+    if tokens != (config.data.text is not None):
+        raise ConfigError(f"--model {name} takes {takes(name)}, which {asked} {'have' if tokens else 'has'} not")
+    if tokens:
+        options = {"vocabulary": num_classes, "context": config.data.context, **options}
+    elif takes_channels(name):
         options = {"in_channels": channels, **options}
     try:
-        model = models.build(name, num_classes, **options)
+        model = models.build(name, None if tokens else num_classes, **options)
     except TypeError as error:
         raise ConfigError(f"--model {name} does not take these options {dict(options)}: {error}") from None
     return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
@@ -174,6 +182,7 @@ def hold_model(
     stage or several.
     """
     torch.manual_seed(config.training.seed)
+    _check_text(config, plan)
     bags = bag_options(config, plan)
     if bags is not None:
         model = build_model(config, num_classes, channels).to(device)
@@ -184,8 +193,9 @@ def hold_model(
             raise ConfigError(f"--stream-segments {bags.segments} of --model {config.model.model}: {error}") from error
         return Held.whole(model, plan, comm, bags)
     if plan.num_stages == 1 and stream is None:
-        return Held.whole(build_model(config, num_classes, channels).to(device), plan, comm)
-    samples = max(1, config.data.batch_size // plan.num_microbatches)
+        model = build_model(config, num_classes, channels).to(device)
+        return Held.whole(model, plan, comm, styles=tensor_styles(config))
+    samples, of_text = max(1, config.data.batch_size // plan.num_microbatches), config.data.text is not None
     try:
         return split(
             lambda: build_model(config, num_classes, channels),
@@ -194,9 +204,10 @@ def hold_model(
             device=device,
             seed=config.training.seed,
             balance=config.parallel.balance,
-            image=(samples, channels, *config.data.image_size),
-            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
+            image=(samples, *(() if of_text else (channels,)), *config.data.image_size),
+            clockwork=None if of_text else replace(Clockwork.of_user(), time=time_and_tidy),
             stream=stream,
+            styles=tensor_styles(config),
         )
     except ConfigError:
         raise
@@ -206,6 +217,35 @@ def hold_model(
         raise ConfigError(f"--stream {named}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
+
+
+def tensor_styles(config: Config) -> dict[str, str] | None:
+    """How parameters are cut, by the file that flags name; None if by the table for the model. Raises ConfigError."""
+    name = config.parallel.tensor_styles
+    if name is None:
+        return None
+    try:
+        found = tomllib.loads(read_regular(Path(name)).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--tensor-styles {name}: {error}") from None
+    if not all(isinstance(style, str) for style in found.values()):
+        raise ConfigError(f'--tensor-styles {name}: expected lines such as "blocks.*.up" = "column"')
+    return found
+
+
+def _check_text(config: Config, plan: Plan) -> None:
+    """Raises ConfigError for what is not done with text, or with parameters that are cut."""
+    chosen = config.parallel
+    if config.data.text is not None and config.visits:
+        raise ConfigError("--stream and --patches are for images, but --text was given")
+    if config.data.text is not None and plan.num_stages > 1 and isinstance(chosen.balance, str):
+        raise ConfigError(
+            f"--text in {plan.num_stages} stages: say with --balance how many atoms of the model each stage gets, such "
+            "as 4,4; they are not timed for text"
+        )
+    if plan.tensor > 1 and (config.visits or plan.bidirectional):
+        other = "--bidirectional" if plan.bidirectional else "--stream and --patches"
+        raise ConfigError(f"--tensor {plan.tensor} with {other}: parameters that are cut do not go with that")
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:
@@ -281,31 +321,6 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch
     except Exception as error:
         raise ConfigError(f"--optimizer {chosen.optimizer} cannot make a step here: {error}") from None
     return optimizer
-
-
-def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
-    """Cross entropy with one label per image; auxiliary classifiers, as GoogLeNet has them in training, count 0.3 each.
-
-    Raises Refusal if the model's outputs are not one row of logits per image.
-    """
-    require_logits(outputs)
-    logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-    loss = F.cross_entropy(logits, labels)
-    for other in auxiliary:
-        if other is not None:
-            loss = loss + 0.3 * F.cross_entropy(other, labels)
-    return loss
-
-
-def require_logits(outputs: Any) -> None:
-    """Raise Refusal unless a model's outputs, or the first of them, are one row of logits per image."""
-    logits = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    if not isinstance(logits, Tensor) or logits.dim() != 2:
-        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
-        raise Refusal(
-            f"the model's output has {found}, but images with one label each need (batch, classes): choose another "
-            "--model, or write your own loop for dense predictions around mpi4dl.engine.Engine"
-        )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

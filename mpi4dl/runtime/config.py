@@ -39,7 +39,7 @@ __all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "R
 __all__ += ["parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
-DESCRIPTION = "Train an unmodified PyTorch model on images that are spread over the ranks of an MPI job."
+DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spread over the ranks of an MPI job."
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,18 @@ class Data:
     )
     mean: float = option(0.5, "subtracted from every pixel, whose range is 0 to 1", NUMBER)
     std: float = option(0.25, "what every pixel is divided by after that", POSITIVE)
+    text: str | None = option(
+        None,
+        "train on text instead of images: files and folders of UTF-8, with commas between them, or stdlib, the source "
+        "of Python's standard library",
+        optional(NAME),
+    )
+    task: str = option(
+        "language", "what is learnt of text: to predict the next token, or masked ones", choice("language", "masked")
+    )
+    context: int = option(256, "how many tokens of text are one sample", COUNT)
+    tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
+    token_folder: str = option("runs/tokens", "where tokens are kept, for all runs with the same text", NAME)
     num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
     on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
 
@@ -113,6 +125,12 @@ class Parallel:
         0, "GEMS: how many pairs of waves go through the model and a mirrored copy of it; 0: no copy", COUNT_OR_ZERO
     )
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
+    tensor: int = option(1, "how many ranks share the parameters of each layer, and its features", COUNT)
+    tensor_styles: str | None = option(
+        None,
+        'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: by the table for the model',
+        optional(NAME),
+    )
     zero: int = option(
         0, "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)", ZERO_STAGE
     )
@@ -244,10 +262,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """A size of one number is that of all sides, of as many as tiles have; tiles of rows and columns keep all of
-        the depth of volumes.
+        the depth of volumes. Of text the size is the number of tokens.
         """
         size, tiles = self.data.image_size, self.parallel.tiles
-        if len(size) == 1:
+        if self.data.text is not None:
+            object.__setattr__(self, "data", replace(self.data, image_size=(self.data.context,)))
+            if set(tiles) == {(1, 1)}:
+                object.__setattr__(self, "parallel", replace(self.parallel, tiles=((1,),) * len(tiles)))
+        elif len(size) == 1:
             object.__setattr__(self, "data", replace(self.data, image_size=size * len(tiles[0])))
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)

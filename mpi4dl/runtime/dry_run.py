@@ -13,8 +13,9 @@ from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.choice import Wanted
 from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.runtime.build import bag_options, build_model, build_optimizer, engine_options, require_logits
+from mpi4dl.runtime.build import bag_options, build_model, build_optimizer, engine_options
 from mpi4dl.runtime.config import Config, ConfigError
+from mpi4dl.runtime.losses import require_logits
 from mpi4dl.runtime.outlook import Forecaster
 from mpi4dl.runtime.overview import Overview, overview, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
@@ -24,9 +25,10 @@ from mpi4dl.runtime.wording import counted
 def title(config: Config, engine: Any) -> str:
     """What is trained, and how, in one line."""
     size = " x ".join(map(str, config.data.image_size))
+    shown = f"images of {size} px" if config.data.text is None else f"samples of {size} tokens"
     return (
         f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
-        f"{engine.plan.describe()}, images of {size} px, batches of {config.data.batch_size}, "
+        f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
         f"{engine.device.type}"
     )
 

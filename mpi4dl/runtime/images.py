@@ -15,7 +15,7 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.view import Fit
 from mpi4dl.geometry import Box
-from mpi4dl.runtime.build import build_datasets, build_views
+from mpi4dl.runtime.build import build_datasets, build_views, number_of_classes
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.image_lists import ImageLists
 from mpi4dl.runtime.wording import counted
@@ -36,6 +36,21 @@ class Images(NamedTuple):
     validation: Named
     fit: Fit
     remarks: tuple[str, ...]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.training.classes
+
+    @property
+    def channels(self) -> int:
+        return self.training.channels
+
+    def number_of_classes(self, config: Config) -> int:
+        """What was asked for, or else as many as there are. Raises ConfigError if that is too few."""
+        return number_of_classes(config, self.classes)
+
+    def bits_per_byte(self, loss: float) -> None:
+        """Images are no text."""
 
     def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
         """What reads the boxes of a rank of both; they report what they cannot read. Raises ValueError as Loader."""

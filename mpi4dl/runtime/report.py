@@ -57,17 +57,22 @@ class StepReport:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """One pass over the validation images; `accuracy` is the share, 0 to 1, that was classified correctly."""
+    """One pass over what validates; `accuracy` is the share, 0 to 1, that was classified correctly, if anything was.
+
+    The loss of text that is predicted token by token is in bits per byte too.
+    """
 
     step: int
     epoch: int
     loss: float
-    accuracy: float
+    accuracy: float | None
+    bits_per_byte: float | None = None
 
     def line(self) -> str:
-        return (
-            f"step {self.step}  epoch {self.epoch}  validation loss {self.loss:#.4g}  "
-            f"accuracy {100 * self.accuracy:.1f} %"
+        accuracy = () if self.accuracy is None else (f"accuracy {100 * self.accuracy:.1f} %",)
+        bits = () if self.bits_per_byte is None else (f"{self.bits_per_byte:.3f} bits per byte",)
+        return "  ".join(
+            (f"step {self.step}", f"epoch {self.epoch}", f"validation loss {self.loss:#.4g}", *accuracy, *bits)
         )
 
 

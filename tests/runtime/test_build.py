@@ -13,6 +13,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.runtime import build
 from mpi4dl.runtime.config import Config, ConfigError, parse
+from mpi4dl.runtime.losses import classification_loss
 from tests.commands import write_images
 
 
@@ -244,10 +245,10 @@ def test_trying_a_schedule_leaves_the_optimizer_alone() -> None:
 def test_the_loss_of_a_classifier_is_cross_entropy_and_a_share_of_auxiliary_ones() -> None:
     logits, other, labels = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
     expected = F.cross_entropy(logits, labels)
-    assert torch.equal(build.classification_loss(logits, labels), expected)
-    assert torch.equal(build.classification_loss((logits, None), labels), expected)
+    assert torch.equal(classification_loss(logits, labels), expected)
+    assert torch.equal(classification_loss((logits, None), labels), expected)
     with_other = expected + 0.3 * F.cross_entropy(other, labels)
-    assert torch.equal(build.classification_loss((logits, None, other), labels), with_other)
+    assert torch.equal(classification_loss((logits, None, other), labels), with_other)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_the_loss_of_a_classifier_is_cross_entropy_and_a_share_of_auxiliary_ones
 )
 def test_outputs_that_are_no_logits_are_refused(outputs: Any, found: str) -> None:
     with pytest.raises(Refusal, match=rf"^the model's output has {found}, but .* need \(batch, classes\)"):
-        build.classification_loss(outputs, torch.zeros(4, dtype=torch.int64))
+        classification_loss(outputs, torch.zeros(4, dtype=torch.int64))
 
 
 def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_models_fault() -> None:

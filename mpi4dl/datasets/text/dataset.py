@@ -44,8 +44,8 @@ class TokenDataset:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, index: int, interval: Interval | None = None) -> TokenSample:
-        """An interval of the positions of sample `index`, or all of them.
+    def read(self, index: int, interval: Interval | None = None, epoch: int = 0) -> TokenSample:
+        """An interval of the positions of sample `index`, or all of them, the same in every epoch.
 
         Its tokens are read and one more, no others.
 

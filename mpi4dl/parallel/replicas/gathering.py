@@ -9,7 +9,7 @@ the same model gather in the same order, whatever modules look like.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -140,8 +140,14 @@ class Gatherer:
     @contextmanager
     def there_when_needed(self) -> Iterator[None]:
         """Within this context, forward and backward find the parameters that they use. All ranks do the same in it."""
+        with there_together([self]):
+            yield
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this context functions find the parameters among their arguments."""
         self._last = (None, None)
-        with _Watch(self), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with _Watch(self):
             yield
         self.free()
 
@@ -151,7 +157,8 @@ class Gatherer:
         for number in list(self._whole):
             self._free(number)
 
-    def _pack(self, value: Tensor) -> Any:
+    def pack(self, value: Tensor) -> Any:
+        """What the graph keeps of a value: of a parameter where it was."""
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
             return value
         number = self._addresses.get(value.untyped_storage().data_ptr())
@@ -159,13 +166,37 @@ class Gatherer:
             return value
         return number, value.size(), value.stride(), value.storage_offset()
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack(self, packed: Any) -> Tensor:
+        """The value of what was a parameter."""
         number, size, stride, offset = packed
         with torch._C.DisableTorchFunction():  # what is done to parameters here is not the model's doing
             self.need([number])
             return self._whole[number].as_strided(size, stride, offset)
+
+
+@contextmanager
+def there_together(gatherers: Sequence[Gatherer]) -> Iterator[None]:
+    """Within this context, forward and backward find the parameters of all of these: the graph asks one hook only."""
+
+    def pack(value: Tensor) -> Any:
+        for gatherer in gatherers:
+            packed = gatherer.pack(value)
+            if packed is not value:
+                return gatherer, packed
+        return value
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        gatherer, place = packed
+        found: Tensor = gatherer.unpack(place)
+        return found
+
+    with ExitStack() as stack:
+        for gatherer in gatherers:
+            stack.enter_context(gatherer.watched())
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

@@ -4,13 +4,14 @@ Those who hold the same values of parameters are a group: all ranks of a stage, 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl.parallel.replicas.agreement import disagreement
+from mpi4dl.parallel.replicas.gathering import there_together
 from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, Shard, State
 from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.whole import Fragment
@@ -38,7 +39,8 @@ class ReplicaGroups:
 
     def there(self, stage: int) -> AbstractContextManager[None]:
         """The context of every action of a stage."""
-        return _all(group.there_when_needed() for of, group in self._groups if of == stage)
+        gatherers = [group.gatherer for of, group in self._groups if of == stage and group.gatherer is not None]
+        return there_together(gatherers) if gatherers else nullcontext()
 
     def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """The context of one backward pass of a stage."""

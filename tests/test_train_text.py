@@ -1,0 +1,156 @@
+"""The training command with --text: the losses of plain PyTorch by every plan, going on by another one, refusals."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mpi4dl import models
+from mpi4dl.comm import Communicator, Refusal, world
+from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.text import ByteTokenizer, TokenDataset, encode_corpus, find_documents, split_documents
+from mpi4dl.datasets.text.batches import TokenBatches
+from mpi4dl.geometry import Box, Interval
+from mpi4dl.runtime import build
+from mpi4dl.runtime.config import parse
+from mpi4dl.train import train
+from tests.commands import losses_of, read_metrics
+from tests.pool.ranks import Ranks
+
+SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2}
+CONTEXT, BATCH = 12, 4
+OPTIONS = ",".join(f"{key}={value}" for key, value in SIZES.items())
+COMMON = (
+    f"--model gpt --model-options {OPTIONS} --context {CONTEXT} --batch-size {BATCH} --num-workers 1 "
+    "--val-fraction 0.3 --optimizer AdamW --lr 0.01 --log-interval 1 --no-tensorboard"
+).split()
+PLANS = (
+    "--tensor 2",
+    "--tiles 2 --data 2 --zero 1",
+    "--tensor 2 --data 2 --zero 3",
+    f"--stages 2 --balance 2,2 --model-options tied=false,{OPTIONS} --microbatches 2",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, random = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    words = ["if", "else", "né", "for", "->", "return", "\n", "  ", "x"]
+    for i in range(9):
+        (root / f"{i}.txt").write_text(" ".join(random.choice(words, 40)), encoding="utf-8")
+    return root
+
+
+def plain_losses(corpus: Path, folder: Path, steps: int, tied: bool) -> list[float]:
+    """Those of a plain loop over the samples in the order of the seed."""
+    file = encode_corpus(find_documents(corpus), ByteTokenizer(), folder)
+    training, _ = split_documents(file, 0.3, 0)
+    loader = Loader(
+        TokenBatches(TokenDataset(training, CONTEXT)),
+        None,
+        BATCH,
+        lambda samples: [Box(Interval(0, samples), Interval(0, CONTEXT))],
+        shuffle=True,
+        drop_last=True,
+    )
+    torch.manual_seed(0)
+    model = models.build("gpt", None, vocabulary=257, context=CONTEXT, tied=tied, **SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batch, _ in zip(loader.epoch(0), range(steps), strict=False):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.tiles[0]).flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_text_by_every_plan(ranks: Ranks, corpus: Path, tmp_path: Path, plan: str) -> None:
+    flags = [*COMMON, "--text", str(corpus), "--token-folder", str(tmp_path / "tokens"), "--max-steps", "4"]
+    flags += [*plan.split(), "--run-folder", str(tmp_path / "run")]
+    ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)
+    *losses, validation = read_metrics(tmp_path / "run")
+    expected = plain_losses(corpus, tmp_path / "tokens", 4, "tied=false" not in plan)
+    assert [each["loss"] for each in losses] == pytest.approx(expected, rel=1e-4)
+    assert validation["bits_per_byte"] == pytest.approx(validation["loss"] / np.log(2), rel=0.1)  # ends are no bytes
+    assert "accuracy" not in validation
+
+
+def test_a_run_goes_on_by_other_plans(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """Cut parameters are whole in checkpoints: begun by two ranks that share them, ended by one, and by ZeRO 3."""
+    flags = [*COMMON, "--text", str(corpus), "--token-folder", str(tmp_path / "tokens"), "--eval-every", "none"]
+    whole = tmp_path / "whole"
+    ranks(1).run(train, [*flags, "--max-steps", "4", "--run-folder", str(whole)])
+    begun = tmp_path / "begun"
+    ranks(2).run(train, [*flags, "--max-steps", "2", "--save-every", "2", "--tensor", "2", "--run-folder", str(begun)])
+    for number, plan in enumerate(("--data 1", "--tensor 2 --data 2 --zero 3")):
+        ended = tmp_path / str(number)
+        more = ["--max-steps", "4", "--resume", str(begun), "--run-folder", str(ended), *plan.split()]
+        ranks(build.build_plan(parse([*flags, *more])).num_ranks).run(train, [*flags, *more])
+        assert losses_of(ended) == pytest.approx(losses_of(whole)[2:], rel=1e-4)
+
+
+def test_masked_tokens_of_byte_pairs(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    flags = ["bert" if flag == "gpt" else flag for flag in COMMON] + ["--text", str(corpus), "--task", "masked"]
+    flags += ["--tokenizer", "bpe:270", "--token-folder", str(tmp_path / "tokens"), "--max-steps", "2"]
+    for name, plan in (("one", ""), ("two", "--tensor 2")):
+        run = [*flags, *plan.split(), "--run-folder", str(tmp_path / name)]
+        ranks(2 if plan else 1).run(train, run)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    assert "bits_per_byte" not in read_metrics(tmp_path / "one")[-1]
+    assert (tmp_path / "one" / "tokenizer.json").is_file()
+
+
+def test_styles_of_a_file(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """Other matrices are cut, and the losses are the same."""
+    styles = tmp_path / "styles.toml"
+    styles.write_text('"blocks.*.feed_forward.up" = "column"\n"blocks.*.feed_forward.output" = "row"\n')
+    flags = [
+        *COMMON,
+        "--text",
+        str(corpus),
+        "--token-folder",
+        str(tmp_path),
+        "--max-steps",
+        "2",
+        "--eval-every",
+        "none",
+    ]
+    flags += ["--tensor", "2", "--tensor-styles", str(styles), "--run-folder", str(tmp_path / "run")]
+    ranks(2).run(train, flags)
+    assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(corpus, tmp_path, 2, True), rel=1e-4)
+
+
+REFUSED = {
+    "--tensor 2 --tensor-styles nowhere.toml": "--tensor-styles nowhere.toml: ",
+    "--model resnet18": "--model resnet18 takes images, which --text has not",
+    "--tensor 3": "has 2 heads of keys, which 3 ranks cannot share",
+    "--stages 2": "--text in 2 stages: say with --balance",
+    "--tokenizer words": "--tokenizer words: must be bytes, or bpe:",
+    "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
+    "--stream 2x2": "--stream and --patches are for images, but --text was given",
+    "--context 9999": "do not make one sample of context=9999",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_trained(ranks: Ranks, corpus: Path, tmp_path: Path, flags: str) -> None:
+    run = [*COMMON, "--text", str(corpus), "--token-folder", str(tmp_path), *flags.split()]
+    run += ["--run-folder", str(tmp_path / "run")]
+    assert REFUSED[flags] in ranks(build.build_plan(parse(run)).num_ranks).run(refused, run)[0]
+
+
+def refused(comm: Communicator, flags: list[str]) -> str:
+    with pytest.raises(Refusal) as caught:
+        train(comm, flags)
+    return str(caught.value)
+
+
+def test_images_are_no_text(tmp_path: Path) -> None:
+    flags = ["--model", "gpt", "--num-samples", "8", "--run-folder", str(tmp_path / "run")]
+    assert "--model gpt takes tokens, which --images have not" in refused(world(), flags)
