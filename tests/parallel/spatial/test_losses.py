@@ -144,7 +144,8 @@ def refuse_losses(comm: Communicator) -> list[str]:
         lambda: F.cross_entropy(x, torch.zeros(2, 6, 7, dtype=torch.int64)),
         lambda: F.binary_cross_entropy(x.sigmoid(), torch.zeros(2, 4, 6, 1)),
         lambda: F.mse_loss(x, torch.zeros(2, 4, 6, 8), reduction="median"),
-        lambda: F.cross_entropy(x.permute(0, 2, 1, 3), torch.zeros(2, 4, 8, dtype=torch.int64)),
+        lambda: F.cross_entropy(x.permute(0, 2, 1, 3), torch.zeros(2, 6, 4, 8)),
+        lambda: F.nll_loss(x.permute(0, 2, 1, 3), torch.zeros(2, 4, 8, dtype=torch.int64)),
     ):
         with pytest.raises((ValueError, spatial.NoRule)) as caught:
             loss()
@@ -156,6 +157,8 @@ def test_losses_that_would_not_be_exact_are_refused(ranks: Ranks) -> None:
     first, second = ranks(2).run(refuse_losses)
     assert first == second
     for message, what in zip(
-        first, ("a target of shape (2, 6, 8)", "target size", "median", "dim 1 is not the classes"), strict=True
+        first,
+        ("a target of shape (2, 6, 8)", "target size", "median", "of classes that ranks share", "dim 1 is not the cl"),
+        strict=True,
     ):
         assert what in message
