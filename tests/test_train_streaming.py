@@ -22,7 +22,7 @@ COMMON = (
 STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2".split()
 PLANS = (
     "--tiles 1x1",
-    "--tiles 1x2",
+    pytest.param("--tiles 1x2", marks=pytest.mark.exhaustive),
     "--tiles 1x2 --data 2 --zero 2",
     "--stages 2 --tiles 2x1,1x1 --stream-until stem --stream-segments 1",
 )

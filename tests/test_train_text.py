@@ -27,8 +27,8 @@ COMMON = (
     "--val-fraction 0.3 --optimizer AdamW --lr 0.01 --log-interval 1 --no-tensorboard"
 ).split()
 PLANS = (
-    "--tensor 2",
-    "--tiles 2 --data 2 --zero 1",
+    pytest.param("--tensor 2", marks=pytest.mark.exhaustive),
+    pytest.param("--tiles 2 --data 2 --zero 1", marks=pytest.mark.exhaustive),
     "--tensor 2 --data 2 --zero 3",
     f"--stages 2 --balance 2,2 --model-options tied=false,{OPTIONS} --microbatches 2",
 )
@@ -106,6 +106,7 @@ def test_masked_tokens_of_byte_pairs(ranks: Ranks, corpus: Path, tmp_path: Path)
     assert (tmp_path / "one" / "tokenizer.json").is_file()
 
 
+@pytest.mark.exhaustive
 def test_styles_of_a_file(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     """Other matrices are cut, and the losses are the same."""
     styles = tmp_path / "styles.toml"
