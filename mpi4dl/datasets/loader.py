@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -74,8 +74,11 @@ class Loader:
             raise ValueError(
                 f"{len(dataset)} images to train on do not fill one batch of {batch_size}: choose a smaller batch size"
             )
-        # What has no view, such as text, is read by itself.
-        self._samples: Any = dataset if view is None else ShownImages(dataset, view, on_bad_image == "report", lazy)  # type: ignore[arg-type]
+        self._samples: Batches
+        if view is None:
+            self._samples = cast(Batches, dataset)
+        else:
+            self._samples = ShownImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy)
         self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._prefetch = num_workers, prefetch
@@ -101,8 +104,7 @@ class Loader:
         def compute(position: int) -> Batch:
             first = (start + position) * self._batch_size
             indices = tuple(order[first : first + self._batch_size])
-            batch: Batch = self._samples.read(indices, epoch, self._boxes_of(len(indices)))
-            return batch
+            return self._samples.read(indices, epoch, self._boxes_of(len(indices)))
 
         count = len(self) - start
         if self._num_workers == 0:

@@ -18,13 +18,12 @@ MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of 
 class Batch:
     """This rank's boxes of a global batch.
 
-    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them.
-    `labels` and `indices` are
-    those of the whole global batch: classes and other integers as int64, floating point in its own type, and masks
-    (samples, ..., height, width) as the images are shown. `errors`, if the loader reports them, maps positions in the
-    global batch to what is wrong with that image, whose tiles are zeros. A position is there only on ranks that hold a
-    part of the image, and perhaps not on all. `problem`, reported too, is what this rank alone may be short of: a file
-    that others see, a package.
+    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them; int64
+    (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and
+    other integers as int64, floating point in its own type, and masks (samples, ..., height, width) as the images are
+    shown. `errors`, if the loader reports them, maps positions in the global batch to what is wrong with that image,
+    whose tiles are zeros. A position is there only on ranks that hold a part of the image, and perhaps not on all.
+    `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
     """
 
     tiles: tuple[torch.Tensor | LazyImages, ...]

@@ -150,6 +150,11 @@ class Plan:
                 f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
                 "more, and no other schedule can have them"
             )
+        if self.bidirectional and self.tensor > 1:
+            raise ValueError(
+                f"--tensor {self.tensor} with --bidirectional {self.bidirectional}: the "
+                "mirrored copy of GEMS has whole parameters"
+            )
         if self.bidirectional and (self.num_stages == 1 or self.chunks > 1):
             raise ValueError(
                 f"--bidirectional {self.bidirectional} lays a mirrored copy over the ranks: it needs at least 2 stages "

@@ -243,9 +243,8 @@ def _check_text(config: Config, plan: Plan) -> None:
             f"--text in {plan.num_stages} stages: say with --balance how many atoms of the model each stage gets, such "
             "as 4,4; they are not timed for text"
         )
-    if plan.tensor > 1 and (config.visits or plan.bidirectional):
-        other = "--bidirectional" if plan.bidirectional else "--stream and --patches"
-        raise ConfigError(f"--tensor {plan.tensor} with {other}: parameters that are cut do not go with that")
+    if plan.tensor > 1 and config.visits:
+        raise ConfigError(f"--tensor {plan.tensor} with --stream or --patches: visits have whole parameters")
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:

@@ -10,6 +10,7 @@ other names, and processes that write the same ones at the same time write the s
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,12 +95,10 @@ def encode_corpus(documents: Sequence[Document], tokenizer: Tokenizer, folder: P
     """
     digests = [digest(document) for document in documents]
     header = folder / f"tokens-{_key(documents, digests, tokenizer)}.json"
-    try:
+    with suppress(DatasetError):  # there is none yet, or it is damaged
         known = TokenFile(header)
         if known.is_intact():
             return known
-    except DatasetError:
-        pass  # there is none yet, or it is damaged
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     encoded, written = [], hashlib.blake2b()
     with replacing(header.with_suffix(".npy")) as file:

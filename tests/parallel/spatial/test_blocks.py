@@ -162,6 +162,13 @@ def test_models(ranks: Ranks, task: Task, plan: Plan) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("tiles", [(1, 1, 2), (1, 2, 2)])
+def test_volumes(ranks: Ranks, tiles: tuple[int, ...]) -> None:
+    task = Task("resnet3d", (37, 42, 45), batch=2, num_steps=1)
+    check(ranks, task.with_engine(halo="block"), Plan((tiles,)))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
 from mpi4dl.parallel.pipeline.held import Held, split
@@ -134,3 +134,22 @@ def compare_tables(comm: Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", OF_OURS)
 def test_tables_of_our_models(ranks: Ranks, name: str) -> None:
     ranks(4 if name == "GPT" else 2).run(compare_tables, name)
+
+
+def refuse(comm: Communicator) -> list[str]:
+    """What parts of parameters cannot be trained with."""
+    plan, found = PLANS["tensor 2"], []
+    for kind, hook in ((torch.optim.SGD, lambda name, gradient: None), (torch.optim.Adafactor, None)):
+        held = Held.whole(build(HEADS), plan, comm, styles=FUSED)
+        with pytest.raises(Refusal) as caught:
+            Engine(held, plan, kind(held.parameters(), lr=0.1), loss_of, comm=comm, gradient_hook=hook)
+        found.append(str(caught.value))
+    with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
+        Plan(((1,), (1,)), tensor=2, bidirectional=1)
+    return found
+
+
+def test_what_parts_cannot_be_trained_with(ranks: Ranks) -> None:
+    hook, optimizer = ranks(2).run(refuse)[0]
+    assert "gradient_hook sees whole gradients" in hook
+    assert "Adafactor works on whole ones" in optimizer
