@@ -68,6 +68,7 @@ def build_plan(config: Config) -> Plan:
         chunks=chosen.chunks,
         zero=chosen.zero,
         tensor=chosen.tensor,
+        sequence=chosen.sequence,
     )
 
 

@@ -126,6 +126,9 @@ class Parallel:
     )
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
     tensor: int = option(1, "how many ranks share the parameters of each layer, and its features", COUNT)
+    sequence: bool = option(
+        False, "sequence parallel: the ranks of --tensor share tokens where each would have all of them", BOOLEAN
+    )
     tensor_styles: str | None = option(
         None,
         'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: by the table for the model',

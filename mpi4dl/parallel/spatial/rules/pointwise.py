@@ -15,6 +15,7 @@ from mpi4dl.parallel.spatial.flattening import Unlike, part_along
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.memory import writes
+from mpi4dl.parallel.spatial.sums import share_alike
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
     SpatialTensor,
@@ -94,6 +95,7 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
         x.layout == alike[0].layout and x.shape == alike[0].shape for x in alike[1:]
     ):
         return [x.local for x in alike], alike[0].layout
+    operands = share_alike(operands, keep_first)
     ndim = max(x.dim() for x in operands)
     first = next(x for x in operands if isinstance(x, SpatialTensor))
     operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
