@@ -106,6 +106,12 @@ def _at(x: SpatialTensor, place: int) -> Tensor:
     return SpatialTensor(close_dims(mine, shared, shared.owned), shared)
 
 
+def shared(x: Tensor | None, dim: int) -> bool:
+    """Whether ranks share this dim of x along the axis of features."""
+    features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
+    return features is not None and x.layout.dims[features] == dim  # type: ignore[union-attr]
+
+
 def with_all_features(x: SpatialTensor) -> Tensor:
     """x with all that the ranks along the axis of features share of it, gathered once, whoever asks."""
     state = x.local._version, torch.is_grad_enabled()
