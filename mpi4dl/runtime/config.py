@@ -102,6 +102,10 @@ class Data:
     )
     context: int = option(256, "how many tokens of text are one sample", COUNT)
     tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
+    prompt: str | None = option(
+        None, "text that the trained model goes on with, and prints, such as 'def '; none: nothing", optional(NAME)
+    )
+    prompt_tokens: int = option(200, "how many tokens it prints of its own", COUNT)
     token_folder: str = option("runs/tokens", "where tokens are kept, for all runs with the same text", NAME)
     num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
     on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
