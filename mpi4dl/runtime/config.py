@@ -102,6 +102,9 @@ class Data:
     )
     context: int = option(256, "how many tokens of text are one sample", COUNT)
     tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
+    document_mask: bool = option(
+        False, "let no token see other documents of the text than its own, where a sample has several", BOOLEAN
+    )
     prompt: str | None = option(
         None, "text that the trained model goes on with, and prints, such as 'def '; none: nothing", optional(NAME)
     )

@@ -55,6 +55,8 @@ def with_cut_channels(function: Any, convolution: Convolve, out: int = 0) -> Con
         dim = input.dim() - weight.dim() + 1
         if not isinstance(weight, SpatialTensor) and not shared(input, dim):
             return convolution(input, weight, bias, *args, **options)
+        if isinstance(weight, SpatialTensor) and not shared(weight, 0) and not shared(weight, 1):
+            raise refusal(function_name(function), "an argument other than the input is a SpatialTensor")
         groups = options.get("groups", args[GROUPS] if len(args) > GROUPS else 1)
         if not isinstance(weight, SpatialTensor):
             return function(with_all_features(input), weight, bias, *args, **options)  # type: ignore[arg-type]

@@ -81,12 +81,26 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
         return _align(operands, function, keep_first)
     except Unlike as unlike:
         opened = [x if keep_first and x is operands[0] else without_flat_dims(x) for x in operands]
+        opened = _in_one_dim(opened)
         if all(x is y for x, y in zip(opened, operands, strict=True)):
             raise refusal(function, str(unlike)) from None
     if any(isinstance(x, SpatialTensor) for x in opened):
         return align(opened, function, keep_first)
     grid = next(x.layout.grid for x in operands if isinstance(x, SpatialTensor))
     return opened, Layout.of_copies(grid)
+
+
+def _in_one_dim(operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands; an axis that is several dims of them, as in x[:, None] == x, is gathered in all but the first."""
+    place: dict[int, int] = {}
+    found = []
+    for x in operands:
+        if isinstance(x, SpatialTensor):
+            at = {axis: dim - x.dim() for axis, dim in enumerate(x.layout.dims) if dim is not None}
+            elsewhere = [axis for axis, dim in at.items() if place.setdefault(axis, dim) != dim]
+            x = gather_axes(x, elsewhere) if elsewhere else x
+        found.append(x)
+    return found
 
 
 def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple[list[Tensor], Layout]:
