@@ -57,23 +57,31 @@ def read(batch: Tensor, box: Box) -> Tensor:
     return batch[slice(*box.batch), slice(*box.space[0])]
 
 
+def engine_of(comm: Communicator, plan: Plan, kv_heads: int, tied: bool, length: int = LENGTH) -> Engine:
+    styles = None if plan.tensor == 1 else FUSED if kv_heads == HEADS else GROUPED
+    if plan.num_stages == 1:
+        held = Held.whole(build(kv_heads, tied), plan, comm, styles=styles)
+    else:
+        image = (BATCH, length)
+        held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
+    return Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
+
+
+def step(engine: Engine, batch: Tensor) -> float:
+    size = (batch.shape[1] - 1,)
+    tiles = [read(batch, each.box) for each in engine.reads(BATCH, size)]
+    return engine.step(tiles, batch[:, 1:], size).loss
+
+
 def train(comm: Communicator, plan: Plan, kv_heads: int, length: int) -> list[int]:
     """Returns how many tokens a norm between layers saw of each microbatch."""
     tied, seen = plan.num_stages == 1, []
     losses, expected = plainly(kv_heads, tied, length)
-    styles = FUSED if kv_heads == HEADS else GROUPED
-    if tied:
-        held = Held.whole(build(kv_heads), plan, comm, styles=styles)
-    else:
-        image = (BATCH, length)
-        held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
-    engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
-    for norm in (m for name, m in held.named_modules() if name.endswith("blocks.0.between")):
+    engine = engine_of(comm, plan, kv_heads, tied, length)
+    for norm in (m for name, m in engine.held.named_modules() if name.endswith("blocks.0.between")):
         norm.register_forward_pre_hook(lambda _, args: seen.append(getattr(args[0], "local", args[0]).shape[1]))
     for batch, loss in zip(batches(length), losses, strict=True):
-        tiles = [read(batch, each.box) for each in engine.reads(BATCH, (length,))]
-        found = engine.step(tiles, batch[:, 1:], (length,))
-        assert found.loss == pytest.approx(loss, rel=EXACT)
+        assert step(engine, batch) == pytest.approx(loss, rel=EXACT)
     gradients, state = engine.gather_gradients(), engine.gather_state()
     engine.check_replicas()
     if comm.rank == 0:
