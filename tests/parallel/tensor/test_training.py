@@ -25,10 +25,20 @@ PLANS = {
     "tensor 2, data 2, ZeRO 1": replace(ONE, tensor=2, data=2, zero=1),
     "tensor 2, data 2, ZeRO 3": replace(ONE, tensor=2, data=2, zero=3),
     "tensor 3": replace(ONE, tensor=3),
+    "tensor 4": replace(ONE, tensor=4),
+    "context 2": Plan(((2,),)),
+    "context 4": Plan(((4,),)),
     "tensor 2, two stages": Plan(((1,), (1,)), tensor=2, microbatches=2),
     "tensor 2, two stages, data 2, ZeRO 2": Plan(((1,), (1,)), tensor=2, data=2, zero=2),
 }
-WIDE = ("tensor 2", "tensor 2, microbatches", "tensor 2, data 2, ZeRO 1", "tensor 2, two stages, data 2, ZeRO 2")
+WIDE = (
+    "tensor 2",
+    "tensor 4",
+    "context 2",
+    "context 4",
+    "tensor 2, data 2, ZeRO 1",
+    "tensor 2, two stages, data 2, ZeRO 2",
+)
 
 
 def batches(length: int = LENGTH) -> list[Tensor]:
@@ -127,16 +137,21 @@ def test_sequence(ranks: Ranks, name: str) -> None:
     assert all(set(each) <= {share} for each, share in zip(seen, shares, strict=True))
 
 
-OF_OURS: dict[str, tuple[str, dict[str, object]]] = {
-    "GPT": ("gpt", {"num_layers": 1, "num_kv_heads": 2, "activation": "swiglu", "positions": "rotary", "dropout": 0.2}),
-    "BERT": ("bert", {"num_layers": 1, "dropout": 0.2}),
-    "ViT": ("vit", {"num_layers": 1, "image_size": 8, "in_channels": 1}),
+GROUPED_GPT: dict[str, object] = {"num_kv_heads": 2, "activation": "swiglu", "positions": "rotary", "dropout": 0.2}
+OF_OURS: dict[str, tuple[str, dict[str, object], Plan]] = {
+    "GPT": ("gpt", GROUPED_GPT, PLANS["tensor 2, data 2, ZeRO 3"]),
+    "BERT": ("bert", {"dropout": 0.2}, PLANS["tensor 2"]),
+    "ViT": ("vit", {"image_size": 8, "in_channels": 1}, Plan(((1, 1),), tensor=2)),
+    **{f"GPT on context {n}": ("gpt", GROUPED_GPT, Plan(((n,),))) for n in (2, 4)},
+    **{f"BERT on context {n}": ("bert", {}, Plan(((n,),))) for n in (2, 4)},
 }
+QUICK = ("GPT", "BERT", "ViT", "BERT on context 4")
 
 
 def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
-    kind, options = OF_OURS[name]
-    sizes = {"hidden": 24, "num_heads": 4, **({} if kind == "vit" else {"vocabulary": VOCABULARY, "context": LENGTH})}
+    kind, options, plan = OF_OURS[name]
+    sizes = {"hidden": 24, "num_heads": 4, "num_layers": 1}
+    sizes |= {} if kind == "vit" else {"vocabulary": VOCABULARY, "context": LENGTH}
 
     def build_it() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -144,11 +159,11 @@ def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
 
     generator = torch.Generator().manual_seed(1)
     if kind == "vit":
-        plan, size = Plan(((1, 1),), tensor=2), (8, 8)
+        size: tuple[int, ...] = (8, 8)
         x = torch.randn(BATCH, 1, *size, generator=generator, dtype=torch.float64)
         targets = torch.randint(10, (BATCH,), generator=generator)
     else:
-        plan, size = PLANS["tensor 2, data 2, ZeRO 3"] if kind == "gpt" else PLANS["tensor 2"], (LENGTH,)
+        size = (LENGTH,)
         x = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
         targets = x.roll(1, 1)
 
@@ -163,17 +178,25 @@ def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of_it, comm=comm)
     (mine,) = engine.reads(BATCH, size)
     torch.manual_seed(5)
-    assert engine.step([x[slice(*mine.box.batch)]], targets, size).loss == pytest.approx(loss.item(), rel=EXACT)
+    tile = read(x, mine.box) if x.dim() == 2 else x
+    assert engine.step([tile], targets, size).loss == pytest.approx(loss.item(), rel=EXACT)
     found = engine.gather_gradients()
     for key, p in plain.named_parameters() if found is not None else ():
         assert found is not None
         assert_close(found[key], p.grad, EXACT, key)
 
 
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", OF_OURS)
-def test_tables_of_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
-    ranks(4 if name == "GPT" else 2).run(compare_tables, name, sequence)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in OF_OURS]
+)
+def test_our_models(ranks: Ranks, name: str) -> None:
+    ranks(OF_OURS[name][2].num_ranks).run(compare_tables, name, False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in OF_OURS if "context" not in name])
+def test_our_models_whose_tokens_are_shared(ranks: Ranks, name: str) -> None:
+    ranks(OF_OURS[name][2].num_ranks).run(compare_tables, name, True)
 
 
 def refuse(comm: Communicator) -> list[str]:
