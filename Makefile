@@ -11,7 +11,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train test test-gpu lint clean
+.PHONY: install train gpt test test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -19,6 +19,9 @@ data/tissue: $(STAMP) examples/tissue_slides.py
 
 train: $(STAMP) data/tissue
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4dl.train --config examples/tissue.toml
+
+gpt: $(STAMP)
+	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
