@@ -16,6 +16,7 @@ from mpi4dl.parallel.costs.link import ASSUMED
 from mpi4dl.parallel.costs.on_ranks import measured_prices
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.pipeline import balance as costs
+from mpi4dl.parallel.pipeline.sharing import names_by_first, sharing
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
@@ -51,7 +52,8 @@ class Held(nn.Module):
     """This rank's stages of a model that is laid over `comm` by `plan`; `parameters()` are those to optimize.
 
     `outline` is the whole model, of which names and shapes count, not values. Copies of a stage that one rank holds in
-    both directions are one module. Collective.
+    both directions are one module. `shared` are the stages of each parameter that several use, by the first name that
+    it has in the model. Collective.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Held(nn.Module):
         prices: Prices | None = None,
         stream: Any = None,
         styles: Styles | None = None,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
@@ -102,39 +105,38 @@ class Held(nn.Module):
         self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name
         self.layouts: dict[str, Layout] = {}  # of which ranks hold such parts
+        self.shared = dict(shared or {})
+        aliases = names_by_first(outline)
         if plan.tensor > 1:
-            self._cut(outline, styles, ordered)
+            self._cut(outline, aliases, styles)
+        part = next(iter(self.parts.values())).grid.coordinates[-1]
+        trained = {name: first for first in self.trained for name in aliases[first]}
+        cut = {name: name in self.cuts for name in trained}
+        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, part))
 
-    def _cut(self, outline: nn.Module, styles: Styles | None, ordered: bool) -> None:
+    def _cut(self, outline: nn.Module, aliases: Mapping[str, Sequence[str]], styles: Styles | None) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
         plan, comm = self.plan, self.comm
         with comm.together((ValueError,)):
-            self.cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
-        self.groups_of_parts: dict[int, Communicator] = {}
-        for (_, stage), part in self.parts.items():
-            if stage in self.groups_of_parts:
-                continue
-            for value in [*part.module.parameters(), *part.module.buffers()]:
+            cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
+        for names in aliases.values():  # a tied one is cut alike wherever it is
+            cut = next((cuts[name] for name in cuts if name in names), None)
+            self.cuts |= {} if cut is None else dict.fromkeys(names, cut)
+        for stage, module in self.modules_of.items():
+            for value in [*module.parameters(), *module.buffers()]:
                 self.groups[stage].broadcast(value.data)
-            names = dict(part.module.named_parameters(remove_duplicate=False))
+            names = dict(module.named_parameters(remove_duplicate=False))
             own = {name: cut for name, cut in self.cuts.items() if name in names and names[name].requires_grad}
-            self.layouts |= cut_parameters(part.module, own, part.grid)
-            features = part.grid.coordinates[-1]
-            self.groups_of_parts[stage] = comm.subset(plan.holders_of_part(stage, features), ordered)
+            self.layouts |= cut_parameters(module, own, self.parts[0, stage].grid)
+        for first in self.shared:
+            layout = next((self.layouts[name] for name in aliases[first] if name in self.layouts), None)
+            self.layouts |= {} if layout is None else {first: layout}
 
     def runs(self, name: str, start: int, stop: int) -> Iterator[Stretch]:
         """Where elements of what this rank has of a parameter, flattened, are in the whole."""
         if name not in self.layouts:
             return iter([Stretch(0, start, stop)])
         return runs_of(self.cuts[name], self.shapes[name][0], self.layouts[name], start, stop)
-
-    def trained_together(self, stage: int) -> list[tuple[Communicator, list[tuple[str, nn.Parameter]]]]:
-        """The parameters of a stage by who holds the same of them: what is whole, and what is cut."""
-        named = list(self.modules_of[stage].named_parameters())
-        found = [(self.groups[stage], [(name, p) for name, p in named if name not in self.layouts])]
-        if self.plan.tensor > 1:
-            found.append((self.groups_of_parts[stage], [(name, p) for name, p in named if name in self.layouts]))
-        return found
 
     @classmethod
     def whole(
@@ -217,7 +219,7 @@ def split(
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles)
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts))
 
 
 class Counts(NamedTuple):
