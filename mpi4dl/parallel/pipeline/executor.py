@@ -167,7 +167,7 @@ class Executor:
 
     @contextmanager
     def drawing_alike(self, stream: Any) -> Iterator[None]:
-        """Within this context, after a run, ranks draw the same numbers from the same stream, and others from others."""
+        """Within this context, after a run, ranks draw the same numbers from one stream, others from another."""
         with torch.random.fork_rng(self._generators):
             self._seed(stream)
             yield

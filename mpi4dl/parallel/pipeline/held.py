@@ -109,19 +109,18 @@ class Held(nn.Module):
         aliases = names_by_first(outline)
         if plan.tensor > 1:
             self._cut(outline, aliases, styles)
-        part = next(iter(self.parts.values())).grid.coordinates[-1]
-        trained = {name: first for first in self.trained for name in aliases[first]}
-        cut = {name: name in self.cuts for name in trained}
-        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, part))
+        cut = {name for first in self.trained for name in aliases[first] if name in self.cuts}
+        which = next(iter(self.parts.values())).grid.coordinates[-1]
+        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, which))
 
     def _cut(self, outline: nn.Module, aliases: Mapping[str, Sequence[str]], styles: Styles | None) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
         plan, comm = self.plan, self.comm
         with comm.together((ValueError,)):
             cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
-        for names in aliases.values():  # a tied one is cut alike wherever it is
-            cut = next((cuts[name] for name in cuts if name in names), None)
-            self.cuts |= {} if cut is None else dict.fromkeys(names, cut)
+        for same in aliases.values():  # a tied one is cut alike wherever it is
+            how = next((cut for name, cut in cuts.items() if name in same), None)
+            self.cuts |= {} if how is None else dict.fromkeys(same, how)
         for stage, module in self.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.groups[stage].broadcast(value.data)

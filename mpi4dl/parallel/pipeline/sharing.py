@@ -1,11 +1,11 @@
 """Who holds the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
 
-    stage 0    embedding  blocks                   ranks 0 1      its own: blocks, on 0 1
-    stage 1                       blocks  head     ranks 2 3      its own: blocks, on 2 3
-                   |________ tied _________|                      of both: embedding = head, on 0 2 1 3
+stage 0    embedding  blocks                   ranks 0 1      its own: blocks, on 0 1
+stage 1                       blocks  head     ranks 2 3      its own: blocks, on 2 3
+               |________ tied _________|                      of both: embedding = head, on 0 2 1 3
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -58,15 +58,14 @@ def sharing(
     modules: Mapping[int, nn.Module],
     shared: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, Sequence[str]],
-    cut: Mapping[str, bool],
+    cut: Collection[str],
     groups: Mapping[int, Communicator],
     part: int,
 ) -> Iterator[Together]:
     """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
 
-    `shared` are the stages of parameters that several use, by the first of their `aliases`. `cut` says of every name
-    whether it is cut by features; this rank has number `part` of what is. `groups` are all holders of each stage.
-    Collective.
+    `shared` are the stages of parameters that several use, by the first of their `aliases`. `cut` are the names of what
+    is cut by features, of which this rank has number `part`. `groups` are all holders of each stage. Collective.
     """
     ordered = not plan.bidirectional
     several = {name for first in shared for name in aliases[first]}
@@ -75,14 +74,12 @@ def sharing(
         own = [(name, p) for name, p in module.named_parameters() if name not in several]
         for which in parts:
             holders = groups[stage] if which is None else comm.subset(plan.holders(stage, part=which), ordered)
-            named = [(name, p) for name, p in own if cut.get(name, False) == (which is not None)]
+            named = [(name, p) for name, p in own if (name in cut) == (which is not None)]
             yield Together((stage,), holders, named, *plan.zero_at(stage, part=which))
     for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
         for which in parts:
             firsts = [
-                first
-                for first in aliases
-                if shared.get(first) == stages and cut.get(first, False) == (which is not None)
+                first for first in aliases if shared.get(first) == stages and (first in cut) == (which is not None)
             ]
             if firsts:
                 holders = comm.subset(plan.holders(*stages, part=which), ordered)

@@ -1,6 +1,6 @@
 """All replica groups of a rank: those who hold the same values of parameters are a group.
 
-They are all ranks of a stage, those of several stages that share parameters, or those with the same part of what is cut.
+They are all ranks of a stage, those of several stages that share parameters, or those with one part of what is cut.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -24,11 +24,12 @@ PLANS = {
     "tensor 2, context 2": Plan(((2,),), tensor=2),
     "tensor 2, data 2, ZeRO 1": replace(ONE, tensor=2, data=2, zero=1),
     "tensor 2, data 2, ZeRO 3": replace(ONE, tensor=2, data=2, zero=3),
+    "tensor 2, ZeRO 2": replace(ONE, tensor=2, zero=2),
     "tensor 3": replace(ONE, tensor=3),
     "tensor 2, two stages": Plan(((1,), (1,)), tensor=2, microbatches=2),
     "tensor 2, two stages, data 2, ZeRO 2": Plan(((1,), (1,)), tensor=2, data=2, zero=2),
 }
-WIDE = ("tensor 2", "tensor 2, microbatches", "tensor 2, data 2, ZeRO 1", "tensor 2, two stages, data 2, ZeRO 2")
+WIDE = ("tensor 2", "tensor 2, ZeRO 2", "tensor 2, data 2, ZeRO 1", "tensor 2, two stages, data 2, ZeRO 2")
 
 
 def batches() -> list[Tensor]:
