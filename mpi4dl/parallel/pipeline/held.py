@@ -17,7 +17,7 @@ from mpi4dl.parallel.costs.on_ranks import measured_prices
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.sharing import names_by_first, sharing
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, sample_dtype
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
@@ -288,5 +288,5 @@ def costs_by(
     """What `partition` weighs: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
-    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=image_dtype(cuttable.model), device="meta"))
+    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=sample_dtype(cuttable.model, image), device="meta"))
     return costs.shared_out(kept, plan.sharing)

@@ -209,18 +209,28 @@ def image_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
+def sample_dtype(model: nn.Module, shape: tuple[int, ...]) -> torch.dtype:
+    """What samples of this shape are made of: (N, T) are tokens to models that look up embeddings, all else images."""
+    of_tokens = len(shape) == 2 and any(isinstance(module, nn.Embedding) for module in model.modules())
+    return torch.int64 if of_tokens else image_dtype(model)
+
+
 def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
-    """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
+    """Why this model, which is on the meta device, cannot train on samples of this shape; None if it can.
+
+    They are images (N, C, H, W), or tokens (N, T).
 
     For an error in a model: is it one of the plain model too? In the model's own words.
     """
     try:
         with torch.no_grad():
-            model.train()(torch.empty(image, dtype=image_dtype(model), device="meta"))
+            model.train()(torch.empty(image, dtype=sample_dtype(model, image), device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None
+        if len(image) == 2:
+            return f"cannot take samples of {image[1]} tokens: {reason}"
         space = {1: "length", 2: "height, width", 3: "depth, height, width"}.get(len(image) - 2, "")
         return f"cannot take images of {' x '.join(map(str, image[1:]))} (channels, {space}): {reason}"
     return None
