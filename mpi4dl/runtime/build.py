@@ -193,8 +193,8 @@ def hold_model(
             raise ConfigError(f"--stream-segments {bags.segments} of --model {config.model.model}: {error}") from error
         return Held.whole(model, plan, comm, bags)
     if plan.num_stages == 1 and stream is None:
-        model = build_model(config, num_classes, channels).to(device)
-        return Held.whole(model, plan, comm, styles=tensor_styles(config))
+        model = build_model(config, num_classes, channels)
+        return Held.whole(model, plan, comm, styles=tensor_styles(config), device=device)
     try:
         return split(
             lambda: build_model(config, num_classes, channels),

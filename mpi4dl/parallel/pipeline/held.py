@@ -53,7 +53,8 @@ class Held(nn.Module):
 
     `outline` is the whole model, of which names and shapes count, not values. Copies of a stage that one rank holds in
     both directions are one module. `shared` are the stages of each parameter that several use, by the first name that
-    it has in the model. Collective.
+    it has in the model. To `device` they are moved once they are cut, so that it never has the whole of what is.
+    Collective.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Held(nn.Module):
         stream: Any = None,
         styles: Styles | None = None,
         shared: Mapping[str, tuple[int, ...]] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
@@ -109,6 +111,8 @@ class Held(nn.Module):
         aliases = names_by_first(outline)
         if plan.tensor > 1:
             self._cut(outline, aliases, styles)
+        if device is not None:
+            self.to(device)
         cut = {name for first in self.trained for name in aliases[first] if name in self.cuts}
         which = next(iter(self.parts.values())).grid.coordinates[-1]
         self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, which))
@@ -139,17 +143,24 @@ class Held(nn.Module):
 
     @classmethod
     def whole(
-        cls, model: nn.Module, plan: Plan, comm: Communicator, stream: Any = None, styles: Styles | None = None
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        stream: Any = None,
+        styles: Styles | None = None,
+        device: torch.device | str | None = None,
     ) -> "Held":
         """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images.
 
-        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class).
+        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class),
+        before what is left of the model goes to `device` (None: it stays where it is).
         """
         if plan.num_stages != 1:
             raise Refusal(
                 f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model"
             )
-        return cls({0: model}, model, plan, comm, stream=stream, styles=styles)
+        return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
 
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]
@@ -201,7 +212,7 @@ def split(
     if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return Held.whole(build().to(device), plan, comm, styles=styles)
+            return Held.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole)
     counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
@@ -212,13 +223,16 @@ def split(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
-    modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
+    uncut = "cpu" if plan.tensor > 1 else device
+    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in stages}
     if options is not None:
         opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts))
+    return Held(
+        modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts), device
+    )
 
 
 class Counts(NamedTuple):

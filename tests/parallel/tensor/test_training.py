@@ -1,11 +1,13 @@
 """The engine with parameters cut over ranks, alone and with all else, against plain PyTorch after five steps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
@@ -89,6 +91,33 @@ def train(comm: Communicator, plan: Plan, kv_heads: int) -> None:
 def test_five_steps(ranks: Ranks, name: str) -> None:
     plan = PLANS[name]
     ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS)
+
+
+class Moves(TorchDispatchMode):
+    """Which shapes are moved to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("meta"):
+            self.shapes.add(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+def move(comm: Communicator, plan: Plan) -> None:
+    with Moves() as moves:
+        split(lambda: build(HEADS), plan, comm, balance=(5, 2), image=(BATCH, LENGTH), styles=FUSED, device="meta")
+    sizes = {tuple(p.shape) for name, p in build(HEADS).named_parameters() if "attention.qkv" in name}
+    assert moves.shapes
+    assert not sizes & moves.shapes
+    assert {(size[0] // 2, *size[1:]) for size in sizes} <= moves.shapes
+
+
+@pytest.mark.parametrize("name", ["tensor 2", "tensor 2, two stages"])
+def test_no_device_has_the_whole_of_what_is_cut(ranks: Ranks, name: str) -> None:
+    ranks(PLANS[name].num_ranks).run(move, PLANS[name])
 
 
 OF_OURS: dict[str, tuple[str, dict[str, object]]] = {
