@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 from unittest.mock import patch
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.proxy import base_types
 
 NESTS = (tuple, list, dict, set, frozenset, slice, range)
@@ -76,5 +76,10 @@ def kept_whole(functions: Collection[Global], note: Callable[..., Any]) -> Itera
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether this is some object that a function is given, such as a configuration, in which fx need not look."""
-    return not isinstance(value, (*NESTS, *base_types, fx.Node, fx.Proxy, nn.Module)) and not callable(value)
+    """Whether this is some object that a function is given, such as a configuration, in which fx need not look.
+
+    One that has layers or tensors is none: whose they are must be known.
+    """
+    if isinstance(value, (*NESTS, *base_types, fx.Node, fx.Proxy, nn.Module)) or callable(value):
+        return False
+    return not any(isinstance(each, nn.Module | Tensor) for each in getattr(value, "__dict__", {}).values())

@@ -145,6 +145,24 @@ def clipped(settings: Settings, x: Tensor, width: int) -> Tensor:
     return x[:, : settings.most] if x.shape[1] > settings.most and width > 1 else x
 
 
+class Hiding(nn.Module):
+    """Gives a function an object with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = Settings()
+        settings.layer = self.layer  # type: ignore[attr-defined]
+        return self.layer(clipped(settings, x, 2))
+
+
+def test_an_object_with_layers_is_not_given_to_a_function() -> None:
+    with pytest.raises(ValueError, match=r"argument of type: .*Settings"):
+        trace(Hiding())
+
+
 class Clipping(nn.Module):
     """All its inputs have defaults."""
 
