@@ -56,6 +56,7 @@ ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
     "tensor 2, data 2, ZeRO 3": replace(ONE, tensor=2, data=2, zero=3),
+    "tensor 2, context 2": Plan(((2,),), tensor=2),
     "two stages": TWO,
     "two stages, tensor 2": replace(TWO, tensor=2),
     "two stages, data 2, ZeRO 2": replace(TWO, data=2, zero=2),
@@ -119,7 +120,8 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
     assert bool(held.layouts) == (plan.tensor > 1)
     engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
     for batch, loss in zip(batches(), losses, strict=True):
-        tiles = [batch[:, :-1][slice(*each.box.batch)] for each in engine.reads(BATCH, (LENGTH,))]
+        boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
+        tiles = [batch[:, :-1][slice(*box.batch), slice(*box.space[0])] for box in boxes]
         assert engine.step(tiles, batch[:, 1:], (LENGTH,)).loss == pytest.approx(loss, rel=EXACT)
     gradients, state = engine.gather_gradients(), engine.gather_state()
     engine.check_replicas()
