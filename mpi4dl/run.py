@@ -31,6 +31,7 @@ from mpi4dl.runtime.samples import show_samples
 from mpi4dl.runtime.stopping import Stopped, StopSignals
 from mpi4dl.runtime.texts import Texts
 from mpi4dl.runtime.wording import counted
+from mpi4dl.runtime.writing import continued
 
 
 class TrainingRun:
@@ -189,9 +190,20 @@ class TrainingRun:
         if self.checkpoints is not None:
             self.checkpoints.wait()
         save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes)
+        self.write()
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()
         self.say(f"done: {found}; see {self.folder.path}")
+
+    def write(self) -> None:
+        """Print what the model goes on with, if it is to. Collective."""
+        data = self.config.data
+        if isinstance(self.images, Texts) and data.prompt is not None:
+            self.patience.begin("writing")
+            tokenizer, seed = self.images.tokenizer, self.config.training.seed
+            with put_back(self.engine.executor):
+                text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
+            self.say(f"what the model goes on with after {data.prompt!r}:\n{text}")
 
     def compare(self) -> None:
         """Say of a plan of several stages how the work of each rank was foreseen, and how it was. Collective."""

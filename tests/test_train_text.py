@@ -47,8 +47,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def plain_losses(corpus: Path, folder: Path, steps: int, tied: bool) -> list[float]:
-    """Those of a plain loop over the samples in the order of the seed."""
+def documents_in(tokens: torch.Tensor) -> torch.Tensor:
+    """The numbers of the documents of tokens (N, T), counted one by one."""
+    found = torch.zeros_like(tokens)
+    for i in range(1, tokens.shape[1]):
+        found[:, i] = found[:, i - 1] + (tokens[:, i - 1] == ByteTokenizer.end)
+    return found
+
+
+def plain_losses(corpus: Path, folder: Path, steps: int, tied: bool, apart: bool = False) -> list[float]:
+    """Those of a plain loop over the samples in the order of the seed, with documents `apart` or not."""
     file = encode_corpus(find_documents(corpus), ByteTokenizer(), folder)
     training, _ = split_documents(file, 0.3, 0)
     loader = Loader(
@@ -65,7 +73,9 @@ def plain_losses(corpus: Path, folder: Path, steps: int, tied: bool) -> list[flo
     losses = []
     for batch, _ in zip(loader.epoch(0), range(steps), strict=False):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch.tiles[0]).flatten(0, 1), batch.labels.flatten())
+        tokens = batch.tiles[0]
+        logits = model(tokens, documents_in(tokens) if apart else None)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -82,6 +92,25 @@ def test_text_by_every_plan(ranks: Ranks, corpus: Path, tmp_path: Path, plan: st
     assert [each["loss"] for each in losses] == pytest.approx(expected, rel=1e-4)
     assert validation["bits_per_byte"] == pytest.approx(validation["loss"] / np.log(2), rel=0.1)  # ends are no bytes
     assert "accuracy" not in validation
+
+
+@pytest.mark.parametrize(
+    "plan", ["--tiles 2 --tensor 2 --sequence", pytest.param("--data 2", marks=pytest.mark.exhaustive)]
+)
+def test_documents_apart(ranks: Ranks, corpus: Path, tmp_path: Path, plan: str) -> None:
+    """No token sees another document; a model of tokens that two axes of ranks share ends by writing some."""
+    short = tmp_path / "short"
+    short.mkdir()
+    for i in range(40):
+        (short / f"{i:02}.txt").write_text("def f(x): return x"[i % 7 : i % 18 + 3])
+    flags = [*COMMON, "--text", str(short), "--token-folder", str(tmp_path / "tokens"), "--max-steps", "4"]
+    flags += ["--document-mask", "--prompt", "re", "--prompt-tokens", "3", *plan.split()]
+    flags += ["--eval-every", "none", "--run-folder", str(tmp_path / "run")]
+    ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)
+    expected = plain_losses(short, tmp_path / "tokens", 4, True, True)
+    assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+    assert expected != pytest.approx(plain_losses(short, tmp_path / "tokens", 4, True), rel=1e-4)
+    assert "what the model goes on with after 're':\nre" in (tmp_path / "run" / "log-rank0.txt").read_text()
 
 
 def test_a_run_goes_on_by_other_plans(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

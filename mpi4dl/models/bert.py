@@ -2,7 +2,13 @@
 
 from torch import Tensor, nn
 
-from mpi4dl.models.transformer import TokenEmbedding, TransformerBlock, check_sizes, initialize_transformer
+from mpi4dl.models.transformer import (
+    TokenEmbedding,
+    TransformerBlock,
+    check_sizes,
+    documents_of,
+    initialize_transformer,
+)
 
 
 class BERT(nn.Module):
@@ -20,6 +26,7 @@ class BERT(nn.Module):
         hidden: the number of features of a token between blocks.
         ff_dim: the width of feed-forward layers. None: 4 * hidden.
         dropout: of embeddings, attention weights and what blocks add.
+        separator: the token that ends a document, if no token is to see others than its own. None: all see each other.
 
     Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805; Shoeybi et al. 2019, "Megatron-LM", section 5.3,
     https://arxiv.org/abs/1909.08053.
@@ -37,6 +44,7 @@ class BERT(nn.Module):
         hidden: int = 384,
         ff_dim: int | None = None,
         dropout: float = 0.0,
+        separator: int | None = None,
     ) -> None:
         super().__init__()
         check_sizes(vocabulary=vocabulary, context=context, num_layers=num_layers)
@@ -44,6 +52,7 @@ class BERT(nn.Module):
         self.blocks = nn.ModuleList(
             TransformerBlock(hidden, num_heads, ff_dim, dropout=dropout) for _ in range(num_layers)
         )
+        self.separator = separator
         self.norm = nn.LayerNorm(hidden)
         self.transform = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(approximate="tanh"), nn.LayerNorm(hidden))
         self.decoder = nn.Linear(hidden, vocabulary)
@@ -56,6 +65,8 @@ class BERT(nn.Module):
         Raises:
             ValueError: T > context.
         """
+        if documents is None and self.separator is not None:
+            documents = documents_of(tokens, self.separator)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, documents)

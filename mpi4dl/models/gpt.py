@@ -10,6 +10,7 @@ from mpi4dl.models.transformer import (
     TokenEmbedding,
     TransformerBlock,
     check_sizes,
+    documents_of,
     initialize_transformer,
 )
 
@@ -31,6 +32,7 @@ class GPT(nn.Module):
         activation: "gelu" or "swiglu".
         dropout: of embeddings, attention weights and what blocks add.
         tied: the weight of `lm_head` is that of the embedding.
+        separator: the token that ends a document, if no token is to see others than its own. None: all see each other.
 
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
@@ -51,6 +53,7 @@ class GPT(nn.Module):
         activation: Activation = "gelu",
         dropout: float = 0.0,
         tied: bool = True,
+        separator: int | None = None,
     ) -> None:
         super().__init__()
         check_sizes(vocabulary=vocabulary, context=context, num_layers=num_layers)
@@ -71,6 +74,7 @@ class GPT(nn.Module):
             )
             for _ in range(num_layers)
         )
+        self.separator = separator
         self.norm = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:
@@ -83,6 +87,8 @@ class GPT(nn.Module):
         Raises:
             ValueError: T > context.
         """
+        if documents is None and self.separator is not None:
+            documents = documents_of(tokens, self.separator)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, documents)

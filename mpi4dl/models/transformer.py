@@ -41,6 +41,12 @@ def positions_of(x: Tensor) -> Tensor:
     return torch.ones_like(one_each, dtype=torch.int64).cumsum(1) - 1
 
 
+def documents_of(tokens: Tensor, separator: int) -> Tensor:
+    """Document ids of tokens (N, T), counted from 0 in each sequence: each `separator` ends one, and belongs to it."""
+    ends = (tokens == separator).long()
+    return ends.cumsum(1) - ends
+
+
 def same_document(documents: Tensor, causal: bool) -> Tensor:
     """Which keys each query may see: (N, 1, T, T), bool, from document ids (N, T).
 
@@ -53,6 +59,7 @@ def same_document(documents: Tensor, causal: bool) -> Tensor:
 # torch.fx takes a wrapped function as one call, so these may look at shapes and make tensors.
 fx.wrap("rotate")
 fx.wrap("positions_of")
+fx.wrap("documents_of")
 fx.wrap("within_context")
 
 

@@ -78,7 +78,8 @@ class Plan:
     model, and a batch is cut into 2 x `bidirectional` x `microbatches`. With `chunks`, the stages are dealt out over
     `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them. `zero` is the ZeRO stage:
     what the ranks that hold the same parameters share out, instead of each having all of it. Each place of a grid has
-    `tensor` ranks, neighbours, which share the layers' parameters and features.
+    `tensor` ranks, neighbours, which share the layers' parameters and features; with `sequence` also the tokens of what
+    each of them would have whole between such layers.
 
     Raises ValueError where these cannot be together.
     """
@@ -92,6 +93,7 @@ class Plan:
     chunks: int = 1
     zero: int = 0
     tensor: int = 1
+    sequence: bool = False
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class Plan:
         chunks: int = 1,
         zero: int = 0,
         tensor: int = 1,
+        sequence: bool = False,
     ) -> "Plan":
         """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
         if stages % chunks:
@@ -127,6 +130,7 @@ class Plan:
             chunks,
             zero,
             tensor,
+            sequence,
         )
 
     def __post_init__(self) -> None:
@@ -150,6 +154,8 @@ class Plan:
                 f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
                 "more, and no other schedule can have them"
             )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("--sequence shares tokens among the ranks of --tensor: it needs 2 or more of them")
         if self.bidirectional and self.tensor > 1:
             raise ValueError(
                 f"--tensor {self.tensor} with --bidirectional {self.bidirectional}: the "
@@ -202,7 +208,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
-        zero = f", zero({self.zero})" if self.zero else ""
+        zero = (", sequence" if self.sequence else "") + (f", zero({self.zero})" if self.zero else "")
         if self.num_stages == 1 and self.num_microbatches == 1:
             return f"{self}{zero}"
         both = f", bidirectional({self.bidirectional})" if self.bidirectional else ""

@@ -68,6 +68,7 @@ def build_plan(config: Config) -> Plan:
         chunks=chosen.chunks,
         zero=chosen.zero,
         tensor=chosen.tensor,
+        sequence=chosen.sequence,
     )
 
 
@@ -140,6 +141,8 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
         raise ConfigError(f"--model {name} takes {takes(name)}, which {asked} {'have' if tokens else 'has'} not")
     if tokens:
         options = {"vocabulary": num_classes, "context": config.data.context, **options}
+        if config.data.document_mask:  # the end of a document is the last of the tokenizer's, before the mask
+            options["separator"] = num_classes - (2 if config.data.task == "masked" else 1)
     elif takes_channels(name):
         options = {"in_channels": channels, **options}
     try:

@@ -102,6 +102,13 @@ class Data:
     )
     context: int = option(256, "how many tokens of text are one sample", COUNT)
     tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
+    document_mask: bool = option(
+        False, "let no token see other documents of the text than its own, where a sample has several", BOOLEAN
+    )
+    prompt: str | None = option(
+        None, "text that the trained model goes on with, and prints, such as 'def '; none: nothing", optional(NAME)
+    )
+    prompt_tokens: int = option(200, "how many tokens it prints of its own", COUNT)
     token_folder: str = option("runs/tokens", "where tokens are kept, for all runs with the same text", NAME)
     num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
     on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
@@ -126,6 +133,9 @@ class Parallel:
     )
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
     tensor: int = option(1, "how many ranks share the parameters of each layer, and its features", COUNT)
+    sequence: bool = option(
+        False, "sequence parallel: the ranks of --tensor share tokens where each would have all of them", BOOLEAN
+    )
     tensor_styles: str | None = option(
         None,
         'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: by the table for the model',

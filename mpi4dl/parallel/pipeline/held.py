@@ -99,6 +99,7 @@ class Held(nn.Module):
                 if comm.rank in ranks:
                     grid = Grid.of(comm.subset(ranks), shape, plan.tracks_batch(stage))
                     grid.foresight.steps = True
+                    grid.shares_tokens = plan.sequence
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
         # Those who hold a stage, in either direction, hold the same parameters.

@@ -89,6 +89,7 @@ class Grid:
         self.tracks_batch = tracks_batch or shape.batch > 1
         self.coordinates = shape.coordinates(comm.rank)
         self.foresight = Foresight()
+        self.shares_tokens = False  # whether sums over the axis of features leave each rank some of the tokens (`sums`)
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
         self.choices: WeakKeyDictionary[Any, dict[Any, HaloChoice]] | None = WeakKeyDictionary()

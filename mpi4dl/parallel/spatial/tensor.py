@@ -106,7 +106,7 @@ class SpatialTensor(Tensor):
     `x.shape` is the shape of the whole, `x.local` this rank's part of it, `x.layout` where that part lies. Make one
     with `shard` or `from_tile`, and the whole of one with `gather`. Its views share its `memory`. `retained` is the
     gradient of the whole, spread in the same way, once backward has found it after `retain_grad`. `providers` are the
-    norms that it was made of and that may be asked to hold more.
+    norms that it was made of and that may be asked to hold more. `gathered` is what `sums` gathered of it.
     """
 
     _local: Tensor | None
@@ -115,6 +115,7 @@ class SpatialTensor(Tensor):
     _first_look: Callable[[], None] | None
     memory: Memory
     retained: "Tensor | None"
+    gathered: Any
     providers: tuple[Provider, ...]
 
     @staticmethod
@@ -141,12 +142,11 @@ class SpatialTensor(Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
         )
-        self._local = None
-        self._first_look = None
+        self._local = self._first_look = None
         self._shape, self._layout = shape, layout
         self.memory = Memory()
         self.memory.tensors.append(weakref.ref(self))
-        self.retained = None
+        self.retained = self.gathered = None
         self.providers = ()
         if requires_grad:
             _refuse_gradients(self)

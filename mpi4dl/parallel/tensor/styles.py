@@ -11,6 +11,7 @@
 
 Names are those of modules, whose weight and bias are meant, or of single parameters: of these, what a weight is by its
 outputs is the first dim, what it is by its inputs the last.
+Of convolutions, column is of output channels (of groups, if there are several), and row of input channels.
 
 A column-parallel layer before a row-parallel one, with whatever works on each feature alone between them, takes one sum
 over the ranks: Shoeybi et al., "Megatron-LM" (2019).
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 STYLES = ("column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "heads-last", "whole")
 
@@ -109,11 +111,15 @@ HF_VIT: Styles = MappingProxyType(
         "vit.layers.*.mlp.fc2": "row",
     }
 )
+RESNET: Styles = MappingProxyType(
+    {"conv1": "column", "layer*.*.conv*": "column", "layer*.*.downsample.0?": "column", "fc": "row"}
+)
 TABLES: Mapping[str, Styles] = MappingProxyType(
     {
         "GPT": {**OWN, "embedding.tokens": "vocabulary", "lm_head": "vocabulary"},
         "BERT": {**OWN, "embedding.tokens": "vocabulary", "decoder": "vocabulary"},
         "ViT": OWN,
+        "ResNet": RESNET,
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
         "BertForMaskedLM": BERT,
@@ -175,6 +181,9 @@ def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: in
         return
     if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
         raise ValueError(f"{path} is to be {style}, but {type(module).__name__} has no matrix called weight")
+    if isinstance(module, _ConvNd):
+        yield from _channel_cuts(path, module, style, num_ranks)
+        return
     turned = type(module).__name__ == "Conv1D"  # of transformers, which multiplies from the other side
     is_row = style in ("row", "heads-row")
     cut = _cut(path, modules, weight.shape, int(is_row != turned), style, num_ranks)
@@ -197,6 +206,21 @@ def _cut(
     if units < num_ranks:
         raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
     return Cut(dim, outer, size // units)
+
+
+def _channel_cuts(path: str, module: _ConvNd, style: str, num_ranks: int) -> Iterator[tuple[str, Cut]]:
+    """Those of a convolution: its weight is (out, in / groups, ..), or (in, out / groups, ..) if it is transposed."""
+    if style not in ("column", "row") or (style == "row" and module.groups > 1):
+        what = f"a convolution of {module.groups} groups" if module.groups > 1 else "a convolution"
+        raise ValueError(f"{path} is to be {style}, but {what} can only be column{' or row' * (module.groups == 1)}")
+    dim = 0 if module.groups > 1 else int(module.transposed) if style == "column" else int(not module.transposed)
+    units = module.groups if module.groups > 1 else module.weight.shape[dim]
+    if units < num_ranks:
+        what = "groups" if module.groups > 1 else "channels"
+        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
+    yield f"{path}.weight", Cut(dim, 1, module.weight.shape[dim] // units)
+    if module.bias is not None and style == "column":
+        yield f"{path}.bias", Cut(0, 1, module.out_channels // units)
 
 
 def _heads(path: str, modules: Mapping[str, nn.Module]) -> int:

@@ -1,4 +1,6 @@
-"""Dropout on tiles: a mask of its own on every tile, the right statistics, and whole channels alike on all ranks."""
+"""Dropout on tiles: the mask of plain PyTorch; of what is large one of its own on every tile, of right statistics."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.spatial.rules import randomness
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference
 from tests.pool.ranks import Ranks
 
@@ -15,7 +18,8 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     """Statistics of what dropout does to ones, and of its gradient."""
     image = torch.ones(2, 8, 64, 64, requires_grad=True)
     tiles = arrange(image, comm, Arrangement(2, 2))
-    dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
+    with mock.patch.object(randomness, "DRAWN_WHOLE", 0):
+        dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
     dropped.sum().backward()
     dropped = dropped.detach()
     assert image.grad is not None
@@ -76,6 +80,9 @@ def drop_channels(comm: Communicator, arrangement: Arrangement, inplace: bool) -
 
 
 CHANNELS = {
+    "dropout": lambda x, p, inplace: F.dropout(x, p, True, inplace),
+    "dropout of a turned image": lambda x, p, inplace: F.dropout(x.transpose(0, 1), p, True, inplace).transpose(0, 1),
+    "dropout of tokens": lambda x, p, inplace: F.dropout(x.flatten(2), p).unflatten(2, (6, 5)),
     "dropout2d": lambda x, p, inplace: F.dropout2d(x, p, True, inplace),
     "dropout1d": lambda x, p, inplace: F.dropout1d(x.flatten(0, 1), p, True, inplace).unflatten(0, (3, 16)),
     "dropout1d, one sample": lambda x, p, inplace: F.dropout1d(x.sum((0, 1)), p, True, inplace).expand(3, 16, 6, 5),
@@ -85,7 +92,9 @@ CHANNELS = {
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-def test_dropped_channels_are_those_of_plain_pytorch(ranks: Ranks, arrangement: Arrangement, inplace: bool) -> None:
+def test_dropped_pixels_and_channels_are_those_of_plain_pytorch(
+    ranks: Ranks, arrangement: Arrangement, inplace: bool
+) -> None:
     assert ranks(arrangement.size).run(drop_channels, arrangement, inplace) == [[]] * arrangement.size
 
 

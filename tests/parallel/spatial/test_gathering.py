@@ -57,7 +57,6 @@ SHAPES = ((3, 4, 13, 17), (3, 4, 5, 9))
 SPREAD: dict[str, Function] = {
     "Fourier": lambda x: torch.fft.ifft2(torch.fft.fft2(x) * 0.5j).real,
     "sort rows": lambda x: x.sort(2),
-    "trapezoids": lambda x: torch.triu(x) * x.norm(dim=(2, 3), keepdim=True),
     "median of rows": lambda x: x - x.median(2, keepdim=True).values,
     "a mask": fill_where_positive,
     "in place": sort_rows_of_channels,

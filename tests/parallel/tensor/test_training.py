@@ -34,20 +34,20 @@ PLANS = {
 WIDE = ("tensor 2", "tensor 2, ZeRO 2", "tensor 2, data 2, ZeRO 1", "tensor 2, two stages, data 2, ZeRO 2")
 
 
-def batches() -> list[Tensor]:
+def batches(length: int = LENGTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(STEPS)]
+    return [torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator) for _ in range(STEPS)]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
 
 
-def plainly(kv_heads: int, tied: bool) -> tuple[list[float], Language]:
+def plainly(kv_heads: int, tied: bool, length: int) -> tuple[list[float], Language]:
     model = build(kv_heads, tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
     losses = []
-    for batch in batches():
+    for batch in batches(length):
         optimizer.zero_grad()
         loss = loss_of(model(batch[:, :-1]), batch[:, 1:])
         loss.backward()
@@ -60,19 +60,22 @@ def read(batch: Tensor, box: Box) -> Tensor:
     return batch[slice(*box.batch), slice(*box.space[0])]
 
 
-def train(comm: Communicator, plan: Plan, kv_heads: int) -> None:
-    tied = plan.num_stages == 1
-    losses, expected = plainly(kv_heads, tied)
+def train(comm: Communicator, plan: Plan, kv_heads: int, length: int) -> list[int]:
+    """Returns how many tokens a norm between layers saw of each microbatch."""
+    tied, seen = plan.num_stages == 1, []
+    losses, expected = plainly(kv_heads, tied, length)
     styles = FUSED if kv_heads == HEADS else GROUPED
     if tied:
         held = Held.whole(build(kv_heads), plan, comm, styles=styles)
     else:
-        image = (BATCH, LENGTH)
+        image = (BATCH, length)
         held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
     engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
-    for batch, loss in zip(batches(), losses, strict=True):
-        tiles = [read(batch, each.box) for each in engine.reads(BATCH, (LENGTH,))]
-        found = engine.step(tiles, batch[:, 1:], (LENGTH,))
+    for norm in (m for name, m in held.named_modules() if name.endswith("blocks.0.between")):
+        norm.register_forward_pre_hook(lambda _, args: seen.append(getattr(args[0], "local", args[0]).shape[1]))
+    for batch, loss in zip(batches(length), losses, strict=True):
+        tiles = [read(batch, each.box) for each in engine.reads(BATCH, (length,))]
+        found = engine.step(tiles, batch[:, 1:], (length,))
         assert found.loss == pytest.approx(loss, rel=EXACT)
     gradients, state = engine.gather_gradients(), engine.gather_state()
     engine.check_replicas()
@@ -83,14 +86,40 @@ def train(comm: Communicator, plan: Plan, kv_heads: int) -> None:
             assert_close(state[name], p.detach(), EXACT, name)
             assert gradients[name] is not None
             assert_close(gradients[name], p.grad, EXACT, name)
+    return seen
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in WIDE else name for name in PLANS]
 )
 def test_five_steps(ranks: Ranks, name: str) -> None:
-    plan = PLANS[name]
-    ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS)
+    plan, length = PLANS[name], LENGTH
+    ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
+
+
+SEQUENCES: dict[str, tuple[Plan, int, list[int]]] = {  # with how many tokens there are, and each rank has of them
+    "tensor 2": (replace(ONE, tensor=2), 7, [3, 4]),
+    "tensor 3": (replace(ONE, tensor=3), 7, [2, 2, 3]),
+    "tensor 4": (replace(ONE, tensor=4), 7, [1, 2, 2, 2]),
+    "tensor 2, context 2": (Plan(((2,),), tensor=2), 8, [2, 2, 2, 2]),
+    "tensor 2, context 2 of uneven pieces": (Plan(((2,),), tensor=2), 7, [3, 3, 4, 4]),
+    "tensor 2, data 2, ZeRO 1": (replace(ONE, tensor=2, data=2, zero=1), 7, [3, 4, 3, 4]),
+    "tensor 2, data 2, ZeRO 3": (replace(ONE, tensor=2, data=2, zero=3), 7, [3, 4, 3, 4]),
+    "tensor 2, two stages": (Plan(((1,), (1,)), tensor=2, microbatches=2), 7, [0, 0, 3, 4]),
+    "tensor 2, two stages, data 2": (Plan(((1,), (1,)), tensor=2, data=2), 7, [0, 0, 3, 4, 0, 0, 3, 4]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if "context" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in SEQUENCES]
+)
+def test_sequence(ranks: Ranks, name: str) -> None:
+    """Ranks that share parameters share the tokens of what is between, and learn the same."""
+    plan, length, shares = SEQUENCES[name]
+    plan = replace(plan, sequence=True)
+    seen = ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
+    assert [max(each, default=0) for each in seen] == shares
+    assert all(set(each) <= {share} for each, share in zip(seen, shares, strict=True))
 
 
 class Moves(TorchDispatchMode):
@@ -121,13 +150,13 @@ def test_no_device_has_the_whole_of_what_is_cut(ranks: Ranks, name: str) -> None
 
 
 OF_OURS: dict[str, tuple[str, dict[str, object]]] = {
-    "GPT": ("gpt", {"num_layers": 1, "num_kv_heads": 2, "activation": "swiglu", "positions": "rotary"}),
-    "BERT": ("bert", {"num_layers": 1}),
+    "GPT": ("gpt", {"num_layers": 1, "num_kv_heads": 2, "activation": "swiglu", "positions": "rotary", "dropout": 0.2}),
+    "BERT": ("bert", {"num_layers": 1, "dropout": 0.2}),
     "ViT": ("vit", {"num_layers": 1, "image_size": 8, "in_channels": 1}),
 }
 
 
-def compare_tables(comm: Communicator, name: str) -> None:
+def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
     kind, options = OF_OURS[name]
     sizes = {"hidden": 24, "num_heads": 4, **({} if kind == "vit" else {"vocabulary": VOCABULARY, "context": LENGTH})}
 
@@ -148,12 +177,14 @@ def compare_tables(comm: Communicator, name: str) -> None:
     def loss_of_it(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
-    plain = build_it()
+    plan, plain = replace(plan, sequence=sequence), build_it()
+    torch.manual_seed(5)  # of what is dropped
     loss = loss_of_it(plain(x), targets)
     loss.backward()
     held = Held.whole(build_it(), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of_it, comm=comm)
     (mine,) = engine.reads(BATCH, size)
+    torch.manual_seed(5)
     assert engine.step([x[slice(*mine.box.batch)]], targets, size).loss == pytest.approx(loss.item(), rel=EXACT)
     found = engine.gather_gradients()
     for key, p in plain.named_parameters() if found is not None else ():
@@ -161,9 +192,10 @@ def compare_tables(comm: Communicator, name: str) -> None:
         assert_close(found[key], p.grad, EXACT, key)
 
 
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", OF_OURS)
-def test_tables_of_our_models(ranks: Ranks, name: str) -> None:
-    ranks(4 if name == "GPT" else 2).run(compare_tables, name)
+def test_tables_of_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
+    ranks(4 if name == "GPT" else 2).run(compare_tables, name, sequence)
 
 
 def refuse(comm: Communicator) -> list[str]:

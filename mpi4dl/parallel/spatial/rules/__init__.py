@@ -28,6 +28,7 @@ import mpi4dl.parallel.spatial.rules.reductions
 import mpi4dl.parallel.spatial.rules.resampling
 import mpi4dl.parallel.spatial.rules.sampling
 import mpi4dl.parallel.spatial.rules.shuffling
+import mpi4dl.parallel.spatial.rules.triangles
 import mpi4dl.parallel.spatial.rules.unfolding
 import mpi4dl.parallel.spatial.rules.vector_losses
 import mpi4dl.parallel.spatial.rules.views

@@ -22,7 +22,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
 
 def _means(count: int, input: SpatialTensor, output_size: Any) -> Tensor:
     """Means over bins; the result is small, and every rank has all of its pixels."""
-    input = check_image(input, f"torch.nn.functional.adaptive_avg_pool{count}d", count)
+    input = check_image(input, f"torch.nn.functional.adaptive_avg_pool{count}d", count, True)
     size = _output_size(input, output_size, count)
     if set(size) == {1}:
         return mean(input, tuple(range(-count, 0)), True)
@@ -81,7 +81,7 @@ def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
 
 def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
     """Maxima over bins, of equal pixels the first in reading order as in PyTorch; indices are those of the whole."""
-    x = check_image(input, f"torch.nn.functional.adaptive_max_pool{count}d", count)
+    x = check_image(input, f"torch.nn.functional.adaptive_max_pool{count}d", count, True)
     size, image = _output_size(x, output_size, count), x.shape[-count:]
     pool = getattr(F, f"adaptive_max_pool{count}d")
     pool(torch.empty(x.shape, dtype=x.dtype, device="meta"), size)  # raises what PyTorch raises

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm import collectives
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel.spatial.flattening import Unlike, part_along
 from mpi4dl.parallel.spatial.grid import Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile, without_flat_dims
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register, wrap
+from mpi4dl.parallel.spatial.sums import add_up, with_all_features
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register
 
 Labels = Sequence[Hashable]
 
@@ -62,14 +62,12 @@ def _contract(
     layout = _tiling_of(lead.layout, held)
     y = function(*(_part(x, names, held, layout, flats) for x, names in zip(operands, labels, strict=True)))
     summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
-    if any(layout.grid.shape[axis] > 1 for axis in summed):
-        y = collectives.all_reduce(y, layout.grid.along(summed))
     dims = [
         list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in layout.grid.axes
     ]
     layout = layout.with_dims(dims)
     kept = [flat._replace(dim=list(result).index(label)) for label, flat in flats.items() if label in result]
-    return wrap(y, replace(layout, flat=tuple(kept)))
+    return add_up(y, replace(layout, flat=tuple(kept)), summed)
 
 
 def _flats(
@@ -107,9 +105,14 @@ def _flats(
 def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels) -> list[Tensor]:
     """The operands, where an axis that stands under several labels, as in q @ k.T, is gathered under all but one.
 
-    It is kept where the result has it, or else in the first operand.
+    It is kept where the result has it, or else in the first operand. That of features is kept in the last one: of
+    tokens that ranks share they come to have all, rather than all of the parameter.
     """
     kept: dict[int, Hashable] = {}
+    for x, names in zip(operands, labels, strict=True):
+        features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
+        if features is not None and (dim := x.layout.dims[features]) is not None:  # type: ignore[attr-defined]
+            kept[features] = names[dim]
     for wanted in (True, False):
         for x, names in zip(operands, labels, strict=True):
             for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
@@ -119,7 +122,10 @@ def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], resul
     for x, names in zip(operands, labels, strict=True):
         if isinstance(x, SpatialTensor):
             axes = [axis for axis, dim in enumerate(x.layout.dims) if dim is not None and names[dim] != kept[axis]]
-            x = gather_axes(x, axes) if axes else x
+            if x.layout.grid.features in axes:
+                axes.remove(x.layout.grid.axes[-1])
+                x = with_all_features(x)
+            x = gather_axes(x, axes) if axes and isinstance(x, SpatialTensor) else x
         found.append(x)
     return found
 

@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.geometry import TransposedWindow, Window
 from mpi4dl.parallel.spatial.halo import Reach
+from mpi4dl.parallel.spatial.rules.channels import with_cut_channels
 from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way, choose
 from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, output_shape, slide
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, register, wrap
@@ -229,5 +230,9 @@ def _transposed_convolution(
 
 
 for count in (1, 2, 3):
-    register(getattr(torch, f"conv{count}d"))(partial(_convolution, count))
-    register(getattr(torch, f"conv_transpose{count}d"))(partial(_transposed_convolution, count))
+    for name, rule, out in (
+        (f"conv{count}d", _convolution, 0),
+        (f"conv_transpose{count}d", _transposed_convolution, 1),
+    ):
+        function = getattr(torch, name)
+        register(function)(with_cut_channels(function, partial(rule, count), out))

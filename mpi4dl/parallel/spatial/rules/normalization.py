@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.rules.channels import as_own, of_channels, own_channels
 from mpi4dl.parallel.spatial.rules.moments import Norm, Task, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
+from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
 
@@ -30,6 +33,8 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    if shared(input, 1):
+        return _batch_norm_of_own(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if input.layout.axis(1) is not None:
         raise refusal("torch.nn.functional.batch_norm", "dim 1 is not the channels here")
     layout, x = input.layout, input.local
@@ -68,6 +73,25 @@ def batch_norm(
     return result
 
 
+def _batch_norm_of_own(
+    input: SpatialTensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any
+) -> Tensor:
+    """Of channels that ranks share: every rank has the running statistics of all of them."""
+    grid, split = input.layout.grid, input.layout.tiling.splits[-1]
+    mine = input.layout.owned[-1]
+    weight, bias, training, *rest = args
+    running = [known for known in (running_mean, running_var) if known is not None]
+    own = [of_channels(x, mine) for x in (running_mean, running_var, weight, bias)]
+    normalized: Tensor = F.batch_norm(own_channels(input), *own, training, *rest)  # type: ignore[call-arg, arg-type]
+    y = as_own(normalized, grid, split, 1)
+    if training and running:
+        told = torch.stack([known[mine.start : mine.stop] for known in running])
+        every = gather(as_own(told, grid, split, 1))
+        for known, found in zip(running, every, strict=True):
+            known.detach().copy_(found)
+    return y
+
+
 def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Norm:
     """A batch norm of tensors of this layout and local shape, of which at least that is to be held."""
     others = math.prod(n for d, n in enumerate(shape) if d != 1 and d not in layout.dims)
@@ -103,8 +127,24 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     """Statistics over the channels of a group and the whole image, for each sample."""
+    if shared(input, 1):
+        return _group_norm_of_own(input, num_groups, weight, bias, eps)
     input = in_plain_dtype(input, lambda image: F.group_norm(image, 1))
     return _by_sample(input, num_groups, weight, bias, eps, "torch.nn.functional.group_norm")[0]
+
+
+def _group_norm_of_own(
+    input: SpatialTensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Of channels that ranks share: each rank's own groups, unless the channels are cut within one."""
+    split, mine = input.layout.tiling.splits[-1], input.layout.owned[-1]
+    size = max(1, input.shape[1] // num_groups)
+    if any(cut % size for cut in split.cuts):
+        return F.group_norm(with_all_features(input), num_groups, weight, bias, eps)
+    own = F.group_norm(
+        own_channels(input), mine.length // size, of_channels(weight, mine), of_channels(bias, mine), eps
+    )
+    return as_own(own, input.layout.grid, split, 1)
 
 
 @register(F.instance_norm)
@@ -119,6 +159,9 @@ def instance_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
+    if shared(input, 1):
+        whole = with_all_features(input)
+        return F.instance_norm(whole, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     y, moments = _by_sample(input, input.shape[1], weight, bias, eps, "torch.nn.functional.instance_norm")

@@ -15,6 +15,7 @@ from mpi4dl.parallel.spatial.flattening import Unlike, part_along
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.memory import writes
+from mpi4dl.parallel.spatial.sums import share_alike
 from mpi4dl.parallel.spatial.tensor import (
     Rule,
     SpatialTensor,
@@ -80,6 +81,7 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
         return _align(operands, function, keep_first)
     except Unlike as unlike:
         opened = [x if keep_first and x is operands[0] else without_flat_dims(x) for x in operands]
+        opened = _in_one_dim(opened)
         if all(x is y for x, y in zip(opened, operands, strict=True)):
             raise refusal(function, str(unlike)) from None
     if any(isinstance(x, SpatialTensor) for x in opened):
@@ -88,12 +90,26 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     return opened, Layout.of_copies(grid)
 
 
+def _in_one_dim(operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands; an axis that is several dims of them, as in x[:, None] == x, is gathered in all but the first."""
+    place: dict[int, int] = {}
+    found = []
+    for x in operands:
+        if isinstance(x, SpatialTensor):
+            at = {axis: dim - x.dim() for axis, dim in enumerate(x.layout.dims) if dim is not None}
+            elsewhere = [axis for axis, dim in at.items() if place.setdefault(axis, dim) != dim]
+            x = gather_axes(x, elsewhere) if elsewhere else x
+        found.append(x)
+    return found
+
+
 def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple[list[Tensor], Layout]:
     alike = [x for x in operands if isinstance(x, SpatialTensor)]
     if len(alike) == len(operands) and all(
         x.layout == alike[0].layout and x.shape == alike[0].shape for x in alike[1:]
     ):
         return [x.local for x in alike], alike[0].layout
+    operands = share_alike(operands, keep_first)
     ndim = max(x.dim() for x in operands)
     first = next(x for x in operands if isinstance(x, SpatialTensor))
     operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]

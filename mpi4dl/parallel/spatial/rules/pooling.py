@@ -228,7 +228,7 @@ def _max_pool(
     return_indices: bool = False,
 ) -> Any:
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
-    x = check_image(input, f"torch.nn.functional.max_pool{count}d", count)
+    x = check_image(input, f"torch.nn.functional.max_pool{count}d", count, True)
     windows = windows_of(count, kernel_size, stride, padding, dilation, ceil_mode)
     if count == 1:
         row = x.unsqueeze(-2)
@@ -256,7 +256,7 @@ def _avg_pool(
     divisor_override: int | None = None,
 ) -> Tensor:
     """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
-    x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count)
+    x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True)
     windows = windows_of(count, kernel_size, stride, padding, 1, ceil_mode)
     if count == 1:
         row = x.unsqueeze(-2)

@@ -1,7 +1,8 @@
-"""Dropout: independent on every tile, alike on all ranks where a mask covers whole channels.
+"""Dropout: by the mask that plain PyTorch would draw, of which each rank has its part; of what is large, another one.
 
 Ranks that share an image draw from generators in the same state, so that whatever is drawn for a replicated tensor is
-the same on all. A mask for tiles is drawn from another generator, seeded by one such draw and the tile's place.
+the same on all, and so is a mask for a whole that is small. A mask for tiles of what is too large to be drawn whole by
+each rank is drawn from another generator, seeded by one such draw and the tile's place: independent on every tile.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import narrow, shape_of
+from mpi4dl.parallel.spatial.flattening import cut_out
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
+
+DRAWN_WHOLE = 1 << 24  # so many numbers at most: 64 MiB in float32, for a moment
 
 
 def _generator(layout: Layout, rank: int, seed: int, device: torch.device) -> torch.Generator:
@@ -46,15 +50,30 @@ def dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace
     """The halo that is held is dropped as its owner drops it."""
     if not training or p == 0:
         return input
+    keep = _part_of_whole(input, 1 - p) if input.shape.numel() <= DRAWN_WHOLE else _of_tiles(input, 1 - p)
+    scaled = keep.div_(1 - p) if p < 1 else keep
+    return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
+
+
+def _part_of_whole(input: SpatialTensor, share: float) -> Tensor:
+    """This rank's part of the mask of the whole, drawn in the order in which the input lies in memory."""
+    local = input.local
+    strides = local.stride()
+    order = sorted(range(input.dim()), key=lambda dim: (-strides[dim], dim))
+    whole = torch.empty_permuted(input.shape, order, dtype=local.dtype, device=local.device)
+    keep = torch.empty_like(local)
+    return keep.copy_(cut_out(whole.bernoulli_(share), input.layout))
+
+
+def _of_tiles(input: SpatialTensor, share: float) -> Tensor:
     keep = torch.empty_like(input.local)
     for flat in input.layout.flat:  # what every rank has is dropped alike
-        keep.narrow(flat.dim, 0, flat.prefix).bernoulli_(1 - p)
+        keep.narrow(flat.dim, 0, flat.prefix).bernoulli_(share)
     behind = keep
     for flat in input.layout.flat:
         behind = behind.narrow(flat.dim, flat.prefix, behind.shape[flat.dim] - flat.prefix)
-    _draw(input, behind, 1 - p)
-    scaled = keep.div_(1 - p) if p < 1 else keep
-    return wrap(input.local.mul_(scaled) if inplace else input.local * scaled, input.layout)
+    _draw(input, behind, share)
+    return keep
 
 
 def _whole_channels(function: Any, without_batch: int | None) -> Callable[..., Tensor]:

@@ -58,7 +58,7 @@ def interpolate(
         raise refusal(name, f"shape {tuple(input.shape)}, {input.dtype}, {mode}, {align_corners=}")
     if antialias and not mode.startswith("bi"):
         raise refusal(name, f"mode {mode!r} with antialias")
-    x = check_image(input, name, count)
+    x = check_image(input, name, count, True)
     factors: tuple[float | None, ...] = (None,) * count
     if scale_factor is not None:
         factors = each(scale_factor, count)

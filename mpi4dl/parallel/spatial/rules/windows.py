@@ -13,6 +13,7 @@ from torch import Tensor
 from mpi4dl.comm.exchange import Dims
 from mpi4dl.geometry import BATCH, AxisMap, Interval
 from mpi4dl.parallel.spatial.halo import Reach, reach
+from mpi4dl.parallel.spatial.sums import shared
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal
 
 
@@ -28,15 +29,16 @@ def hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def check_image(x: Tensor, function: str, count: int = 2) -> SpatialTensor:
+def check_image(x: Tensor, function: str, count: int = 2, each_channel: bool = False) -> SpatialTensor:
     """x, if windows along its last `count` dims are along axes of space, and no other dim is one; refuse it otherwise.
 
-    A batch that is cut is the first dim.
+    A batch that is cut is the first dim. What treats `each_channel` alone takes those that ranks share too.
     """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
     layout, first = x.layout, x.dim() - count
-    if not layout.known((check_image, first), lambda: _slides(layout.dims, first)):
+    dims = layout.dims[:-1] if each_channel and shared(x, first - 1) else layout.dims
+    if not layout.known((check_image, first, each_channel), lambda: _slides(dims, first)):
         raise refusal(
             function, f"it slides along the last {count} dims, but those of {layout.grid.names} are {layout.dims}"
         )

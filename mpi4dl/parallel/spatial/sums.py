@@ -1,0 +1,140 @@
+"""Sums over ranks of what each of them has part of: all of the sum on every rank, or of some of its tokens.
+
+    a layer of which each rank has some inputs    x (.., T, C / N)   -->  partial sums (.., T, C) on every rank
+    all-reduced                                   y (.., T, C)            what follows is computed by every rank alike
+    reduce-scattered, sequence parallel           y (.., T / N, C)        each rank computes it of its own tokens, until
+                                                                          a layer of which it has some outputs gathers
+
+Both send the same bytes: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mpi4dl.comm import collectives
+from mpi4dl.comm.exchange import narrow
+from mpi4dl.geometry import Interval, Split, Tiling, even_cuts
+from mpi4dl.parallel.spatial.flattening import close_dims, open_dims, opened
+from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
+from mpi4dl.parallel.spatial.halo import gather_axes
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
+
+
+def add_up(y: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
+    """The sum of the ranks' `y` along `axes`; `layout`, which has none of them, is that of each term.
+
+    Where the grid shares tokens, ranks along the axis of features come to hold some of the sum's tokens each.
+    """
+    grid = layout.grid
+    axes = [axis for axis in axes if grid.shape[axis] > 1]
+    shared = None
+    if grid.features in axes and layout.dims[-1] is None:
+        shared = tokens_shared(layout, layout.global_shape(tuple(y.shape)), y.dim() - 2)
+    if shared is not None:
+        axes.remove(grid.axes[-1])
+    if axes:
+        y = collectives.all_reduce(y, grid.along(tuple(axes)))
+    if shared is None:
+        return wrap(y, layout)
+    whole = _of_all(shared)
+    exchange = opened(shared).exchange_to(whole)
+    summed = collectives.linear(open_dims(y, shared, whole.held(grid.rank)), exchange.adjoint.bring, exchange.bring)
+    return SpatialTensor(close_dims(summed, shared, shared.owned), shared)
+
+
+def _of_all(shared: Layout) -> Tiling:
+    """What ranks hold that have all tokens that those along the axis of features share."""
+    features = shared.grid.axes[-1]
+    split = shared.tiling.splits[features]
+    return shared.tiling.replace(features, Split(split.cuts, (Interval(0, split.size),) * split.parts))
+
+
+def tokens_shared(layout: Layout, shape: Sequence[int], dim: int) -> Layout | None:
+    """The layout in which ranks along the axis of features share the tokens, `dim`, of a tensor of this layout.
+
+    None where they do not, or cannot: of tokens that the axis of tokens cuts into uneven pieces, and of matrices, whose
+    rows may be those of several sequences.
+    """
+    grid = layout.grid
+    if not grid.shares_tokens or dim < 1 or layout.flat or layout.wide:
+        return None
+    features, parts = grid.axes[-1], grid.shape[-1]
+    others = [axis for axis, known in enumerate(layout.dims) if known == dim and grid.shape[axis] > 1]
+    pieces = prod(grid.shape[axis] for axis in others)
+    even = all(layout.tiling.splits[axis].cuts == even_cuts(shape[dim], pieces) for axis in others)
+    if len(others) > 1 or not even or shape[dim] % pieces or shape[dim] // pieces < parts:
+        return None
+    layout = layout.with_dims(None if known == dim else known for known in layout.dims)
+    carried = (*others, features)
+    flat = (Flat(dim, tuple(Factor(axis) for axis in carried)),) if others else ()
+    tiling = layout.tiling.replace(features, Split.at(even_cuts(shape[dim] // pieces, parts)))
+    dims = tuple(dim if axis in carried else known for axis, known in enumerate(layout.dims))
+    return Layout(grid, tiling, dims, flat)
+
+
+def share_alike(operands: Sequence[Tensor], keep_first: bool) -> Sequence[Tensor]:
+    """Operands that broadcast against each other, in which the axis of features is of one dim, or is not there.
+
+    That is the dim of it in the largest operand, or in the first that has it if that is to stay as it is. If it is that
+    of tokens, of which another axis has some too, ranks take their shares of what they have of them.
+    """
+    shared = [x for x in operands if isinstance(x, SpatialTensor) and x.layout.grid.shares_tokens]
+    having = [x for x in shared if x.layout.dims[-1] is not None]
+    if not having:
+        return operands
+    lead = having[0] if keep_first else max(having, key=lambda x: x.shape.numel())
+    place = lead.layout.dims[-1] - lead.dim()  # type: ignore[operator]  # from the last
+    return [_at(x, place) if isinstance(x, SpatialTensor) else x for x in operands]
+
+
+def _at(x: SpatialTensor, place: int) -> Tensor:
+    """x with the axis of features at this place, or nowhere."""
+    dim, layout = x.dim() + place, x.layout
+    known = layout.dims[-1]
+    if known is not None:
+        return x if known == dim else with_all_features(x)
+    if dim < 1 or x.shape[dim] == 1 or dim not in layout.dims:
+        return x
+    shared = tokens_shared(layout, x.shape, dim)
+    if shared is None:
+        return x
+    whole, bare = _of_all(shared).held(layout.grid.rank), opened(shared)
+    mine = narrow(open_dims(x.local, shared, whole), bare.dims, whole, bare.owned)
+    return SpatialTensor(close_dims(mine, shared, shared.owned), shared)
+
+
+def shared(x: Tensor | None, dim: int) -> bool:
+    """Whether ranks share this dim of x along the axis of features."""
+    features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
+    return features is not None and x.layout.dims[features] == dim  # type: ignore[union-attr]
+
+
+def with_all_features(x: SpatialTensor) -> Tensor:
+    """x with all that the ranks along the axis of features share of it, gathered once, whoever asks."""
+    state = x.local._version, torch.is_grad_enabled()
+    if x.gathered is None or x.gathered[0] != state:
+        x.gathered = state, _gathered(x)
+    found: Tensor = x.gathered[1]
+    return found
+
+
+def _gathered(x: SpatialTensor) -> Tensor:
+    layout, features = x.layout, x.layout.grid.axes[-1]
+    dim = layout.dims[features]
+    flat = None if dim is None else layout.flat_at(dim)
+    if dim is None or flat is None or flat.prefix or [factor.axis for factor in flat.factors[1:]] != [features]:
+        return gather_axes(x, [features])
+    # Tokens that two axes cut: what the axis of tokens cut remains.
+    tokens = flat.factors[0].axis
+    if tokens is None:
+        return gather_axes(x, [features])
+    bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.owned), opened(layout)), [features])
+    assert isinstance(bare, SpatialTensor)
+    size = layout.tiling.splits[features].size
+    tiling = layout.tiling.drop(features)
+    tiling = tiling.replace(tokens, Split.at([cut * size for cut in tiling.splits[tokens].cuts]))
+    dims = tuple(None if axis == features else known for axis, known in enumerate(layout.dims))
+    return SpatialTensor(bare.local.flatten(dim, dim + 1), Layout(layout.grid, tiling, dims))
