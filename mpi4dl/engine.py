@@ -152,10 +152,10 @@ class Engine:
             all_reduce=all_reduce,
             bucket_bytes=bucket_bytes,
         )
+        for together in self.held.together:
+            for _, p in together.parameters:
+                together.comm.broadcast(p.data)
         for stage, module in self.held.modules_of.items():
-            for comm_of, parameters in self.held.trained_together(stage):
-                for _, p in parameters:
-                    comm_of.broadcast(p.data)
             for buffer in module.buffers():
                 self.held.groups[stage].broadcast(buffer.data)
         fetch_halos(self.held.modules_of.values(), halo, comm, self.device)
@@ -163,17 +163,12 @@ class Engine:
             recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
-        groups: list[tuple[int, ReplicaGroup]] = []
-        for stage in self.held.modules_of:
-            zero, copies = plan.zero_at(stage)
-            for comm_of, parameters in self.held.trained_together(stage):
-                level = zero if comm_of.size > 1 else 0
-                summing = None if level else pick(comm_of, all_reduce, device=self.device)
-                mirrored = plan.num_directions == 2
-                group = ReplicaGroup(
-                    parameters, comm_of, optimizer, home, level, copies, summing, bucket_bytes, mirrored, whole
-                )
-                groups.append((stage, group))
+        groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
+        for stages, alike, parameters, zero, copies in self.held.together:
+            summing = None if zero else pick(alike, all_reduce, device=self.device)
+            apart = plan.num_directions == 2 or len(stages) > 1
+            group = ReplicaGroup(parameters, alike, optimizer, home, zero, copies, summing, bucket_bytes, apart, whole)
+            groups.append((stages, group))
         self.groups = ReplicaGroups(groups, self.held.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.tensor > 1
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
@@ -190,7 +185,7 @@ class Engine:
         settings = [options_of(group) for group in self.optimizer.param_groups]
         optimizer = f"{type(self.optimizer).__name__} {settings}"
         named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
-        problem = problem_with(self.optimizer, named, max(group.size for group in held.groups.values()))
+        problem = problem_with(self.optimizer, named, max(each.comm.size for each in held.together))
         if problem is None and manner is not None:
             problem = manner.problem(type(self.optimizer).__name__, turns)
         if problem is None and self.plan.tensor > 1:
@@ -383,7 +378,7 @@ class Engine:
             for stage, module in held.modules_of.items()
             if self.plan.ranks(0, stage)[0] == self.comm.rank
             for name, value in module.state_dict().items()
-            if name not in trained and name not in held.ties
+            if name not in trained and name not in held.ties and held.shared.get(name, (stage,))[0] == stage
         }
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -30,7 +30,11 @@ PLANS = (
     pytest.param("--tensor 2", marks=pytest.mark.exhaustive),
     pytest.param("--tiles 2 --data 2 --zero 1", marks=pytest.mark.exhaustive),
     "--tensor 2 --data 2 --zero 3",
-    f"--stages 2 --balance 2,2 --model-options tied=false,{OPTIONS} --microbatches 2",
+    "--stages 2 --microbatches 2",
+    "--stages 2 --tensor 2 --balance flops",
+    pytest.param("--stages 2 --balance measured", marks=pytest.mark.exhaustive),
+    pytest.param("--stages 2 --tiles 2,1 --balance memory --zero 2", marks=pytest.mark.exhaustive),
+    pytest.param(f"--stages 2 --balance 2,2 --model-options tied=false,{OPTIONS}", marks=pytest.mark.exhaustive),
 )
 
 
@@ -160,7 +164,7 @@ REFUSED = {
     "--tensor 2 --tensor-styles nowhere.toml": "--tensor-styles nowhere.toml: ",
     "--model resnet18": "--model resnet18 takes images, which --text has not",
     "--tensor 3": "has 2 heads of keys, which 3 ranks cannot share",
-    "--stages 2": "--text in 2 stages: say with --balance",
+    "--stages 6": "GPT has 4 atoms, too few for 6 stages",
     "--tokenizer words": "--tokenizer words: must be bytes, or bpe:",
     "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
     "--stream 2x2": "--stream and --patches are for images, but --text was given",

@@ -11,7 +11,7 @@ model (GEMS) lies over the ranks of each replica in the opposite order.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -284,30 +284,36 @@ class Plan:
         holders = self.placement.holders[direction][stage]
         return tuple(d * self.ranks_per_replica + rank for d in range(self.data) for rank in holders)
 
-    def holders(self, stage: int) -> tuple[int, ...]:
-        """All ranks that have the parameters of a stage: over tiles, ways, replicas and both directions, in turn."""
-        directions = [self.ranks(direction, stage) for direction in range(self.num_directions)]
-        return tuple(dict.fromkeys(rank for alike in zip(*directions, strict=True) for rank in alike))
+    def holders(self, *stages: int, part: int | None = None) -> tuple[int, ...]:
+        """All ranks that have the parameters of a stage, or those that several stages share, in turn.
 
-    def holders_of_part(self, stage: int, part: int) -> tuple[int, ...]:
-        """Those of them that have the same part of what is cut by features."""
-        directions = [self.ranks(direction, stage)[part :: self.tensor] for direction in range(self.num_directions)]
-        return tuple(dict.fromkeys(rank for alike in zip(*directions, strict=True) for rank in alike))
+        That is over tiles, ways, replicas and both directions. `part`: those with the same part of what is cut by
+        features.
+        """
+        every = zip_longest(*self._copies(stages, part))
+        return tuple(dict.fromkeys(rank for alike in every for rank in alike if rank is not None))
 
-    def zero_at(self, stage: int) -> tuple[int, int]:
+    def _copies(self, stages: Sequence[int], part: int | None = None) -> list[tuple[int, ...]]:
+        """The ranks of each copy of these stages' parameters."""
+        step = slice(None) if part is None else slice(part, None, self.tensor)
+        return [self.ranks(direction, stage)[step] for stage in stages for direction in range(self.num_directions)]
+
+    def zero_at(self, *stages: int, part: int | None = None) -> tuple[int, int]:
         """The ZeRO stage that is possible there, and into how many sets its holders fall: rank r is in r % that.
 
-        Each direction of GEMS is a set that gathers parameters on its own. Where some ranks are in both directions and
-        others in one, they make different numbers of backward passes, and gradients wait for the last one (stage 1).
+        Each direction of GEMS is a set that gathers parameters on its own, and so is each of several stages that share
+        parameters. Where some ranks are in several sets and others in one, they make different numbers of backward
+        passes, and where sets differ in size, they cannot have parts of each other: stage 1, which gathers nothing.
         """
-        directions = [set(self.ranks(direction, stage)) for direction in range(self.num_directions)]
-        if len(self.holders(stage)) == 1:
+        copies = [set(ranks) for ranks in self._copies(stages, part)]
+        everyone = set().union(*copies)
+        if len(everyone) == 1:
             return 0, 1
-        if len(directions) == 1 or directions[0] == directions[1]:
+        if all(ranks == everyone for ranks in copies):
             return self.zero, 1
-        if directions[0] & directions[1]:
+        if len(everyone) < sum(map(len, copies)) or len(set(map(len, copies))) > 1:
             return min(self.zero, 1), 1
-        return self.zero if len(directions[0]) > 1 else min(self.zero, 2), 2
+        return self.zero if len(copies[0]) > 1 else min(self.zero, 2), len(copies)
 
     def held_by(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (direction, stage) pairs that a rank works on."""

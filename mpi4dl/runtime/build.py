@@ -196,9 +196,8 @@ def hold_model(
             raise ConfigError(f"--stream-segments {bags.segments} of --model {config.model.model}: {error}") from error
         return Held.whole(model, plan, comm, bags)
     if plan.num_stages == 1 and stream is None:
-        model = build_model(config, num_classes, channels).to(device)
-        return Held.whole(model, plan, comm, styles=tensor_styles(config))
-    samples, of_text = max(1, config.data.batch_size // plan.num_microbatches), config.data.text is not None
+        model = build_model(config, num_classes, channels)
+        return Held.whole(model, plan, comm, styles=tensor_styles(config), device=device)
     try:
         return split(
             lambda: build_model(config, num_classes, channels),
@@ -207,8 +206,8 @@ def hold_model(
             device=device,
             seed=config.training.seed,
             balance=config.parallel.balance,
-            image=(samples, *(() if of_text else (channels,)), *config.data.image_size),
-            clockwork=None if of_text else replace(Clockwork.of_user(), time=time_and_tidy),
+            image=_microbatch(config, plan, channels),
+            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
         )
@@ -220,6 +219,12 @@ def hold_model(
         raise ConfigError(f"--stream {named}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--model {config.model.model}: {error}") from error
+
+
+def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
+    """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
+    samples = max(1, config.data.batch_size // plan.num_microbatches)
+    return samples, *(() if config.data.text is not None else (channels,)), *config.data.image_size
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:
@@ -238,14 +243,8 @@ def tensor_styles(config: Config) -> dict[str, str] | None:
 
 def _check_text(config: Config, plan: Plan) -> None:
     """Raises ConfigError for what is not done with text, or with parameters that are cut."""
-    chosen = config.parallel
     if config.data.text is not None and config.visits:
         raise ConfigError("--stream and --patches are for images, but --text was given")
-    if config.data.text is not None and plan.num_stages > 1 and isinstance(chosen.balance, str):
-        raise ConfigError(
-            f"--text in {plan.num_stages} stages: say with --balance how many atoms of the model each stage gets, such "
-            "as 4,4; they are not timed for text"
-        )
     if plan.tensor > 1 and config.visits:
         raise ConfigError(f"--tensor {plan.tensor} with --stream or --patches: visits have whole parameters")
 
@@ -291,9 +290,8 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
     except datasets.DatasetError as problem:  # no model's fault: a package that reads such images is not installed
         raise Refusal(str(problem)) from problem
     except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
-        samples = max(1, config.data.batch_size // plan.num_microbatches)
         model = outline(lambda: build_model(config, num_classes, channels))
-        reason = unfit(model, (samples, channels, *config.data.image_size))
+        reason = unfit(model, _microbatch(config, plan, channels))
         if reason is None and not isinstance(problem, NoRule | ValueError):
             raise
         raise Refusal(f"--model {name}: {reason or problem}") from problem

@@ -333,6 +333,30 @@ def test_what_zero_shares_out_of_each_stage(plan: Plan, expected: list[tuple[int
     assert [plan.zero_at(stage) for stage in range(plan.num_stages)] == expected
 
 
+TWICE = Plan(((1, 1), (1, 1)), microbatches=2, schedule="interleaved", chunks=2, data=2, zero=3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages", "part", "holders", "expected"),
+    [
+        (Plan(((1, 1), (1, 1)), zero=3), (0, 1), None, (0, 1), (2, 2)),  # one rank in each stage: nothing to gather
+        (Plan(((1, 1), (1, 1)), data=2, zero=3), (0, 1), None, (0, 1, 2, 3), (3, 2)),
+        (Plan(((1, 2), (1, 1)), zero=3), (0, 1), None, (0, 2, 1), (1, 1)),  # of different sizes
+        (Plan(((1, 1), (1, 1)), bidirectional=1, data=2, zero=3), (0, 1), None, (0, 1, 2, 3), (1, 1)),
+        (Plan(((1,), (1,)), tensor=2, data=2, zero=3), (0, 1), 1, (1, 3, 5, 7), (3, 2)),
+        (Plan(((1,), (1,)), tensor=2, zero=3), (0, 1), 0, (0, 2), (2, 2)),
+        (TWICE, (0, 2), None, (0, 2), (3, 1)),  # the same ranks have both
+        (TWICE, (0, 2, 3), None, (0, 1, 2, 3), (1, 1)),
+    ],
+    ids=str,
+)
+def test_who_holds_what_stages_share(
+    plan: Plan, stages: tuple[int, ...], part: int | None, holders: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    assert plan.holders(*stages, part=part) == holders
+    assert plan.zero_at(*stages, part=part) == expected
+
+
 def test_there_are_four_zero_stages() -> None:
     with pytest.raises(ValueError, match="--zero 4: the ZeRO stages are 0"):
         Plan(zero=4)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.timing import Site, as_received, image_at, imagined, local_part
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, shapes_of
+from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype, shapes_of
 
 
 class AtomBytes(NamedTuple):
@@ -50,7 +50,7 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
     grid = imagined(site)
     model = cuttable.model
     empty = shapes_of(model)
-    values: tuple[Any, ...] = (image_at(site, grid, image_dtype(model), torch.device("meta")),)
+    values: tuple[Any, ...] = (image_at(site, grid, sample_dtype(model, site.image), torch.device("meta")),)
     own = {tensor.untyped_storage()._cdata for tensor in empty.values()}
     saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by which atom first; that keeps it alive, and its address
     total = 0

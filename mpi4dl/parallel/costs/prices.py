@@ -21,7 +21,7 @@ from mpi4dl.parallel.costs.memory import AtomBytes, count_atoms
 from mpi4dl.parallel.costs.remembered import Remembered, cache_folder, machine, versions
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site, time_column
 from mpi4dl.parallel.pipeline.balance import count_flops
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype, unfit
 from mpi4dl.parallel.plan import Plan
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
@@ -158,7 +158,7 @@ def timed_prices(
 
 def counted_prices(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> Prices:
     """What atoms would take if a rank made so many GFLOP a second, and nothing but FLOPs took time."""
-    flops = count_flops(cuttable, torch.empty(image, dtype=image_dtype(cuttable.model), device="meta"))
+    flops = count_flops(cuttable, torch.empty(image, dtype=sample_dtype(cuttable.model, image), device="meta"))
     columns = []
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]

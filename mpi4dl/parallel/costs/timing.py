@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpi4dl.geometry import BATCH, GridShape, Tiling
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
+from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid, Layout
@@ -38,7 +38,7 @@ Clock = Callable[[], float]
 class Site(NamedTuple):
     """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
-    `image` is the shape of a microbatch, (N, C, H, W), over all ranks.
+    `image` is the shape of a microbatch over all ranks, (N, C, H, W), or (N, T) of tokens.
     """
 
     image: tuple[int, ...]
@@ -52,8 +52,13 @@ class Site(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """How many pixels of all samples a rank has."""
-        return self.image[0] * prod(self.image[2:]) // self.shape.size
+        """How many pixels, or tokens, of all samples a rank has."""
+        return self.image[0] * prod(self.image[self.lead :]) // self.shape.size
+
+    @property
+    def lead(self) -> int:
+        """How many dims of images come before those of space: tokens have no channels."""
+        return min(2, len(self.image) - 1)
 
 
 class AtomSeconds(NamedTuple):
@@ -149,9 +154,9 @@ def _halved(site: Site) -> Iterator[Site]:
 
 def _half(site: Site) -> Site | None:
     """The site with images of half the sides; None where they, or their tiles, would be too small to tell anything."""
-    image = (*site.image[:2], *(side // 2 for side in site.image[2:]))
+    image = (*site.image[: site.lead], *(side // 2 for side in site.image[site.lead :]))
     half, parts = site._replace(image=image), site.shape.space
-    sides = [*image[2:], *(2 * side // n for side, n in zip(image[-len(parts) :], parts, strict=True))]
+    sides = [*image[site.lead :], *(2 * side // n for side, n in zip(image[-len(parts) :], parts, strict=True))]
     return half if half.pixels >= FEWEST_PIXELS and min(sides) >= SMALLEST_SIDE else None
 
 
@@ -171,7 +176,7 @@ def _measure(
 ) -> Column:
     grid = grid_of(site)
     grid.foresight.steps = True
-    values: tuple[Any, ...] = (image_at(site, grid, image_dtype(cuttable.model), device),)
+    values: tuple[Any, ...] = (image_at(site, grid, sample_dtype(cuttable.model, site.image), device),)
     found = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
@@ -221,11 +226,14 @@ def image_at(site: Site, grid: Grid, dtype: torch.dtype, device: torch.device) -
     def values(shape: tuple[int, ...]) -> Tensor:
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
-        return torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator().manual_seed(0)
+        if not dtype.is_floating_point:
+            return torch.randint(2, shape, dtype=dtype, generator=generator).to(device)  # of any vocabulary
+        return torch.rand(shape, dtype=dtype, generator=generator).to(device)
 
     if site.plain:
         return values(site.image)
-    dims = image_dims(grid, len(site.image))
+    dims = image_dims(grid, len(site.image), has_samples=True)
     tiling = Tiling.even(grid.shape, (site.image[0], *site.image[-len(grid.space) :]))
     layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
     return SpatialTensor(values(layout.local_shape(site.image)), layout)

@@ -166,10 +166,10 @@ class Executor:
             self._seed(action[1:])
 
     @contextmanager
-    def drawing_alike(self, stage: int) -> Iterator[None]:
-        """Within this context, after a run, ranks that hold a stage draw the same numbers, from no stream of others."""
+    def drawing_alike(self, stream: Any) -> Iterator[None]:
+        """Within this context, after a run, ranks draw the same numbers from one stream, others from another."""
         with torch.random.fork_rng(self._generators):
-            self._seed(stage)
+            self._seed(stream)
             yield
 
     def _seed(self, stream: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 CONSTANTS = (bool, int, float, complex, str, type(None), type(...), torch.Size, torch.dtype, torch.device)
 
@@ -91,7 +92,10 @@ def unpack(tensors: Sequence[Tensor], header: Header) -> tuple[Any, ...]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with the function's result for everything in it that is no tuple, list, dict or slice."""
+    """`value` with the function's result for everything in it that is no tuple, list, dict or slice.
+
+    Nor a nest that its library has made known to PyTorch, such as the outputs of Hugging Face's models.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(function, item) for item in value))
     if type(value) is tuple:
@@ -102,4 +106,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return type(value)((key, map_leaves(function, item)) for key, item in value.items())
     if isinstance(value, slice):
         return slice(*(map_leaves(function, item) for item in (value.start, value.stop, value.step)))
+    if type(value) in pytree.SUPPORTED_NODES and type(value).__module__.partition(".")[0] != "torch":
+        kind = pytree.SUPPORTED_NODES[type(value)]
+        items, context = kind.flatten_fn(value)
+        return kind.unflatten_fn([map_leaves(function, item) for item in items], context)
     return function(value)

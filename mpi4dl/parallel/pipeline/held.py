@@ -16,7 +16,8 @@ from mpi4dl.parallel.costs.link import ASSUMED
 from mpi4dl.parallel.costs.on_ranks import measured_prices
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.pipeline import balance as costs
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline
+from mpi4dl.parallel.pipeline.sharing import names_by_first, sharing
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, sample_dtype
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
@@ -51,7 +52,9 @@ class Held(nn.Module):
     """This rank's stages of a model that is laid over `comm` by `plan`; `parameters()` are those to optimize.
 
     `outline` is the whole model, of which names and shapes count, not values. Copies of a stage that one rank holds in
-    both directions are one module. Collective.
+    both directions are one module. `shared` are the stages of each parameter that several use, by the first name that
+    it has in the model. To `device` they are moved once they are cut, so that it never has the whole of what is.
+    Collective.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Held(nn.Module):
         prices: Prices | None = None,
         stream: Any = None,
         styles: Styles | None = None,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if plan.num_ranks != comm.size:
@@ -103,25 +108,33 @@ class Held(nn.Module):
         self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
         self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name
         self.layouts: dict[str, Layout] = {}  # of which ranks hold such parts
+        self.shared = dict(shared or {})
+        aliases = names_by_first(outline)
         if plan.tensor > 1:
-            self._cut(outline, styles, ordered)
+            self._cut(outline, aliases, styles)
+        if device is not None:
+            self.to(device)
+        cut = {name for first in self.trained for name in aliases[first] if name in self.cuts}
+        which = next(iter(self.parts.values())).grid.coordinates[-1]
+        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, which))
 
-    def _cut(self, outline: nn.Module, styles: Styles | None, ordered: bool) -> None:
+    def _cut(self, outline: nn.Module, aliases: Mapping[str, Sequence[str]], styles: Styles | None) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
         plan, comm = self.plan, self.comm
         with comm.together((ValueError,)):
-            self.cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
-        self.groups_of_parts: dict[int, Communicator] = {}
-        for (_, stage), part in self.parts.items():
-            if stage in self.groups_of_parts:
-                continue
-            for value in [*part.module.parameters(), *part.module.buffers()]:
+            cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
+        for same in aliases.values():  # a tied one is cut alike wherever it is
+            how = next((cut for name, cut in cuts.items() if name in same), None)
+            self.cuts |= {} if how is None else dict.fromkeys(same, how)
+        for stage, module in self.modules_of.items():
+            for value in [*module.parameters(), *module.buffers()]:
                 self.groups[stage].broadcast(value.data)
-            names = dict(part.module.named_parameters(remove_duplicate=False))
+            names = dict(module.named_parameters(remove_duplicate=False))
             own = {name: cut for name, cut in self.cuts.items() if name in names and names[name].requires_grad}
-            self.layouts |= cut_parameters(part.module, own, part.grid)
-            features = part.grid.coordinates[-1]
-            self.groups_of_parts[stage] = comm.subset(plan.holders_of_part(stage, features), ordered)
+            self.layouts |= cut_parameters(module, own, self.parts[0, stage].grid)
+        for first in self.shared:
+            layout = next((self.layouts[name] for name in aliases[first] if name in self.layouts), None)
+            self.layouts |= {} if layout is None else {first: layout}
 
     def runs(self, name: str, start: int, stop: int) -> Iterator[Stretch]:
         """Where elements of what this rank has of a parameter, flattened, are in the whole."""
@@ -129,27 +142,26 @@ class Held(nn.Module):
             return iter([Stretch(0, start, stop)])
         return runs_of(self.cuts[name], self.shapes[name][0], self.layouts[name], start, stop)
 
-    def trained_together(self, stage: int) -> list[tuple[Communicator, list[tuple[str, nn.Parameter]]]]:
-        """The parameters of a stage by who holds the same of them: what is whole, and what is cut."""
-        named = list(self.modules_of[stage].named_parameters())
-        found = [(self.groups[stage], [(name, p) for name, p in named if name not in self.layouts])]
-        if self.plan.tensor > 1:
-            found.append((self.groups_of_parts[stage], [(name, p) for name, p in named if name in self.layouts]))
-        return found
-
     @classmethod
     def whole(
-        cls, model: nn.Module, plan: Plan, comm: Communicator, stream: Any = None, styles: Styles | None = None
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        stream: Any = None,
+        styles: Styles | None = None,
+        device: torch.device | str | None = None,
     ) -> "Held":
         """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images.
 
-        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class).
+        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class),
+        before what is left of the model goes to `device` (None: it stays where it is).
         """
         if plan.num_stages != 1:
             raise Refusal(
                 f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.held.split returns, not the model"
             )
-        return cls({0: model}, model, plan, comm, stream=stream, styles=styles)
+        return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
 
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]
@@ -201,7 +213,7 @@ def split(
     if plan.num_stages == 1 and stream is None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return Held.whole(build().to(device), plan, comm, styles=styles)
+            return Held.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole)
     counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
@@ -212,13 +224,16 @@ def split(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
-    modules = {stage: materialize(cuttable.stage(counts, stage), build, device, seed) for stage in stages}
+    uncut = "cpu" if plan.tensor > 1 else device
+    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in stages}
     if options is not None:
         opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles)
+    return Held(
+        modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts), device
+    )
 
 
 class Counts(NamedTuple):
@@ -288,5 +303,5 @@ def costs_by(
     """What `partition` weighs: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
-    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=image_dtype(cuttable.model), device="meta"))
+    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=sample_dtype(cuttable.model, image), device="meta"))
     return costs.shared_out(kept, plan.sharing)

@@ -65,11 +65,10 @@ class Cuttable:
         """Stage `index` of stages that have `counts` atoms each. It shares its modules with the model.
 
         Raises:
-            ValueError: the counts are not those of this model, or two stages would need the same parameter.
+            ValueError: the counts are not those of this model, or two stages would need the same buffer.
         """
-        self.check(counts)
+        self.shared(counts)
         bounds = [0, *accumulate(counts)]
-        self._check_ties(bounds)
         return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
 
     def part(self, first: int, end: int) -> Recipe:
@@ -146,22 +145,35 @@ class Cuttable:
         covered = used | {path for path in modules if path not in above}
         return {path for path in [*modules, *tensors] if path not in above and not _below(path, covered)}
 
-    def _check_ties(self, bounds: Sequence[int]) -> None:
-        """Refuse a cut between two uses of one parameter or buffer: its copies would drift apart."""
+    def shared(self, counts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The stages of each parameter that several use, by the first of its names in the model.
+
+        Raises:
+            ValueError: several stages use one buffer, whose copies would drift apart.
+        """
+        self.check(counts)
+        bounds = [0, *accumulate(counts)]
         users: dict[int, dict[str, set[int]]] = {}
+        first: dict[int, str] = {}
         for name, tensor in self._tensors():
-            path = self._user(name)
-            if path:
+            first.setdefault(id(tensor), name)
+            if path := self._user(name):
                 users.setdefault(id(tensor), {})[name] = self._paths[path]
-        for names in users.values():
+        parameters = {id(parameter) for parameter in self.model.parameters()}
+        found: dict[str, tuple[int, ...]] = {}
+        for key, names in users.items():
             atoms = sorted(set().union(*names.values()))
             stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in atoms]
-            if stages[0] != stages[-1]:
+            if stages[0] == stages[-1]:
+                continue
+            if key not in parameters:
                 uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(atoms, stages, strict=True))
                 raise ValueError(
-                    f"{' = '.join(names)} is used by {uses}, but a parameter or buffer can only be in one stage: "
-                    f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage, or untie it"
+                    f"{' = '.join(names)} is used by {uses}, but a buffer can only be in one stage: "
+                    f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
                 )
+            found[first[key]] = tuple(dict.fromkeys(stages))
+        return found
 
 
 def _below(path: str, others: Collection[str]) -> bool:
@@ -197,18 +209,28 @@ def image_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
+def sample_dtype(model: nn.Module, shape: tuple[int, ...]) -> torch.dtype:
+    """What samples of this shape are made of: (N, T) are tokens to models that look up embeddings, all else images."""
+    of_tokens = len(shape) == 2 and any(isinstance(module, nn.Embedding) for module in model.modules())
+    return torch.int64 if of_tokens else image_dtype(model)
+
+
 def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
-    """Why this model, which is on the meta device, cannot train on images of this shape (N, C, H, W); None if it can.
+    """Why this model, which is on the meta device, cannot train on samples of this shape; None if it can.
+
+    They are images (N, C, H, W), or tokens (N, T).
 
     For an error in a model: is it one of the plain model too? In the model's own words.
     """
     try:
         with torch.no_grad():
-            model.train()(torch.empty(image, dtype=image_dtype(model), device="meta"))
+            model.train()(torch.empty(image, dtype=sample_dtype(model, image), device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None
+        if len(image) == 2:
+            return f"cannot take samples of {image[1]} tokens: {reason}"
         space = {1: "length", 2: "height, width", 3: "depth, height, width"}.get(len(image) - 2, "")
         return f"cannot take images of {' x '.join(map(str, image[1:]))} (channels, {space}): {reason}"
     return None

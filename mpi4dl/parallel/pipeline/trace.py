@@ -4,9 +4,10 @@ torch.fx runs the model's forward on placeholders and notes what it calls. How d
 
     opened    the model itself; Sequentials, ModuleLists and ModuleDicts with a forward of their own; any module that
               holds two or more blocks in such a container, such as a vision transformer's encoder
-    whole     everything else: layers, blocks, cells, heads; and what an opened module turns out not to let through
+    whole     everything else: layers, blocks, cells, heads; and what an opened module turns out not to let through:
+              a function that its forward calls, such as one that makes a mask, or else the module
 
-A module kept whole runs as it is, so its forward may do what it likes. An opened one is replaced by the calls that it
+What is kept whole runs as it is, so it may do what it likes. An opened module is replaced by the calls that it
 makes. It must make the same ones on every input: it may not ask for values, and not for `isinstance(x, Tensor)`,
 because a placeholder is none. It is traced in training and in evaluation mode. An opened module may only differ in the
 arguments; the model itself may also make other calls and return something else, as those with auxiliary heads do:
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from mpi4dl.parallel.pipeline.functions import Global, culprit, is_opaque, kept_whole
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Program, Value, references
 
@@ -44,7 +46,7 @@ TORCH_FOLDER = Path(torch.__file__).parent
 
 
 def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
-    """Read the forward pass of `model`, which may lie on the meta device. Inputs with a default value keep it.
+    """Read the forward pass of `model`, which may lie on the meta device. Inputs keep their defaults, see `_inputs`.
 
     Args:
         model: any module whose own forward torch.fx can trace.
@@ -58,10 +60,14 @@ def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
         if not path or path not in paths:
             raise ValueError(f"whole={path!r} is not the path of a module in {type(model).__name__}")
     kept = dict.fromkeys(whole, "as asked")
+    functions: dict[Global, str] = {}
     while True:
         try:
-            return _program(model, kept)
+            return _program(model, kept, functions)
         except _Untraceable as failure:
+            if failure.function is not None and failure.function not in functions:
+                functions[failure.function] = failure.reason
+                continue
             if not failure.path:
                 raise ValueError(
                     f"cannot split {type(model).__name__}: its forward cannot be traced, because {failure.reason}. "
@@ -72,10 +78,9 @@ def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
 
 
 class _Untraceable(Exception):
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, function: Global | None = None) -> None:
         super().__init__(reason)
-        self.path = path
-        self.reason = reason
+        self.path, self.reason, self.function = path, reason, function
 
 
 class _Tracer(fx.Tracer):
@@ -103,7 +108,7 @@ class _Tracer(fx.Tracer):
         except _Untraceable:
             raise
         except Exception as error:
-            raise _Untraceable(path, _reason(error)) from error
+            raise _Untraceable(path, _reason(error), culprit(error, module)) from error
         finally:
             self.opened.pop()
 
@@ -118,7 +123,13 @@ class _Tracer(fx.Tracer):
                 f"it makes a tensor of shape {tuple(value.shape)} that does not depend on its input, which would be "
                 "the same one forever (register it as a buffer)"
             )
-        return super().create_arg(value)
+        return value if is_opaque(value) else super().create_arg(value)
+
+    def note(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a function that is kept whole, if it has anything to do with the input."""
+        found: list[fx.Proxy] = []
+        map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None, (args, kwargs))
+        return self.create_proxy("call_function", function, args, kwargs) if found else function(*args, **kwargs)
 
     def _is_registered(self, tensor: Tensor) -> bool:
         registered = tensor in self.tensor_attrs or any(tensor is buffer for buffer in self.root.buffers())
@@ -127,11 +138,13 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., None], list[Any]]:
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in _required_inputs(root_fn)]
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in _inputs(root_fn)]
 
         def forward(*args: Any) -> None:
             # fx would turn the containers of the result into containers of its own.
             self.result = root_fn(*args)
+            # What is picked from a value by its name is noted when it is asked for, and that is now.
+            map_leaves(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else None, self.result)
 
         return forward, [self.root, *inputs]
 
@@ -149,14 +162,19 @@ def _is_block(module: nn.Module) -> bool:
     return not isinstance(module, CONTAINERS) and next(module.children(), None) is not None
 
 
-def _required_inputs(forward: Callable[..., Any]) -> list[str]:
+def _inputs(forward: Callable[..., Any]) -> list[str]:
+    """What a model is called with: inputs without a default value, or the first one where all have one."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named: list[inspect.Parameter] = []
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind is parameter.VAR_POSITIONAL:
             raise ValueError(f"it takes {parameter}, so that nobody knows how many inputs there are (name each)")
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
             raise ValueError(f"its input {parameter.name} can only be passed by keyword (let it be positional)")
-    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            named.append(parameter)
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
+    return required or [parameter.name for parameter in named[:1]]
 
 
 @dataclass(frozen=True)
@@ -197,7 +215,9 @@ class _Record:
 Forms = tuple[_Record, _Record, _Record, _Record]
 
 
-def _record(model: nn.Module, whole: Collection[str], training: bool, inner: bool) -> _Record:
+def _record(
+    model: nn.Module, whole: Collection[str], functions: Collection[Global], training: bool, inner: bool
+) -> _Record:
     """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all in their own modes."""
     modes = {module: module.training for module in model.modules()}
     tracer = _Tracer(whole)
@@ -205,11 +225,12 @@ def _record(model: nn.Module, whole: Collection[str], training: bool, inner: boo
         for module in modes:
             module.training = inner
         model.training = training
-        graph = tracer.trace(model)
+        with kept_whole(functions, tracer.note):
+            graph = tracer.trace(model)
     except _Untraceable:
         raise
     except Exception as error:
-        raise _Untraceable("", _reason(error)) from error
+        raise _Untraceable("", _reason(error), culprit(error, model)) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -225,13 +246,13 @@ def _reason(error: Exception) -> str:
     return f"{str(error) or type(error).__name__}{where}"
 
 
-def _program(model: nn.Module, kept: Mapping[str, str]) -> Program:
+def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str]) -> Program:
     """Read the forward in both modes, and group its calls to atoms."""
-    training, evaluation = (_record(model, kept.keys(), mode, mode) for mode in (True, False))
+    training, evaluation = (_record(model, kept, functions, mode, mode) for mode in (True, False))
     mixed = (evaluation, training)
     if training.skeleton != evaluation.skeleton:
         # Parts of a model may be frozen by `eval()`: which calls are made may depend on its own mode alone.
-        mixed = (_record(model, kept.keys(), True, False), _record(model, kept.keys(), False, True))
+        mixed = (_record(model, kept, functions, True, False), _record(model, kept, functions, False, True))
         for pair in ((training, mixed[0]), (mixed[1], evaluation)):
             if pair[0].skeleton != pair[1].skeleton:
                 raise _other_path(*pair)
@@ -256,7 +277,9 @@ def _program(model: nn.Module, kept: Mapping[str, str]) -> Program:
         for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True)
     )
     inputs = tuple(training.names[node] for node in training.nodes if node.op == "placeholder")
-    return Program(inputs, atoms, (training.filled(training.result), evaluation.filled(evaluation.result)), dict(kept))
+    results = (training.filled(training.result), evaluation.filled(evaluation.result))
+    named = {f"{each.module}.{each.name}": reason for each, reason in functions.items()}
+    return Program(inputs, atoms, results, {**kept, **named})
 
 
 def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:

@@ -215,12 +215,15 @@ class ReplicaGroup:
 
         None: the gradients were handed out already, and not only those of the bucket that is worked on.
         """
+        if self.in_place and factor is not None:  # beside another group that is not
+            self.hand_out(factor)
+            factor = None
         spreading = []
         with self._placing():
             for number in range(len(self.layout.buckets)):
                 if factor is not None:
                     self._hand_out(number, factor)
-                self.update.step(number)
+                self.update.step(number, keep=self.in_place)
                 if self._spread is not None:
                     spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()

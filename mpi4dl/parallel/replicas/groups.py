@@ -1,6 +1,6 @@
-"""All replica groups of a rank: of each stage that it holds one for what is whole, and one for what is cut by features.
+"""All replica groups of a rank: those who hold the same values of parameters are a group.
 
-Those who hold the same values of parameters are a group: all ranks of a stage, or those with the same part.
+They are all ranks of a stage, those of several stages that share parameters, or those with one part of what is cut.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +29,13 @@ StretchesOf = Callable[[str, int, int], Iterator[Stretch]]  # of elements from .
 
 
 class ReplicaGroups:
-    """Each with the number of its stage; `runs` says where elements of what a rank has are in the whole parameter."""
+    """Each with the numbers of its stages; `runs` says where elements of what a rank has are in the whole parameter.
 
-    def __init__(self, groups: Iterable[tuple[int, ReplicaGroup]], runs: StretchesOf) -> None:
+    Groups are in an order in which all ranks come to those they have in common. Stages that share parameters pass
+    backward at different times, so the gradients of such parameters are summed after the last pass of all stages.
+    """
+
+    def __init__(self, groups: Iterable[tuple[tuple[int, ...], ReplicaGroup]], runs: StretchesOf) -> None:
         self._groups, self._runs = list(groups), runs
 
     def __iter__(self) -> Iterator[ReplicaGroup]:
@@ -39,33 +43,35 @@ class ReplicaGroups:
 
     def there(self, stage: int) -> AbstractContextManager[None]:
         """The context of every action of a stage."""
-        gatherers = [group.gatherer for of, group in self._groups if of == stage and group.gatherer is not None]
+        gatherers = [group.gatherer for of, group in self._groups if stage in of and group.gatherer is not None]
         return there_together(gatherers) if gatherers else nullcontext()
 
     def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """The context of one backward pass of a stage."""
-        return _all(group.one_pass(last) for of, group in self._groups if of == stage)
+        return _all(group.one_pass(last) for of, group in self._groups if of == (stage,))
 
     def prepare(self) -> None:
         for group in self:
             group.prepare()
 
     def finish(self) -> None:
-        for group in self:
+        for stages, group in self._groups:
+            with group.one_pass(last=True) if len(stages) > 1 else nullcontext():
+                pass
             group.finish()
 
     def squares(self, num_stages: int, total: Tensor) -> list[float]:
         """Of each stage what adds up over ranks to the square of the gradient's norm; then the total. On the host."""
         last, *own = sums_on_host([[total], *(group.squares() for group in self)])
         found = [0.0] * num_stages
-        for (stage, _), square in zip(self._groups, own, strict=True):
-            found[stage] += square
+        for (stages, _), square in zip(self._groups, own, strict=True):
+            found[stages[0]] += square
         return [*found, last]
 
-    def change_gradients(self, hook: GradientHook, scale: float, alike: Callable[[int], Any]) -> None:
-        """Within `alike(stage)`, let a hook change the gradients of each stage."""
-        for stage, group in self._groups:
-            with alike(stage):
+    def change_gradients(self, hook: GradientHook, scale: float, alike: Callable[[Any], Any]) -> None:
+        """Within `alike(stages)`, let a hook change the gradients of each group."""
+        for stages, group in self._groups:
+            with alike(stages):
                 group.change_gradients(hook, scale)
 
     def problems(self) -> Iterator[str | None]:

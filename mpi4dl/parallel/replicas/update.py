@@ -135,13 +135,13 @@ class Update:
                 if factor != 1.0:
                     piece.value.grad.mul_(factor)
 
-    def step(self, number: int) -> None:
-        """Step on the pieces of a bucket that have a gradient, which is gone then."""
+    def step(self, number: int, keep: bool = False) -> None:
+        """Step on the pieces of a bucket that have a gradient, which is gone then, unless they `keep` it."""
         pieces = [piece for piece in self.pieces[number] if piece.value.grad is not None]
         with self._only(number):
             self.optimizer.step()
         for piece in pieces:
-            piece.value.grad = None
+            piece.value.grad = piece.value.grad if keep else None
             self._settle(piece)
         self.publish(number)
 

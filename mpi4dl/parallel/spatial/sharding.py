@@ -16,15 +16,13 @@ from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 
-def image_dims(grid: Grid, ndim: int) -> Dims:
-    """The dims of each axis in such images, of space the last; a batch that is not tracked counts as any other."""
-    count = len(grid.space)
-    return _dims(grid, ndim, ndim > count + 1)
+def image_dims(grid: Grid, ndim: int, has_samples: bool = False) -> Dims:
+    """The dims of each axis in such images, of space the last; a batch that is not tracked counts as any other.
 
-
-def _dims(grid: Grid, ndim: int, has_samples: bool) -> Dims:
+    `has_samples`: dim 0 are the samples, also of what has no channels, such as (N, tokens).
+    """
     count = len(grid.space)
-    samples = 0 if grid.tracks_batch and has_samples else None
+    samples = 0 if grid.tracks_batch and (has_samples or ndim > count + 1) else None
     return (samples, *range(ndim - count, ndim), *(None,) * (len(grid.axes) - 1 - count))
 
 
@@ -144,8 +142,7 @@ def from_tiling(tile: Tensor, grid: Grid, tiling: Tiling, device: torch.device |
 
 
 def _spread(tile: Tensor, grid: Grid, tiling: Tiling, has_samples: bool = False) -> SpatialTensor:
-    """`has_samples`: dim 0 are the samples, also of what has no channels, such as (N, tokens)."""
-    dims = _dims(grid, tile.dim(), has_samples or tile.dim() > len(grid.space) + 1)
+    dims = image_dims(grid, tile.dim(), has_samples)
     grid.foresight.enter()
     return SpatialTensor(tile, Layout(grid, _tiling(dims, tiling), dims))
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are cut over ranks, and along which dim: a table from names of modules to styles.
+"""Which parameters of a model are cut over ranks, and along which dim: a table from names to styles.
 
     column      y = x W' + b: each rank has some of the outputs          weight (out | , in), bias (out |)
     row         each rank has some of the inputs, and all add up         weight (out, in | ), bias (out), whole
@@ -6,8 +6,11 @@
     heads       column, cut between the heads of an attention            as column
     fused-heads those of queries, keys and values, one behind the other  weight (3 x out | , in)
     heads-row   row, cut between the heads                               as row
+    heads-last  a table with numbers of each head                        (rows, heads | )
     whole       every rank has all of it
 
+Names are those of modules, whose weight and bias are meant, or of single parameters: of these, what a weight is by its
+outputs is the first dim, what it is by its inputs the last.
 Of convolutions, column is of output channels (of groups, if there are several), and row of input channels.
 
 A column-parallel layer before a row-parallel one, with whatever works on each feature alone between them, takes one sum
@@ -15,14 +18,14 @@ over the ranks: Shoeybi et al., "Megatron-LM" (2019).
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-STYLES = ("column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "whole")
+STYLES = ("column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "heads-last", "whole")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class Cut:
     unit: int = 1
 
 
-Styles = Mapping[str, str]  # by patterns of modules' paths, in which * is a part between dots; with ? there may be none
+Styles = Mapping[
+    str, str
+]  # by patterns of paths of modules and parameters, in which * is a part between dots; with ? there may be none
 
 GPT2: Styles = MappingProxyType(
     {
@@ -80,6 +85,32 @@ OWN: Styles = MappingProxyType(
         "blocks.*.feed_forward.output": "row",
     }
 )
+VISION_TRANSFORMER: Styles = MappingProxyType(
+    {
+        "encoder.layers.*.self_attention.in_proj_weight": "fused-heads",
+        "encoder.layers.*.self_attention.in_proj_bias": "fused-heads",
+        "encoder.layers.*.self_attention.out_proj": "heads-row",
+        "encoder.layers.*.mlp.0": "column",
+        "encoder.layers.*.mlp.3": "row",
+    }
+)
+SWIN: Styles = MappingProxyType(
+    {
+        "features.*.*.attn.qkv.weight": "fused-heads",  # the bias stays whole: version 2 writes to a part of it
+        "features.*.*.attn.proj": "heads-row",
+        "features.*.*.attn.relative_position_bias_table?": "heads-last",
+        "features.*.*.mlp.0": "column",
+        "features.*.*.mlp.3": "row",
+    }
+)
+HF_VIT: Styles = MappingProxyType(
+    {
+        **{f"vit.layers.*.attention.{name}_proj": "heads" for name in ("q", "k", "v")},
+        "vit.layers.*.attention.o_proj": "heads-row",
+        "vit.layers.*.mlp.fc1": "column",
+        "vit.layers.*.mlp.fc2": "row",
+    }
+)
 RESNET: Styles = MappingProxyType(
     {"conv1": "column", "layer*.*.conv*": "column", "layer*.*.downsample.0?": "column", "fc": "row"}
 )
@@ -92,6 +123,9 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
         "BertForMaskedLM": BERT,
+        "VisionTransformer": VISION_TRANSFORMER,
+        "SwinTransformer": SWIN,
+        "ViTForImageClassification": HF_VIT,
     }
 )  # by the name of the model's class
 
@@ -117,17 +151,25 @@ def cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
     Raises:
         ValueError: a style or a pattern that fits nothing, or heads or features that cannot be shared by so many ranks.
     """
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, Cut] = {}
     for pattern, style in styles.items():
         if style not in STYLES:
             raise ValueError(f"{pattern} has the style {style!r}, but must have one of {', '.join(STYLES)}")
         parts = re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
         paths = [path for path in modules if parts.fullmatch(path)]
-        if not paths and not pattern.endswith("?"):
-            raise ValueError(f"no module of {type(model).__name__} has a name like {pattern}, which is to be {style}")
+        single = [path for path in parameters if parts.fullmatch(path)]
+        if not paths and not single and not pattern.endswith("?"):
+            raise ValueError(
+                f"no module or parameter of {type(model).__name__} has a name like {pattern}, which is to be {style}"
+            )
         for path in paths:
             found |= dict(_cuts(path, modules, style, num_ranks))
+        for path in single if style != "whole" else ():
+            last = style in ("row", "heads-row", "heads-last")
+            found[path] = _cut(
+                path, modules, parameters[path].shape, parameters[path].dim() - 1 if last else 0, style, num_ranks
+            )
     return found
 
 
@@ -144,19 +186,26 @@ def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: in
         return
     turned = type(module).__name__ == "Conv1D"  # of transformers, which multiplies from the other side
     is_row = style in ("row", "heads-row")
-    dim = int(is_row != turned)
+    cut = _cut(path, modules, weight.shape, int(is_row != turned), style, num_ranks)
+    yield f"{path}.weight", cut
+    if getattr(module, "bias", None) is not None and not is_row:
+        yield f"{path}.bias", replace(cut, dim=0)
+
+
+def _cut(
+    path: str, modules: Mapping[str, nn.Module], shape: Sequence[int], dim: int, style: str, num_ranks: int
+) -> Cut:
+    """The cut of a parameter of this shape, which `path` has or is, along `dim`."""
     outer = 3 if style == "fused-heads" else 1
-    size, rest = divmod(weight.shape[dim], outer)
+    size, rest = divmod(shape[dim], outer)
     units, what = size, "rows" if style == "vocabulary" else "features"
     if "heads" in style:
         units, what = _heads(path, modules), "heads of keys"
     if rest or size % units:
-        raise ValueError(f"{path} has {weight.shape[dim]} features, which are not those of {units} heads")
+        raise ValueError(f"{path} has {shape[dim]} features, which are not those of {units} heads")
     if units < num_ranks:
         raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
-    yield f"{path}.weight", Cut(dim, outer, size // units)
-    if getattr(module, "bias", None) is not None and not is_row:
-        yield f"{path}.bias", Cut(0, outer, size // units)
+    return Cut(dim, outer, size // units)
 
 
 def _channel_cuts(path: str, module: _ConvNd, style: str, num_ranks: int) -> Iterator[tuple[str, Cut]]:

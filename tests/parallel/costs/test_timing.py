@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import GridShape
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.timing import REPEATS, Site, time_column
+from mpi4dl.parallel.costs.timing import REPEATS, Site, _halved, time_column
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 CPU = torch.device("cpu")
@@ -79,6 +79,22 @@ def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     assert [(atom.forward, atom.backward) for atom in column] == [(1.0, 1.0)] * len(cuttable)
     assert any(atom.messages for atom in column) == (shape.size > 1)
     assert column[0].handed_bytes * shape.size == 2 * 16 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("shape", [GridShape(1, 1), GridShape(2, 2)])
+def test_tokens_are_timed(shape: GridShape) -> None:
+    """Of 2 x 4096 tokens, and of half as many each, as of images."""
+    cuttable = Cuttable(
+        outline(
+            lambda: build("gpt", vocabulary=9, context=4096, num_layers=1, hidden=8, num_heads=2, positions="rotary")
+        )
+    )
+    site = Site((8, 4096), shape, shape.batch > 1, plain=False)
+    assert site.pixels * shape.size == 8 * 4096
+    assert [each.image for each in _halved(site)] == [(8, 4096), (8, 2048), (8, 1024)][: 3 if shape.size == 1 else 1]
+    column = time_column(cuttable, site._replace(image=(2, 64)), CPU, 1e6, clock=counting())
+    assert [(atom.forward, atom.backward) for atom in column] == [(1.0, 1.0)] * len(cuttable)
+    assert column[0].handed_bytes * shape.size == 2 * 64 * 8 * 4
 
 
 def test_an_atom_without_gradients_takes_time_too() -> None:

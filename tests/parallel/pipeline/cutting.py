@@ -92,11 +92,12 @@ def staged_step(stages: Sequence[Stage], *inputs: Tensor) -> tuple[Any, dict[str
 
 
 def values_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Gradients and buffers by name; a name that two stages have is an error."""
+    """Gradients and buffers by name; stages that have the same name must have the same parameter."""
     found: dict[str, Tensor] = {}
+    known: dict[str, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            assert name not in found
+            assert known.setdefault(name, parameter) is parameter
             found[name] = torch.tensor(torch.nan) if parameter.grad is None else parameter.grad
         for name, buffer in module.named_buffers():
             assert name not in found

@@ -1,7 +1,7 @@
 """Nested values come back from tensors and a header as they were."""
 
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 import pytest
@@ -41,6 +41,7 @@ def test_nothing_wants_a_gradient_where_none_is_recorded():
         [A, [B]],
         {"x": A},
         OrderedDict(y=A),
+        deque([A, 1]),
         Boxes(A, 2),
         (),
         None,

@@ -14,7 +14,7 @@ from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.held import choose_cut
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, sample_dtype, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.imaginary import Ledger
@@ -254,24 +254,23 @@ def test_another_model_is_not_materialized() -> None:
         materialize(stage, lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU()), "cpu", seed=0)
 
 
-def test_tied_weights_stay_in_one_stage() -> None:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False), nn.ReLU())
+def test_stages_that_share_parameters_are_known() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     cuttable = Cuttable(model)
-    message = (
-        r"0.weight = 2.weight is used by 0 \(stage 0\), 2 \(stage 1\), but a parameter or buffer can only be in one "
-        r"stage: put atoms 0 to 2 \(counted from 0\) into the same stage, or untie it"
-    )
-    with pytest.raises(ValueError, match=message):
-        cuttable.stages((2, 2))
-    assert_cuts_like_the_model(cuttable, [(3, 1)], torch.randn(2, 3))
+    assert cuttable.shared((2, 1, 1)) == {"0.weight": (0, 1)}
+    assert cuttable.shared((3, 1)) == {}
 
 
-def test_a_layer_called_twice_stays_in_one_stage() -> None:
+def test_a_buffer_stays_in_one_stage() -> None:
     norm = nn.BatchNorm1d(3)
     cuttable = Cuttable(nn.Sequential(norm, nn.ReLU(), norm))
     assert cuttable.names == ("0", "1", "0:2")
-    with pytest.raises(ValueError, match=r"0.weight = 2.weight is used by 0 \(stage 0\), 0:2 \(stage 1\)"):
+    message = (
+        r"0.running_mean = 2.running_mean is used by 0 \(stage 0\), 0:2 \(stage 1\), but a buffer can only be in one "
+        r"stage: put atoms 0 to 2 \(counted from 0\) into the same stage"
+    )
+    with pytest.raises(ValueError, match=message):
         cuttable.stages((1, 2))
 
 
@@ -334,9 +333,7 @@ def test_two_modes_that_call_the_same_in_another_order() -> None:
     cuttable = Cuttable(Turned())
     for mode in (True, False):
         cuttable.model.train(mode)
-        with pytest.raises(ValueError, match="can only be in one stage"):
-            cuttable.stages((1, len(cuttable) - 1))
-        assert_cuts_like_the_model(cuttable, [(len(cuttable),)], torch.randn(2, 2))
+        assert_cuts_like_the_model(cuttable, [(1, len(cuttable) - 1), (len(cuttable),)], torch.randn(2, 2))
 
 
 class Particular(nn.Module):
@@ -392,3 +389,12 @@ def test_images_are_of_the_first_real_type_of_the_parameters() -> None:
     assert image_dtype(nn.ReLU()) is torch.float32
     assert unfit(model, (1, 3, 8, 8)) is None
     assert "cannot take images of 4 x 8 x 8" in str(unfit(model, (1, 4, 8, 8)))
+
+
+def test_samples_of_one_dim_are_tokens_where_they_are_looked_up() -> None:
+    model = outline(lambda: build("gpt", vocabulary=9, context=8, num_layers=1, hidden=8, num_heads=2))
+    assert sample_dtype(model, (2, 8)) is torch.int64
+    assert sample_dtype(model, (2, 3, 8)) is torch.float32
+    assert sample_dtype(nn.Linear(8, 8), (2, 8)) is torch.float32
+    assert unfit(model, (2, 8)) is None
+    assert "cannot take samples of 9 tokens" in str(unfit(model, (2, 9)))

@@ -134,6 +134,60 @@ def test_inputs_must_be_known():
         trace(Keyword())
 
 
+class Settings:
+    """Something that a function asks for what it does."""
+
+    most = 3
+
+
+def clipped(settings: Settings, x: Tensor, width: int) -> Tensor:
+    """What no placeholder can go through."""
+    return x[:, : settings.most] if x.shape[1] > settings.most and width > 1 else x
+
+
+class Hiding(nn.Module):
+    """Gives a function an object with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = Settings()
+        settings.layer = self.layer  # type: ignore[attr-defined]
+        return self.layer(clipped(settings, x, 2))
+
+
+def test_an_object_with_layers_is_not_given_to_a_function() -> None:
+    with pytest.raises(ValueError, match=r"argument of type: .*Settings"):
+        trace(Hiding())
+
+
+class Clipping(nn.Module):
+    """All its inputs have defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def forward(self, x: Tensor | None = None, width: int = 2, **more: object) -> Tensor:
+        assert x is not None
+        assert not more
+        return clipped(self.settings, F.relu(x), width=width) * 2
+
+
+def test_a_function_that_cannot_be_looked_through_is_one_call() -> None:
+    cuttable = Cuttable(Clipping())
+    assert cuttable.names == ("relu", "clipped", "mul")
+    assert "test_trace.clipped (symbolically traced" in cuttable.hint()
+    assert cuttable.program.inputs == ("x",)
+    for width in (2, 4):
+        x = torch.randn(2, width)
+        first, second = cuttable.stages((1, 2))
+        assert torch.equal(second(*first(x)), Clipping()(x))
+    assert clipped(Settings(), x, 2).shape == (2, 3)  # all is as it was
+
+
 @pytest.mark.parametrize("path", ["nowhere", ""])
 def test_a_path_of_no_module_is_refused(path: str):
     with pytest.raises(ValueError, match=f"whole='{path}' is not the path of a module in Sequential"):

@@ -139,7 +139,7 @@ REFUSED = {
     "heads of keys": (2, {"blocks.*.attention.key": "heads"}, 3, "has 2 heads of keys, which 3 ranks cannot share"),
     "words": (6, {"words": "vocabulary"}, 24, "has 23 rows, which 24 ranks cannot share: use fewer for --tensor"),
     "features": (6, {"blocks.*.up": "column"}, 18, "has 17 features, which 18 ranks cannot share"),
-    "no such module": (6, {"blocks.*.attention.q": "heads"}, 2, "no module of Language has a name like"),
+    "no such module": (6, {"blocks.*.attention.q": "heads"}, 2, "no module or parameter of Language has a name like"),
     "no such style": (6, {"words": "rows"}, 2, "'rows', but must have one of column, row"),
     "no matrix": (6, {"blocks.*.before": "column"}, 2, "has no matrix called weight"),
 }

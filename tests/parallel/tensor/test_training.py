@@ -1,11 +1,13 @@
 """The engine with parameters cut over ranks, alone and with all else, against plain PyTorch after five steps."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
@@ -24,6 +26,7 @@ PLANS = {
     "tensor 2, context 2": Plan(((2,),), tensor=2),
     "tensor 2, data 2, ZeRO 1": replace(ONE, tensor=2, data=2, zero=1),
     "tensor 2, data 2, ZeRO 3": replace(ONE, tensor=2, data=2, zero=3),
+    "tensor 2, ZeRO 2": replace(ONE, tensor=2, zero=2),
     "tensor 3": replace(ONE, tensor=3),
     "tensor 4": replace(ONE, tensor=4),
     "context 2": Plan(((2,),)),
@@ -33,6 +36,7 @@ PLANS = {
 }
 WIDE = (
     "tensor 2",
+    "tensor 2, ZeRO 2",
     "tensor 4",
     "context 2",
     "context 4",
@@ -135,6 +139,33 @@ def test_sequence(ranks: Ranks, name: str) -> None:
     seen = ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
     assert [max(each, default=0) for each in seen] == shares
     assert all(set(each) <= {share} for each, share in zip(seen, shares, strict=True))
+
+
+class Moves(TorchDispatchMode):
+    """Which shapes are moved to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("meta"):
+            self.shapes.add(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+def move(comm: Communicator, plan: Plan) -> None:
+    with Moves() as moves:
+        split(lambda: build(HEADS), plan, comm, balance=(5, 2), image=(BATCH, LENGTH), styles=FUSED, device="meta")
+    sizes = {tuple(p.shape) for name, p in build(HEADS).named_parameters() if "attention.qkv" in name}
+    assert moves.shapes
+    assert not sizes & moves.shapes
+    assert {(size[0] // 2, *size[1:]) for size in sizes} <= moves.shapes
+
+
+@pytest.mark.parametrize("name", ["tensor 2", "tensor 2, two stages"])
+def test_no_device_has_the_whole_of_what_is_cut(ranks: Ranks, name: str) -> None:
+    ranks(PLANS[name].num_ranks).run(move, PLANS[name])
 
 
 GROUPED_GPT: dict[str, object] = {"num_kv_heads": 2, "activation": "swiglu", "positions": "rotary", "dropout": 0.2}

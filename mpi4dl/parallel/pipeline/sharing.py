@@ -1,0 +1,87 @@
+"""Who holds the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
+
+stage 0    embedding  blocks                   ranks 0 1      its own: blocks, on 0 1
+stage 1                       blocks  head     ranks 2 3      its own: blocks, on 2 3
+               |________ tied _________|                      of both: embedding = head, on 0 2 1 3
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel.plan import Plan
+
+
+class Together(NamedTuple):
+    """Parameters, by name, that the ranks of `comm` hold alike, since each of them works on some of `stages`.
+
+    `zero` and `copies` are how these ranks share them out, as Plan.zero_at says.
+    """
+
+    stages: tuple[int, ...]
+    comm: Communicator
+    parameters: list[tuple[str, nn.Parameter]]
+    zero: int
+    copies: int
+
+
+def names_by_first(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by that which comes first in the model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {same[0]: same for same in names.values()}
+
+
+def become_one(modules: Mapping[int, nn.Module], names: Sequence[str]) -> nn.Parameter | None:
+    """Let the stages of one rank have one parameter where several use it by one of `names`; None if none does."""
+    found: nn.Parameter | None = None
+    for module in modules.values():
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            try:
+                holder = module.get_submodule(path)
+            except AttributeError:
+                continue
+            known = holder._parameters.get(leaf)
+            if known is not None:
+                found = known if found is None else found
+                holder._parameters[leaf] = found
+    return found
+
+
+def sharing(
+    plan: Plan,
+    comm: Communicator,
+    modules: Mapping[int, nn.Module],
+    shared: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, Sequence[str]],
+    cut: Collection[str],
+    groups: Mapping[int, Communicator],
+    part: int,
+) -> Iterator[Together]:
+    """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
+
+    `shared` are the stages of parameters that several use, by the first of their `aliases`. `cut` are the names of what
+    is cut by features, of which this rank has number `part`. `groups` are all holders of each stage. Collective.
+    """
+    ordered = not plan.bidirectional
+    several = {name for first in shared for name in aliases[first]}
+    parts = [None, part] if plan.tensor > 1 else [None]
+    for stage, module in modules.items():
+        own = [(name, p) for name, p in module.named_parameters() if name not in several]
+        for which in parts:
+            holders = groups[stage] if which is None else comm.subset(plan.holders(stage, part=which), ordered)
+            named = [(name, p) for name, p in own if (name in cut) == (which is not None)]
+            yield Together((stage,), holders, named, *plan.zero_at(stage, part=which))
+    for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
+        for which in parts:
+            firsts = [
+                first for first in aliases if shared.get(first) == stages and (first in cut) == (which is not None)
+            ]
+            if firsts:
+                holders = comm.subset(plan.holders(*stages, part=which), ordered)
+                named = [(first, p) for first in firsts if (p := become_one(modules, aliases[first])) is not None]
+                yield Together(stages, holders, named, *plan.zero_at(*stages, part=which))
