@@ -21,6 +21,7 @@ from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes, takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
+from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
@@ -182,7 +183,7 @@ def hold_model(
     stage or several.
     """
     torch.manual_seed(config.training.seed)
-    _check_text(config, plan)
+    check_text(config, plan)
     bags = bag_options(config, plan)
     if bags is not None:
         model = build_model(config, num_classes, channels).to(device)
@@ -195,7 +196,7 @@ def hold_model(
     if plan.num_stages == 1 and stream is None:
         model = build_model(config, num_classes, channels).to(device)
         return Held.whole(model, plan, comm, styles=tensor_styles(config))
-    samples, of_text = max(1, config.data.batch_size // plan.num_microbatches), config.data.text is not None
+    samples = max(1, config.data.batch_size // plan.num_microbatches)
     try:
         return split(
             lambda: build_model(config, num_classes, channels),
@@ -204,8 +205,8 @@ def hold_model(
             device=device,
             seed=config.training.seed,
             balance=config.parallel.balance,
-            image=(samples, *(() if of_text else (channels,)), *config.data.image_size),
-            clockwork=None if of_text else replace(Clockwork.of_user(), time=time_and_tidy),
+            image=batch_shape(samples, channels, config.data.image_size),
+            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
         )
@@ -233,16 +234,10 @@ def tensor_styles(config: Config) -> dict[str, str] | None:
     return found
 
 
-def _check_text(config: Config, plan: Plan) -> None:
+def check_text(config: Config, plan: Plan) -> None:
     """Raises ConfigError for what is not done with text, or with parameters that are cut."""
-    chosen = config.parallel
     if config.data.text is not None and config.visits:
         raise ConfigError("--stream and --patches are for images, but --text was given")
-    if config.data.text is not None and plan.num_stages > 1 and isinstance(chosen.balance, str):
-        raise ConfigError(
-            f"--text in {plan.num_stages} stages: say with --balance how many atoms of the model each stage gets, such "
-            "as 4,4; they are not timed for text"
-        )
     if plan.tensor > 1 and config.visits:
         raise ConfigError(f"--tensor {plan.tensor} with --stream or --patches: visits have whole parameters")
 
@@ -290,7 +285,7 @@ def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: in
     except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
         samples = max(1, config.data.batch_size // plan.num_microbatches)
         model = outline(lambda: build_model(config, num_classes, channels))
-        reason = unfit(model, (samples, channels, *config.data.image_size))
+        reason = unfit(model, batch_shape(samples, channels, config.data.image_size))
         if reason is None and not isinstance(problem, NoRule | ValueError):
             raise
         raise Refusal(f"--model {name}: {reason or problem}") from problem
