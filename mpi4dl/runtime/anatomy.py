@@ -137,12 +137,13 @@ def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int)
         parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)
         own = state.parameters // num_ranks if zero > 1 else state.parameters
         gradients += own
-        passing += own * (zero > 1)
+        passing += own * (zero > 1 or (num_ranks == 1 and plan.num_microbatches == 1))
         optimizer += state.update // num_ranks if zero else state.update
         if num_ranks > 1:
             gathered += state.bucket * (KEPT + AHEAD) * (zero == 3)
             summed += state.bucket * UNDER_WAY * (zero > 1)
-    # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go; others stay.
+    # Under ZeRO 2 and 3, and where nobody has the same parameters, gradients are let go of before the next forward, and
+    # come as activations go; others stay.
     together = parameters + optimizer + gathered + gradients - passing + max(activations, passing + summed)
     return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.parallel.costs.fused import FusedAttention
 from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.timing import Site, as_received, cut_at, imagined, input_at, local_part
 from mpi4dl.parallel.inputs import of_tokens
@@ -78,7 +79,7 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
         before, received, summed = total, map_leaves(as_received, values), grid.comm.counts["over_features"]
         meter = TensorMeter()
         grid.foresight.begin()
-        with torch.enable_grad(), meter:
+        with torch.enable_grad(), meter, FusedAttention():
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 results = atom(*received)
                 if i == len(cuttable) - 1 and of_tokens(site.image):
