@@ -264,13 +264,13 @@ def worker(options: argparse.Namespace) -> None:
 
         def turn() -> dict[str, Any]:
             comm.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step()
-            seconds = (time.perf_counter() - began) / options.steps
-            found = torch.tensor([seconds, meter.peak_bytes()], dtype=torch.float64)
-            seconds, peak = comm.all_reduce(found, "max").tolist()
-            return {"seconds": seconds, "mebibytes": peak / MIB, "losses": losses, "counted_bytes": counted}
+            each = [time.perf_counter() - began, time.process_time() - cpu, meter.peak_bytes()]
+            seconds, cpu, peak = comm.all_reduce(torch.tensor(each, dtype=torch.float64), "max").tolist()
+            took = {"seconds": seconds / options.steps, "cpu_seconds": cpu / options.steps}
+            return {**took, "mebibytes": peak / MIB, "losses": losses, "counted_bytes": counted}
 
         answer_turns(turn, comm)
 
@@ -317,18 +317,25 @@ def summarise(contestants: list[Contestant], options: argparse.Namespace) -> lis
                 "counted_bytes": counted,
                 "sent_bytes": counted * 2 * (each.ranks - 1) // each.ranks,
                 **spread("seconds", [answer["seconds"] for answer in each.answers]),
+                **spread("cpu_seconds", [answer["cpu_seconds"] for answer in each.answers]),
                 **spread("mebibytes", [answer["mebibytes"] for answer in each.answers]),
                 **spread("over_gloo", ratios(each, peer, "seconds")),
+                **spread("cpu_over_gloo", ratios(each, peer, "cpu_seconds")),
             }
         )
     return rows
 
 
 def as_table(results: list[dict[str, Any]]) -> str:
-    rows = [("", "ranks", "ms a step", "over torch", "(min-max)", "MiB of a rank", "MiB a rank sends")]
+    head = ("ranks", "ms a step", "over torch", "(min-max)", "CPU ms", "over torch", "(min-max)")
+    rows = [("", *head, "MiB of a rank", "MiB a rank sends")]
     for r in results:
         sent = f"{r['sent_bytes'] / MIB:.1f}" if r["counted_bytes"] else "-"
-        numbers_of = (f"{1e3 * r['seconds']:.0f}", f"{r['over_gloo']:.2f}", between(r, "over_gloo"))
+        numbers_of = [
+            text
+            for key, ratio in (("seconds", "over_gloo"), ("cpu_seconds", "cpu_over_gloo"))
+            for text in (f"{1e3 * r[key]:.0f}", f"{r[ratio]:.2f}", between(r, ratio))
+        ]
         rows.append((r["name"], str(r["ranks"]), *numbers_of, f"{r['mebibytes']:.0f}", sent))
     return table(rows)
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.pool.zygote import ROOT
 
-BENCHMARKS = ("allreduce", "data_parallel", "halo", "operators", "peers", "spatial", "stages", "waiting", "zero")
+BENCHMARKS = ("allreduce", "data_parallel", "halo", "operators", "peers", "spatial", "stages")
+BENCHMARKS += ("tensor_parallel", "waiting", "zero")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
