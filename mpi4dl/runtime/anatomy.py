@@ -140,7 +140,7 @@ def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int)
         passing += own * (zero > 1 or (num_ranks == 1 and plan.num_microbatches == 1))
         optimizer += state.update // num_ranks if zero else state.update
         if num_ranks > 1:
-            gathered += state.bucket * (KEPT + AHEAD) * (zero == 3)
+            gathered += min(state.bucket * (KEPT + AHEAD), state.parameters) * (zero == 3)
             summed += state.bucket * UNDER_WAY * (zero > 1)
     # Under ZeRO 2 and 3, and where nobody has the same parameters, gradients are let go of before the next forward, and
     # come as activations go; others stay.

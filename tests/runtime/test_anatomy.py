@@ -106,7 +106,8 @@ def test_memory_of_text_and_of_cut_parameters_is_that_which_is_counted(ranks: Ra
     seen = overview("gpt", build_text, plan, image, optimizer=partial(torch.optim.Adam, lr=1e-3))
     (share,) = (share for stage, _, share in seen.anatomy() if stage == plan.zero)
     measured = max(ranks(plan.num_ranks).run(peak_bytes, plan, image, str(tmp_path / "trace")))
-    assert share.together == pytest.approx(measured, rel=0.1)
+    # Where tokens are spread, attention is counted by products, as PyTorch computes it without a fused kernel.
+    assert share.together == pytest.approx(measured, rel=0.15 if name == "tokens" else 0.1)
 
 
 def test_parameters_that_are_cut_unevenly_count_as_the_largest_part() -> None:
