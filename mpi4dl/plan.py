@@ -17,7 +17,9 @@ from mpi4dl.runtime.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 from mpi4dl.runtime.options import option, parse_options
 
 if TYPE_CHECKING:
+    from mpi4dl.runtime.images import Images
     from mpi4dl.runtime.overview import Overview
+    from mpi4dl.runtime.texts import Texts
 
 USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = (
@@ -48,6 +50,12 @@ class Searched:
         flag_only=True,
     )
     ranks: int | None = option(None, "for how many ranks to search", optional(COUNT), flag_only=True)
+    ranks_per_node: int | None = option(
+        None,
+        "how many of them share a node, as those who share features are to; none: all",
+        optional(COUNT),
+        flag_only=True,
+    )
     memory: int | None = option(
         None, "how much memory each rank has, such as 4GiB; none: any", optional(BYTES), flag_only=True
     )
@@ -99,12 +107,12 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     from mpi4dl.parallel.costs.prices import Clockwork
     from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import look_ahead, require_rules
-    from mpi4dl.runtime.images import open_alone
     from mpi4dl.runtime.visiting import stream_of
 
     plan = build.build_plan(config)
-    images = open_alone(config)
-    num_classes, channels = build.number_of_classes(config, images.training.classes), images.training.channels
+    build.check_text(config, plan)
+    images = opened(config)
+    num_classes, channels = images.number_of_classes(config), images.channels
     num_batches = len(images.loaders(config, lambda _: [], lambda _: [])[0])
     optimizer = build.build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
@@ -142,23 +150,35 @@ def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
     import torch
 
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.runtime import build
     from mpi4dl.runtime.dry_run import build_forecaster
-    from mpi4dl.runtime.images import open_alone
     from mpi4dl.runtime.ranked import ranked
-    from mpi4dl.runtime.search import candidates, search
+    from mpi4dl.runtime.search import candidates, search, tensor_degrees
 
     num_ranks, asked = config.searched.ranks, config.searched.memory
     if num_ranks is None:
         raise ConfigError("--search needs --ranks: for how many ranks to look")
-    images = open_alone(config)
-    num_classes, channels = build.number_of_classes(config, images.training.classes), images.training.channels
+    together = config.searched.ranks_per_node or num_ranks
+    if num_ranks % together:
+        raise ConfigError(
+            f"--ranks {num_ranks} are no multiple of --ranks-per-node {together}: all nodes must have as many"
+        )
+    images = opened(config)
+    num_classes, channels = images.number_of_classes(config), images.channels
     clockwork = replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops)
     with as_a_rank(config, num_ranks) as device:
         forecaster = build_forecaster(config, num_classes, channels, clockwork, torch.device(device))
-        plans = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
+        degrees = tensor_degrees(forecaster.cuttable.model, together, forecaster.styles)
+        plans = candidates(num_ranks, len(forecaster.cuttable), forecaster.image, degrees)
         found = search(forecaster, plans, float("inf") if asked is None else asked)
-    return ranked(found, num_ranks, asked, flags)
+    return ranked(found, num_ranks, asked, flags, None if config.data.text is None else config.data.context)
+
+
+def opened(config: Config) -> "Images | Texts":
+    """What is trained on. Raises ValueError and OSError."""
+    from mpi4dl.runtime.images import open_alone
+    from mpi4dl.runtime.texts import open_text_alone
+
+    return open_alone(config) if config.data.text is None else open_text_alone(config)
 
 
 @contextmanager

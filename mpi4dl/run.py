@@ -1,7 +1,7 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -60,7 +60,7 @@ class TrainingRun:
         schedule.require(self.num_steps)
         self.options = options_to_compare(config, len(images.training), engine.held.counts)
         self.epoch, self.batch, self.due = 0, 0, False
-        self.interval = LogInterval(engine, self.training)
+        self.interval = self.new_interval()
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
@@ -78,11 +78,7 @@ class TrainingRun:
         """Say what training would take. Nothing is trained."""
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
-                if self.config.data.text is not None or self.engine.plan.tensor > 1:
-                    unforeseen = "what training takes is not foreseen yet for text, nor for parameters that are cut"
-                    found: Iterable[str] = (title(self.config, self.engine), unforeseen)
-                else:
-                    found = explain(self.config, self.engine, self.num_classes, self.channels)
+                found = explain(self.config, self.engine, self.num_classes, self.channels)
                 print("\n".join((*found, *self.images.remarks)))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
@@ -247,7 +243,7 @@ class TrainingRun:
 
     def train(self) -> None:
         """Train for the rest of the epoch, or up to the last step."""
-        self.interval = LogInterval(self.engine, self.training, self.interval.losses)
+        self.interval = self.new_interval(self.interval.losses)
         if self.finished:
             return
         reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
@@ -276,9 +272,13 @@ class TrainingRun:
     def report(self) -> None:
         """Say how the steps went since the last report."""
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
-        self.interval = LogInterval(self.engine, self.training)
+        self.interval = self.new_interval()
         if self.reporter is not None and found is not None:
             self.reporter.step(found)
+
+    def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
+        data = self.config.data
+        return LogInterval(self.engine, self.training, losses, None if data.text is None else data.context)
 
     def own_news(self, bad_image: bool = False) -> News:
         """What this rank has to tell the others."""

@@ -262,3 +262,42 @@ def test_it_says_what_the_memory_of_a_rank_is_for(capsys: pytest.CaptureFixture[
     weights = shares[0][0]
     for found, per_weight in zip(shares, [(1, 1, 6), (1, 1, 3), (1, 0.5, 3), (0.5, 0.5, 3)], strict=True):
         assert found == pytest.approx([weights * part for part in per_weight], rel=0.01)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"{i} words " * 20, encoding="utf-8")
+    options = "num_layers=2,num_heads=2,hidden=16"
+    flags = [
+        "--text",
+        str(tmp_path / "texts"),
+        "--token-folder",
+        str(tmp_path),
+        "--context",
+        "16",
+        "--val-fraction",
+        "0.6",
+    ]
+    return [*flags, "--model", "gpt", "--model-options", options]
+
+
+def test_text_is_planned_with_what_ranks_share_of_layers(text: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([*text, "--tensor", "2", "--data", "2", "--balance", "flops"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("on 4 ranks: tiles(1) x tensor(2) x data(2), samples of 16 tokens, batches of 4")
+    (sums,) = (line for line in lines if line.startswith("ranks that share features"))
+    assert sums.endswith("add up 0.0 MiB in a step; of that each sends 2 x 1 / 2 round a ring, 0.0 MiB")
+    assert "  rank 3: tokens 0-16 of samples 2-4" in lines
+
+
+def test_the_search_shares_layers_within_a_node(text: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([*text, "--ranks", "2", "--batch-size", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:2] == ["tokens/s", "memory"]
+    assert any(line.endswith("--tensor 2") for line in lines)
+    assert not any("batch norm" in line for line in lines)
+    main([*text, "--ranks", "2", "--ranks-per-node", "1", "--batch-size", "2"])
+    assert "--tensor" not in capsys.readouterr().out
+    assert refusal(capsys, *text, "--ranks", "3", "--ranks-per-node", "2").startswith("--ranks 3 are no multiple of")

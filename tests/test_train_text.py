@@ -1,5 +1,7 @@
 """The training command with --text: the losses of plain PyTorch by every plan, going on by another one, refusals."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,28 @@ def test_text_by_every_plan(ranks: Ranks, corpus: Path, tmp_path: Path, plan: st
     assert [each["loss"] for each in losses] == pytest.approx(expected, rel=1e-4)
     assert validation["bits_per_byte"] == pytest.approx(validation["loss"] / np.log(2), rel=0.1)  # ends are no bytes
     assert "accuracy" not in validation
+    assert all(each["tokens_per_second"] > 0 and "images_per_second" not in each for each in losses)
+
+
+def dry_run(comm: Communicator, flags: list[str]) -> str:
+    with redirect_stdout(StringIO()) as said:
+        train(comm, [*flags, "--dry-run"])
+    return said.getvalue()
+
+
+def test_dry_runs_say_of_text_what_they_say_of_images(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    flags = [*COMMON, "--text", str(corpus), "--token-folder", str(tmp_path), "--run-folder", str(tmp_path / "run")]
+    said = ranks(2).run(dry_run, [*flags, "--tensor", "2"])[0]
+    assert "tensor(2) x data(1), samples of 12 tokens, batches of 4" in said
+    reduced = f"{BATCH * CONTEXT * SIZES['hidden'] * 4:,}"
+    assert [line.split()[-1] for line in said.splitlines() if " linear " in line] == [reduced, reduced]
+    assert "ranks that share features have " in said
+    assert "--zero 0 (this plan)" in said
+    staged = ["--stages", "2", "--model-options", f"tied=false,{OPTIONS}"]
+    said = ranks(2).run(dry_run, [*flags, *staged])[0]
+    assert "tokens read of each batch" in said
+    assert "rank 0: tokens 0-12 of samples 0-4" in said
+    assert "atoms timed on their tiles" in said
 
 
 @pytest.mark.parametrize(
@@ -169,6 +193,8 @@ REFUSED = {
     "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
     "--stream 2x2": "--stream and --patches are for images, but --text was given",
     "--context 9999": "do not make one sample of context=9999",
+    "--batch-size 400": "samples of text to train on do not fill one batch of 400",
+    "--context 1 --tiles 2": "--tiles 2 cuts sequences into 2 tiles along their tokens, of which they have only 1",
 }
 
 

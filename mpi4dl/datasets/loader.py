@@ -17,7 +17,9 @@ __all__ = ["Batch", "Batches", "Loader"]
 
 
 class Batches(Protocol):
-    """Samples by index, of which a batch can be read."""
+    """Samples by index, of which a batch can be read; `noun` says what they are."""
+
+    noun: str
 
     def __len__(self) -> int: ...
 
@@ -70,15 +72,16 @@ class Loader:
             raise ValueError(f"{asked}: needs a batch_size and a prefetch of at least 1, and 0 or more workers")
         if on_bad_image not in ("error", "report"):
             raise ValueError(f"on_bad_image={on_bad_image!r}: expected error or report")
-        if drop_last and len(dataset) < batch_size:
-            raise ValueError(
-                f"{len(dataset)} images to train on do not fill one batch of {batch_size}: choose a smaller batch size"
-            )
         self._samples: Batches
         if view is None:
             self._samples = cast(Batches, dataset)
         else:
             self._samples = ShownImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy)
+        if drop_last and len(dataset) < batch_size:
+            raise ValueError(
+                f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "
+                "smaller batch size"
+            )
         self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._prefetch = num_workers, prefetch

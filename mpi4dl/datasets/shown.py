@@ -44,6 +44,8 @@ class ShownImages:
     With `reports`, what cannot be read is named in the batch; with `lazy`, tiles are `LazyImages`.
     """
 
+    noun = "images"
+
     def __init__(self, dataset: Dataset, view: View, reports: bool = False, lazy: bool = False) -> None:
         self._dataset, self._view, self._reports, self._lazy = dataset, view, reports, lazy
 

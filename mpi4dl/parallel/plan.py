@@ -237,7 +237,8 @@ class Plan:
         for name, parts, pixels in zip(SPACE[len(tiles)], tiles, image_size[-len(tiles) :], strict=True):
             if parts > pixels:
                 asked = f"--tiles {grid_name(tiles)}"
-                return f"{asked} cuts images into {parts} tiles along their {name}, of which they have only {pixels}"
+                what = "sequences" if len(tiles) == 1 else "images"
+                return f"{asked} cuts {what} into {parts} tiles along their {name}, of which they have only {pixels}"
         if self.num_microbatches > batch_size:
             times = f" x {2 * self.bidirectional} (both directions)" if self.bidirectional else ""
             return (

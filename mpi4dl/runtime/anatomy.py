@@ -4,11 +4,11 @@ For p parameters, of which N ranks hold copies, with k bytes each and s bytes of
 
     ZeRO 0: k p + k p + s p      1: k p + k p + s p / N      2: k p + k p / N + s p / N      3: (k p + k p + s p) / N
 
-(Rajbhandari et al., SC 2020), and to each what autograd keeps for the backward pass, which is counted.
+(Rajbhandari et al., SC 2020), and to each what autograd keeps for the backward pass, which is counted. Of parameters
+that are cut by features p is what a rank has of them, and N are the ranks that have the same part.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from mpi4dl.parallel.costs.memory import StageBytes
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.gathering import KEPT
+from mpi4dl.parallel.tensor.cutting import largest_part
+from mpi4dl.parallel.tensor.styles import Cut
 from mpi4dl.runtime.build import state_bytes
 from mpi4dl.runtime.precision import lower_precision
 
@@ -29,15 +31,24 @@ AHEAD = 1  # bucket that is being gathered before it is needed
 
 
 class StateBytes(NamedTuple):
-    """What training one stage of a model keeps in all, in bytes: `update` are masters and the optimizer's state.
+    """What training one stage of a model keeps on a rank, in bytes: `update` are masters and the optimizer's state.
 
-    `fixed` are frozen parameters and buffers, `bucket` is the largest of the flat buckets.
+    `fixed` are frozen parameters and buffers, `bucket` is the largest of the flat buckets. It is that of what all
+    holders of the stage have, or (`is_cut`) of what those have who share the part of features that is largest.
     """
 
     parameters: int
     update: int
     fixed: int
     bucket: int
+    is_cut: bool = False
+
+    def num_holders(self, plan: Plan, stage: int) -> int:
+        """How many ranks have the same."""
+        return len(plan.holders(stage, part=0 if self.is_cut else None))
+
+
+StageState = tuple[StateBytes, ...]
 
 
 class Allocator(NamedTuple):
@@ -77,36 +88,62 @@ class Share(NamedTuple):
 
 
 def count_state(
-    stage: nn.Module, build_optimizer: BuildOptimizer, low_precision: torch.dtype | None = None
-) -> StateBytes:
-    """Count what training a stage on the meta device would keep; its weights become those of `low_precision`."""
+    modules: Iterable[nn.Module],
+    build_optimizer: BuildOptimizer,
+    low_precision: torch.dtype | None = None,
+    cuts: Mapping[str, Cut] | None = None,
+    num_parts: int = 1,
+) -> StageState:
+    """Count what training a stage of these modules on the meta device would keep; what they share counts once.
+
+    Their weights become those of `low_precision`. Of parameters that `cuts` names each rank has one of so many parts.
+    """
+    modules, cuts = tuple(modules), cuts or {}
     if low_precision is not None:
-        lower_precision(stage, low_precision)
-    trained = [p for p in stage.parameters() if p.requires_grad]
+        for module in modules:
+            lower_precision(module, low_precision)
+    everything = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
+    named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad}
+    whole = [p for name, p in named.values() if name not in cuts]
+    parts = [_part(p, cuts[name], num_parts) for name, p in named.values() if name in cuts]
+    fixed = sum(value.nbytes for value in everything.values()) - sum(p.nbytes for _, p in named.values())
+    found = [_state(whole, build_optimizer, fixed)]
+    return (*found, _state(parts, build_optimizer, 0, is_cut=True)) if parts else tuple(found)
+
+
+def _part(parameter: nn.Parameter, cut: Cut, num_parts: int) -> nn.Parameter:
+    shape = largest_part(cut, parameter.shape, num_parts)
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+
+
+def _state(
+    trained: Sequence[nn.Parameter], build_optimizer: BuildOptimizer, fixed: int, is_cut: bool = False
+) -> StateBytes:
     masters = [nn.Parameter(p.detach().float() if p.dtype in LOW_PRECISION else p.detach()) for p in trained]
     own = sum(m.nbytes for p, m in zip(trained, masters, strict=True) if p.dtype in LOW_PRECISION)
-    everything = sum(value.nbytes for value in itertools.chain(stage.parameters(), stage.buffers()))
     size = sum(p.nbytes for p in trained)
     largest = max((p.nbytes for p in trained), default=0)
     update = own + (state_bytes(build_optimizer(masters)) if masters else 0)
-    return StateBytes(size, update, everything - size, min(size, max(largest, BUCKET_BYTES)))
+    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), is_cut)
 
 
-def share(plan: Plan, rank: int, stages: Sequence[StateBytes], activations: int) -> Share:
+def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:
     """What a rank of one replica has, which keeps so many bytes of activations at most."""
     parameters = gradients = passing = optimizer = gathered = summed = 0
-    for stage in sorted({stage for _, stage in plan.held_by(rank)}):
-        state, num_ranks = stages[stage], len(plan.holders(stage))
-        zero, copies = plan.zero_at(stage)
+    held = sorted({stage for _, stage in plan.held_by(rank)})
+    for stage, state in [(number, state) for number in held for state in stages[number]]:
+        num_ranks = state.num_holders(plan, stage)
+        zero, copies = plan.zero_at(stage) if num_ranks > 1 else (0, 1)
         parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)
         own = state.parameters // num_ranks if zero > 1 else state.parameters
         gradients += own
-        passing += own * (zero > 1)
+        passing += own * (zero > 1 or (num_ranks == 1 and plan.num_microbatches == 1))
         optimizer += state.update // num_ranks if zero else state.update
         if num_ranks > 1:
-            gathered += state.bucket * (KEPT + AHEAD) * (zero == 3)
+            gathered += min(state.bucket * (KEPT + AHEAD), state.parameters) * (zero == 3)
             summed += state.bucket * UNDER_WAY * (zero > 1)
-    # Under ZeRO 2 and 3 gradients are let go of before the next forward, and come as activations go; others stay.
+    # Under ZeRO 2 and 3, and where nobody has the same parameters, gradients are let go of before the next forward, and
+    # come as activations go; others stay.
     together = parameters + optimizer + gathered + gradients - passing + max(activations, passing + summed)
     return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
 
@@ -117,7 +154,7 @@ def activations_of(plan: Plan, kept: Sequence[float], stages: Sequence[StageByte
     return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
 
 
-def anatomy(plan: Plan, stages: Sequence[StateBytes], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:
+def anatomy(plan: Plan, stages: Sequence[StageState], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:
     """For each ZeRO stage the rank that needs most, and its share; `activations` are those of a replica's ranks."""
     for zero in ZERO_STAGES:
         other = replace(plan, zero=zero)

@@ -21,6 +21,7 @@ from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes, takes_channels
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import Column, time_column
+from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
@@ -185,7 +186,7 @@ def hold_model(
     stage or several.
     """
     torch.manual_seed(config.training.seed)
-    _check_text(config, plan)
+    check_text(config, plan)
     bags = bag_options(config, plan)
     if bags is not None:
         model = build_model(config, num_classes, channels).to(device)
@@ -223,8 +224,7 @@ def hold_model(
 
 def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
     """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
-    samples = max(1, config.data.batch_size // plan.num_microbatches)
-    return samples, *(() if config.data.text is not None else (channels,)), *config.data.image_size
+    return batch_shape(max(1, config.data.batch_size // plan.num_microbatches), channels, config.data.image_size)
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:
@@ -241,7 +241,7 @@ def tensor_styles(config: Config) -> dict[str, str] | None:
     return found
 
 
-def _check_text(config: Config, plan: Plan) -> None:
+def check_text(config: Config, plan: Plan) -> None:
     """Raises ConfigError for what is not done with text, or with parameters that are cut."""
     if config.data.text is not None and config.visits:
         raise ConfigError("--stream and --patches are for images, but --text was given")

@@ -9,28 +9,35 @@ import torch
 
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.inputs import batch_shape
 from mpi4dl.parallel.pipeline.split import outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.choice import Wanted
+from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.runtime.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.runtime.build import bag_options, build_model, build_optimizer, engine_options
+from mpi4dl.runtime.build import bag_options, build_model, build_optimizer, engine_options, tensor_styles
 from mpi4dl.runtime.config import Config, ConfigError
 from mpi4dl.runtime.losses import require_logits
 from mpi4dl.runtime.outlook import Forecaster
-from mpi4dl.runtime.overview import Overview, overview, samples_of
+from mpi4dl.runtime.overview import Overview, overview, samples_in_words, samples_of
 from mpi4dl.runtime.precision import AUTOCAST
 from mpi4dl.runtime.wording import counted
 
 
 def title(config: Config, engine: Any) -> str:
     """What is trained, and how, in one line."""
-    size = " x ".join(map(str, config.data.image_size))
-    shown = f"images of {size} px" if config.data.text is None else f"samples of {size} tokens"
+    shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
         f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
         f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
         f"{engine.device.type}"
     )
+
+
+def batch_of(config: Config, channels: int) -> tuple[int, ...]:
+    """The shape of a batch of images of so many channels, or of tokens, which have none."""
+    return batch_shape(config.data.batch_size, channels, config.data.image_size)
 
 
 def without_effect(config: Config, engine: Any) -> list[str]:
@@ -70,17 +77,18 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         config.model.model,
         lambda: build_model(shown, num_classes, channels),
         plan,
-        (shown.data.batch_size, channels, *shown.data.image_size),
+        batch_of(shown, channels),
         optimizer=partial(build_optimizer, config),
-        accept=require_logits,
+        accept=require_logits if config.data.text is None else lambda outputs: None,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        styles=tensor_styles(config),
         **options,
     )
     if bags is None:
         return found
     remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
-    return replace(found, image=(config.data.batch_size, channels, *config.data.image_size), remark=remark)
+    return replace(found, image=batch_of(config, channels), remark=remark)
 
 
 def allocator_of(config: Config, device: str) -> Allocator:
@@ -97,9 +105,13 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
     """
     if plan.num_stages > 1 or plan.is_plain(0) or config.model.patches is not None:
         return
-    shape = (samples_of(plan, (config.data.batch_size, channels)), channels, *config.data.image_size)
+    batch = batch_of(config, channels)
     try:
-        spatial.require_rules(outline(lambda: build_model(config, num_classes, channels)).train(), shape, plan.shape(0))
+        model = outline(lambda: build_model(config, num_classes, channels)).train()
+        cuts = planned_cuts(model, plan, tensor_styles(config))
+        spatial.require_rules(
+            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cuts=cuts)
+        )
     except (spatial.NoRule, ValueError) as problem:
         raise ValueError(f"--model {config.model.model}: {problem}") from problem
 
@@ -113,16 +125,20 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
     )
     yield title(config, engine)
     if engine.plan.num_stages == 1 and config.model.patches is None:
-        shape = (config.data.batch_size, channels, *config.data.image_size)
+        model = held.modules_of[0]
+        if held.cuts:  # of which the rank has no more than its part
+            model = outline(lambda: build_model(config, num_classes, channels))
         try:
-            yield str(spatial.explain(held.modules_of[0].train(), shape, held.parts[0, 0].grid))
+            as_held = partial(with_cuts, cuts=held.cuts)
+            yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
             raise ValueError(f"--model {config.model.model}: {problem}") from problem
-        yield from (*found.streaming(), *found.memory())
+        yield from (*found.sums(), *found.streaming(), *found.memory())
     elif config.model.patches is not None:
         yield from (*found.streaming(), *found.memory())
     else:
-        yield from (*found.stages(), *found.images(), *found.streaming(), *found.memory(), *found.ranks())
+        yield from (*found.stages(), *found.sums(), *found.images())
+        yield from (*found.streaming(), *found.memory(), *found.ranks())
 
 
 def build_forecaster(
@@ -134,11 +150,12 @@ def build_forecaster(
     chosen = engine_options(config)
     return Forecaster(
         lambda: build_model(config, num_classes, channels),
-        (config.data.batch_size, channels, *config.data.image_size),
+        batch_of(config, channels),
         clockwork,
         device,
         partial(build_optimizer, config),
         allocator_of(config, device.type),
         AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
+        tensor_styles(config),
     )

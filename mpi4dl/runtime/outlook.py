@@ -24,17 +24,26 @@ from mpi4dl.geometry import ceil_div
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_of, seconds_recomputed
-from mpi4dl.parallel.costs.timing import Site
+from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
+from mpi4dl.parallel.inputs import input_dtype, of_tokens, shape_only
 from mpi4dl.parallel.pipeline.balance import count_flops, partition
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, outline
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.streaming.choice import Visiting, Wanted, choose_visits
 from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
 from mpi4dl.parallel.streaming.opening import StreamOptions, choose
 from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.parallel.tables.simulator import Costs, simulate
-from mpi4dl.runtime.anatomy import Allocator, BuildOptimizer, StateBytes, activations_of, count_state, share
+from mpi4dl.parallel.tensor.styles import Styles
+from mpi4dl.runtime.anatomy import (
+    Allocator,
+    BuildOptimizer,
+    StageState,
+    StateBytes,
+    activations_of,
+    count_state,
+    share,
+)
 from mpi4dl.runtime.wording import counted
 
 COUNTED_SAMPLES = 2  # batch norm of a single value is refused
@@ -49,7 +58,7 @@ class Outlook(NamedTuple):
     """
 
     plan: Plan
-    images_per_second: float
+    samples_per_second: float
     num_bytes: int
     timed: bool
     recompute: bool = False
@@ -75,6 +84,7 @@ class Outlook(NamedTuple):
             "--bidirectional": str(plan.bidirectional),
             "--chunks": str(plan.chunks),
             "--zero": str(plan.zero),
+            "--tensor": str(plan.tensor),
         }
         usual = {"--schedule": "1f1b", "--bidirectional": "0", "--zero": "0"}
         if self.stream is not None:
@@ -105,6 +115,8 @@ class Forecaster:
     allocator: Allocator
     low_precision: torch.dtype | None = None
     wanted: Wanted = field(default_factory=Wanted)
+    styles: Styles | None = None
+    _states: dict[tuple[int, int, int], StageState] = field(default_factory=dict)
     _bytes: dict[Site, tuple[AtomBytes, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], Prices] = field(default_factory=dict)
     _visits: dict[Any, Visiting] = field(default_factory=dict)
@@ -113,14 +125,11 @@ class Forecaster:
     def __post_init__(self) -> None:
         self.cuttable = Cuttable(outline(self.build).train())
         self._groups = groups_of(self.cuttable)
-        lowered = Cuttable(outline(self.build).train())
-        self._states = [
-            count_state(lowered.atom(i), self.optimizer, self.low_precision) for i in range(len(self.cuttable))
-        ]
+        self._lowered = Cuttable(outline(self.build).train())
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         microbatch = (self.image[0] // plan.num_microbatches, *self.image[1:])
-        return tuple(Site.of(plan, stage, microbatch) for stage in range(plan.num_stages))
+        return sites_of(self.cuttable, plan, microbatch, self.styles)
 
     def outlook(self, plan: Plan, most_bytes: float) -> Outlook:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
@@ -129,6 +138,7 @@ class Forecaster:
         """
         prices = self.prices(plan)
         counts = partition(prices.matrix)
+        self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
         found: list[Outlook] = []
         for way in self._ways(plan, counts, prices, most_bytes):
             found += self._by_zero(plan, counts, way, most_bytes)
@@ -139,7 +149,9 @@ class Forecaster:
     def prices(self, plan: Plan) -> Prices:
         sites = self.sites(plan)
         if sites not in self._prices:
-            self._prices[sites] = prices_for(self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork)
+            self._prices[sites] = prices_for(
+                self.cuttable, plan, sites[0].image, "auto", self.device, self.clockwork, styles=self.styles
+            )
         return self._prices[sites]
 
     def _ways(self, plan: Plan, counts: Sequence[int], prices: Prices, most_bytes: float) -> Iterator["_Way"]:
@@ -155,14 +167,15 @@ class Forecaster:
             ]
             slower = tuple(seconds_recomputed(column, groups) for column in prices.columns)
             yield _Way(bytes_of_stages(counts, again), replace(prices, columns=slower), recompute=True)
-        if most_bytes < float("inf") and plan.schedule == "1f1b" and not plan.bidirectional:
+        streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
+        if most_bytes < float("inf") and streams and not of_tokens(self.image):
             with suppress(CannotStream):
                 options, needs, _ = self.visits(plan, counts, most_bytes)
                 streamed = (needs.stage(columns[0], counts[0]), *memory[1:])
                 yield _Way(streamed, needs.prices(prices, self._flops(sites[0].image)), stream=options)
 
     def _by_zero(self, plan: Plan, counts: Sequence[int], way: "_Way", most_bytes: float) -> Iterator[Outlook]:
-        states = self._states_of(counts)
+        states = self._states_of(plan, counts)
         sites = self.sites(plan)
         sizes = [site.shape.size for site in sites]
         ends = list(accumulate(counts))
@@ -179,7 +192,8 @@ class Forecaster:
             chosen = replace(plan, zero=zero)
             needed = self._needed(chosen, states, way.memory, found.peak_bytes, way.stream is not None)
             seconds = found.makespan_seconds + max(
-                beside_seconds(chosen, stage, state, link.byte_seconds) for stage, state in enumerate(states)
+                sum(beside_seconds(chosen, stage, each, link.byte_seconds) for each in state)
+                for stage, state in enumerate(states)
             )
             speed = self.image[0] / seconds
             yield Outlook(chosen, speed, needed, way.prices.timed, way.recompute, way.stream)
@@ -191,7 +205,7 @@ class Forecaster:
         sites = self.sites(plan)
         key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
         if key not in self._visits:
-            states, columns = self._states_of(counts), [self._bytes_at(site) for site in sites]
+            states, columns = self._states_of(plan, counts), [self._bytes_at(site) for site in sites]
             memory = bytes_of_stages(counts, columns)
             plans = [replace(plan, zero=zero) for zero in ZERO_STAGES] if any_zero else [plan]
 
@@ -227,7 +241,7 @@ class Forecaster:
     def _needed(
         self,
         plan: Plan,
-        states: Sequence[StateBytes],
+        states: Sequence[StageState],
         memory: Sequence[StageBytes],
         peaks: Sequence[float],
         streaming: bool,
@@ -240,14 +254,23 @@ class Forecaster:
             found.append(share(plan, rank, states, activations).together + beside)
         return max(found)
 
-    def _states_of(self, counts: Sequence[int]) -> list[StateBytes]:
-        return [_together(self._states[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
+    def _states_of(self, plan: Plan, counts: Sequence[int]) -> list[StageState]:
+        cuts = planned_cuts(self.cuttable.model, plan, self.styles)
+        found = []
+        for start, end in pairwise(accumulate(counts, initial=0)):
+            key = (start, end, plan.tensor)
+            if key not in self._states:
+                atoms = [self._lowered.atom(i) for i in range(start, end)]
+                self._states[key] = count_state(atoms, self.optimizer, self.low_precision, cuts, plan.tensor)
+            found.append(self._states[key])
+        return found
 
     def _flops(self, image: tuple[int, ...]) -> list[float]:
-        return count_flops(self.cuttable, torch.empty(image, dtype=image_dtype(self.cuttable.model), device="meta"))
+        return count_flops(self.cuttable, shape_only(self.cuttable.model, image))
 
     def _image_bytes(self, site: Site) -> int:
-        return site.pixels * site.image[1] * image_dtype(self.cuttable.model).itemsize
+        channels = 1 if of_tokens(site.image) else site.image[1]
+        return site.pixels * channels * input_dtype(self.cuttable.model, site.image).itemsize
 
     def _bytes_at(self, site: Site) -> tuple[AtomBytes, ...]:
         """Counted for a few samples on each way, of which a microbatch is a multiple."""
@@ -258,21 +281,14 @@ class Forecaster:
         return tuple(AtomBytes(*(ceil(times * number) for number in atom)) for atom in self._bytes[few])
 
 
-def _together(atoms: Sequence[StateBytes]) -> StateBytes:
-    """That of a stage of these atoms."""
-    parameters, update, fixed, _ = (sum(each) for each in zip(*atoms, strict=True))
-    largest = max(atom.bucket for atom in atoms)
-    return StateBytes(parameters, update, fixed, min(parameters, max(largest, BUCKET_BYTES)))
-
-
 def beside_seconds(plan: Plan, stage: int, state: StateBytes, byte_seconds: float) -> float:
     """What a step takes on a rank of a stage beside its table: gradients and parameters that travel, and the optimizer.
 
     Of n ranks each sends (n - 1) / n of all bytes in every reduce-scatter and every all-gather. ZeRO 2 sums gradients
     after each microbatch, and ZeRO 3 gathers parameters before each forward and backward too.
     """
-    ranks, times = len(plan.holders(stage)), plan.num_microbatches
-    zero, _ = plan.zero_at(stage)
+    ranks, times = state.num_holders(plan, stage), plan.num_microbatches
+    zero, _ = plan.zero_at(stage) if ranks > 1 else (0, 1)
     rounds = {0: 2, 1: 2, 2: times + 1, 3: 3 * times}[zero]
     travels = rounds * state.parameters * (ranks - 1) / ranks * byte_seconds
     touched = 3 * state.parameters + 2 * state.update

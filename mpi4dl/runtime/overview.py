@@ -13,7 +13,8 @@ from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atoms
 from mpi4dl.parallel.costs.prices import RANK_GFLOPS, Clockwork, Prices, assumed, counted_prices
-from mpi4dl.parallel.costs.timing import AtomSeconds, Site
+from mpi4dl.parallel.costs.timing import AtomSeconds, planned_cuts, sites_of
+from mpi4dl.parallel.inputs import of_tokens, shape_only, space_of
 from mpi4dl.parallel.pipeline.balance import count_flops
 from mpi4dl.parallel.pipeline.held import ChooseStream, choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
@@ -23,12 +24,13 @@ from mpi4dl.parallel.streaming.opening import StreamOptions, choose
 from mpi4dl.parallel.tables.checker import Report, check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.tensor.styles import Styles
 from mpi4dl.runtime.anatomy import (
     HEAP_KEPT,
     Allocator,
     BuildOptimizer,
     Share,
-    StateBytes,
+    StageState,
     activations_of,
     anatomy,
     count_state,
@@ -43,7 +45,7 @@ MOST_INTERVALS = 4
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan for a model and a batch of images of shape `image`, and what it comes to; `str` writes it.
+    """A plan for a model and a batch of images, or tokens, of shape `image`, and what it comes to; `str` writes it.
 
     `work`, and `bytes` of a rank's memory, have one entry a stage; `costs`, `report` and `simulation` are those of the
     ranks of one replica. `assumption` says where the seconds come from, `command` what starts the training, and
@@ -59,7 +61,7 @@ class Overview:
     report: Report
     simulation: Simulation
     assumption: str
-    states: tuple[StateBytes, ...] = ()
+    states: tuple[StageState, ...] = ()
     command: str = ""
     bytes: tuple[StageBytes, ...] = ()
     allocator: Allocator = HEAP_KEPT
@@ -67,16 +69,15 @@ class Overview:
     remark: str = ""
 
     def __str__(self) -> str:
-        parts = (self.title(), self.stages(), self.images(), self.streaming(), self.memory(), self.ranks())
+        parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def title(self) -> list[str]:
         """The model, the plan, the images, and how to start."""
-        plan, (batch_size, _, *size) = self.plan, self.image
-        ranks = counted(plan.num_ranks, "rank")
+        plan, ranks = self.plan, counted(self.plan.num_ranks, "rank")
         line = (
             f"{self.name}, {self.num_parameters:,} parameters, on {ranks}: {plan.describe()}, "
-            f"images of {' x '.join(map(str, size))} px, batches of {batch_size}"
+            f"{samples_in_words(self.image)}, batches of {self.image[0]}"
         )
         return [line, *([f"start: {self.command}"] if self.command else [])]
 
@@ -110,10 +111,26 @@ class Overview:
             lines.append(f"replica d of {plan.data} has these ranks + d x {plan.ranks_per_replica}")
         return lines
 
+    def sums(self) -> list[str]:
+        """What ranks that share features add up in a step, and have of the parameters: those who add up most."""
+        plan, degree = self.plan, self.plan.tensor
+        if degree == 1:
+            return []
+        held = [sorted({stage for _, stage in plan.held_by(rank)}) for rank in range(plan.ranks_per_replica)]
+        summed = [plan.num_microbatches * sum(self.bytes[stage].summed for stage in stages) for stages in held]
+        most = max(range(len(held)), key=lambda rank: summed[rank])
+        states = [state for stage in held[most] for state in (self.states[stage] if self.states else ())]
+        cut, whole = (mebibytes(sum(s.parameters for s in states if s.is_cut == part)) for part in (True, False))
+        had = f"have {cut} of parameters that are cut and {whole} of others, and " if states else ""
+        sent = mebibytes(summed[most] * 2 * (degree - 1) // degree)
+        ring = f"of that each sends 2 x {degree - 1} / {degree} round a ring, {sent}"
+        return [f"ranks that share features {had}add up {mebibytes(summed[most])} in a step; {ring}"]
+
     def images(self) -> list[str]:
         """Which boxes of a batch each rank reads."""
         readers = list(self._readers())
-        lines = ["images read of each batch, from the first number up to, not including, the second:"]
+        what = "tokens" if of_tokens(self.image) else "images"
+        lines = [f"{what} read of each batch, from the first number up to, not including, the second:"]
         lines += [f"  rank {rank}: {what}" for rank, what in readers[:MOST_READERS]]
         if len(readers) > MOST_READERS:
             lines.append(f"  ... and {counted(len(readers) - MOST_READERS, 'rank')} more")
@@ -121,11 +138,10 @@ class Overview:
         return [*lines, f"  {counted(others, 'rank reads', 'ranks read')} none"] if others else lines
 
     def _readers(self) -> Iterator[tuple[int, str]]:
-        batch_size, _, *size = self.image
-        microbatches = self.plan.divide(batch_size)
+        size, microbatches = space_of(self.image), self.plan.divide(self.image[0])
         for rank in range(self.plan.num_ranks):
             samples: dict[tuple[Interval, ...], list[Interval]] = {}
-            for read in self.plan.reads(rank, microbatches, tuple(size)):
+            for read in self.plan.reads(rank, microbatches, size):
                 found = samples.setdefault(read.box.space, [])
                 adjoining = found and found[-1].stop == read.box.batch.start
                 start = found.pop().start if adjoining else read.box.batch.start
@@ -190,34 +206,35 @@ def overview(
     low_precision: torch.dtype | None = None,
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
+    styles: Styles | None = None,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
     `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. With `optimizer`, which
     makes one for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. The
-    first stage may `stream` its images. `accept` raises ValueError for outputs of the model that the loss would not
-    take. Not collective: no MPI is used.
+    first stage may `stream` its images. `styles` say how parameters are cut, as in `Held.whole`. `accept` raises
+    ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
     """
-    batch_size, channels, *size = image
-    problem = plan.problem(plan.num_ranks, size, batch_size)
+    problem = plan.problem(plan.num_ranks, space_of(image), image[0])
     if problem:
         raise ValueError(problem)
     model = outline(build).train()
-    microbatch = (samples_of(plan, image), channels, *size)
+    microbatch = (samples_of(plan, image), *image[1:])
     try:
+        cuts = planned_cuts(model, plan, styles)
         cut = plan.num_stages > 1 or stream is not None
-        cuttable = _cuttable(model, cut) if cut or balance == "auto" else None
+        cuttable = _cuttable(model, cut) if cut or cuts or of_tokens(image) or balance == "auto" else None
         if cuttable is None:
             stages: Sequence[nn.Module] = [model]
             work = count_work(stages, [_names(model)], microbatch, accept)
             prices = flat_price(work[0], plan, RANK_GFLOPS if clockwork is None else clockwork.rank_gflops)
             counts: tuple[int, ...] = (1,)
         else:
-            counts, cut_prices = choose_cut(cuttable, plan, None, balance, microbatch, device, clockwork)
+            counts, cut_prices = choose_cut(cuttable, plan, None, balance, microbatch, device, clockwork, styles)
             prices, names = (
                 cut_prices or counted_prices(cuttable, plan, microbatch),
                 [cuttable.names[start:stop] for start, stop in _bounds(counts)],
@@ -229,7 +246,7 @@ def overview(
             options = stream(cuttable, counts) if callable(stream) else stream
             opening = choose(cuttable, counts[0], options, plan.shape(0), microbatch)
             needs = needs_of(opening, model, plan.shape(0), microbatch)
-            prices = needs.prices(prices, count_flops(cuttable, torch.empty(microbatch, device="meta")))
+            prices = needs.prices(prices, count_flops(cuttable, shape_only(model, microbatch)))
     except (RuntimeError, AssertionError) as error:
         reason = unfit(model, microbatch)
         if reason is None:
@@ -237,11 +254,13 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork, needs)
+    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork, needs, styles)
     costs = costs_of(plan, work, prices, counts, kept)
     table = plan.table()
     num_parameters = sum(p.numel() for p in model.parameters())
-    states = () if optimizer is None else tuple(count_state(stage, optimizer, low_precision) for stage in stages)
+    states: tuple[StageState, ...] = ()
+    if optimizer is not None:
+        states = tuple(count_state((stage,), optimizer, low_precision, cuts, plan.tensor) for stage in stages)
     return Overview(
         name,
         plan,
@@ -285,12 +304,13 @@ def memory_of_stages(
     work: Sequence[Work],
     clockwork: Clockwork | None,
     needs: StreamNeeds | None = None,
+    styles: Styles | None = None,
 ) -> tuple[StageBytes, ...]:
     """What stages take of the memory of each rank: on its tiles, or if that cannot be seen, in even parts."""
-    sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
+    sizes = sharers(plan)
     if cuttable is not None:
         count = count_atoms if clockwork is None else clockwork.bytes
-        sites = [Site.of(plan, stage, microbatch) for stage in range(plan.num_stages)]
+        sites = sites_of(cuttable, plan, microbatch, styles)
         with suppress(RuntimeError):  # an operator without a rule is one, and is reported by whoever trains
             columns = {site: count(cuttable, site) for site in dict.fromkeys(sites)}
             found = bytes_of_stages(counts, [columns[site] for site in sites])
@@ -301,11 +321,22 @@ def memory_of_stages(
     )
 
 
+def sharers(plan: Plan) -> list[int]:
+    """On how many ranks the samples of each stage are, those that share features having the same."""
+    return [plan.shape(stage).size // plan.tensor for stage in range(plan.num_stages)]
+
+
+def samples_in_words(image: Sequence[int]) -> str:
+    """What samples of such a batch are."""
+    size = " x ".join(map(str, space_of(image)))
+    return f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px"
+
+
 def costs_of(
     plan: Plan, work: Sequence[Work], prices: Prices, counts: Sequence[int], memory: Sequence[StageBytes]
 ) -> Costs:
     """The costs of each rank of stages that have so many atoms."""
-    sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
+    sizes = sharers(plan)
     # Who has fewer ranks has more bytes to send or receive, one after the other.
     messages = (
         prices.link.seconds(1, stage.handed_bytes / min(pair))

@@ -9,13 +9,18 @@ from mpi4dl.runtime.wording import aligned, counted
 
 SHOWN = 10
 CHOSEN = (
-    *("stages", "tiles", "batch-ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "zero"),
+    *("stages", "tiles", "batch-ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "zero", "tensor"),
     *("stream", "stream-segments", "memory-limit"),
 )
 
 
-def ranked(found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str]) -> list[str]:
-    """The lines. `flags` are those of the command that are for the training; what the plan decides is taken out."""
+def ranked(
+    found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str], num_tokens: int | None = None
+) -> list[str]:
+    """The lines. `flags` are those of the command that are for the training; what the plan decides is taken out.
+
+    Samples of text have so many tokens, of which its users count those that are trained each second.
+    """
     others = without_plan(flags)
     too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
@@ -24,16 +29,17 @@ def ranked(found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequen
             *lines,
             f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}: {found.smallest}",
         ]
-    rows = [["", "images/s", "memory", "plan"]]
+    rows = [["", "tokens/s" if num_tokens else "images/s", "memory", "plan"]]
     best = found.best[:SHOWN]
     rows += [
-        [str(i + 1), f"{each.images_per_second:.3g}", _mebibytes(each.num_bytes), str(each)]
+        [str(i + 1), f"{each.samples_per_second * (num_tokens or 1):.3g}", _mebibytes(each.num_bytes), str(each)]
         for i, each in enumerate(best)
     ]
     timed = "atoms timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
     lines += [f"the fastest, simulated ({timed}; ranks with a core each), with the memory of the rank that needs most:"]
     lines += list(aligned(rows, left={"plan"}))
-    lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
+    if not num_tokens:
+        lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
     for i, each in enumerate(best):
         command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *others, *each.flags]
         lines.append(f"{i + 1}: {shlex.join(command)}")

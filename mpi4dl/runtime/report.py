@@ -25,28 +25,32 @@ class StepReport:
     """The training steps since the last report: plain numbers, of all ranks together.
 
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
-    for other ranks; `peak_memory_bytes` is that of the rank that used most. Under fp16, `skipped_steps` of these steps
-    were not made, because their gradients overflowed, and `loss_scale` is the present one.
+    for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
+    `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
     """
 
     step: int
     epoch: int
     loss: float
-    images_per_second: float
+    images_per_second: float | None
     data_wait: float
     comm_wait: float
     peak_memory_bytes: int
+    tokens_per_second: float | None = None
     skipped_steps: int | None = None
     loss_scale: float | None = None
 
     def line(self) -> str:
+        rate, what = self.images_per_second, "images/s"
+        if rate is None:
+            rate, what = self.tokens_per_second or 0.0, "tokens/s"
         scaling = () if self.loss_scale is None else (f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}")
         return "  ".join(
             (
                 f"step {self.step}",
                 f"epoch {self.epoch}",
                 f"loss {self.loss:#.4g}",
-                f"{_rate(self.images_per_second)} images/s",
+                f"{_rate(rate)} {what}",
                 f"data wait {100 * self.data_wait:.1f} %",
                 f"comm wait {100 * self.comm_wait:.1f} %",
                 f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",

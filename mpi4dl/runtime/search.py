@@ -1,7 +1,7 @@
-"""Which plan trains most images a second on so many ranks, of those that fit into their memory: all are simulated.
+"""Which plan trains most samples a second on so many ranks, of those that fit into their memory: all are simulated.
 
-candidates   tiles x stages x schedules x GEMS x replicas x microbatches, but for those that others make pointless
-search       the best, by images a second, each with as little to save memory as it fits with (outlook.py)
+candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor, but for those that are pointless
+search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import nn
+
+from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Styles, cuts_of, styles_of
 from mpi4dl.runtime.outlook import Forecaster, Outlook
 
 MOST_STAGES = 8
@@ -21,19 +25,22 @@ LEAST_SECONDS = 0.4  # for one of them
 BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
 
 
-def candidates(num_ranks: int, num_atoms: int, image: Sequence[int]) -> Iterator[Plan]:
-    """The plans for so many ranks and batches of this shape, (N, C, H, W).
+def candidates(num_ranks: int, num_atoms: int, image: Sequence[int], degrees: Iterable[int] = (1,)) -> Iterator[Plan]:
+    """The plans for so many ranks and batches of this shape, (N, C, H, W), or (N, T) of tokens.
+
+    `degrees` are by how many ranks the parameters of layers can be shared: neighbours, and so on one node.
 
     Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
     1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
     """
-    batch_size, _, *size = image
-    for data in _divisors(num_ranks):
-        for places in _places(num_ranks // data, min(num_atoms, MOST_STAGES), len(size)):
-            for microbatches in (m for m in map(lambda e: 2**e, range(10)) if m <= min(batch_size, MOST_MICROBATCHES)):
-                for options in _schedules(len(places), microbatches, num_atoms):
+    batch_size, size = image[0], space_of(image)
+    powers = [m for m in map(lambda e: 2**e, range(10)) if m <= min(batch_size, MOST_MICROBATCHES)]
+    for tensor in (degree for degree in degrees if num_ranks % degree == 0):
+        for data in _divisors(num_ranks // tensor):
+            for places in _places(num_ranks // (tensor * data), min(num_atoms, MOST_STAGES), len(size)):
+                for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
                     with suppress(ValueError):
-                        plan = Plan(places, data=data, microbatches=microbatches, **options)  # type: ignore[arg-type]
+                        plan = Plan(places, data=data, tensor=tensor, **options)  # type: ignore[arg-type]
                         if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
                             yield plan
 
@@ -64,13 +71,24 @@ def _grid(number: int, dims: int) -> tuple[int, ...]:
 
 
 def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, object]]:
-    yield {}
+    found: list[dict[str, object]] = [{}]
     if stages > 1:
-        yield {"bidirectional": 1}
+        found.append({"bidirectional": 1})
     if stages > 1 and microbatches > 1:
-        yield {"schedule": "zero-bubble"}
+        found.append({"schedule": "zero-bubble"})
         if CHUNKS * stages <= num_atoms:
-            yield {"schedule": "interleaved", "chunks": CHUNKS}
+            found.append({"schedule": "interleaved", "chunks": CHUNKS})
+    yield from ({"microbatches": microbatches, **each} for each in found)
+
+
+def tensor_degrees(model: nn.Module, num_ranks: int, styles: Styles | None = None) -> list[int]:
+    """By how many of so many ranks, which are on one node, the parameters of a model can be shared: 1, and others."""
+    found = [1]
+    for degree in _divisors(num_ranks)[1:]:
+        with suppress(ValueError):  # no table for such models, or too few heads
+            cuts_of(model, styles_of(model) if styles is None else styles, degree)
+            found.append(degree)
+    return found
 
 
 class Ranking(NamedTuple):
@@ -83,7 +101,7 @@ class Ranking(NamedTuple):
 
 
 def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = float("inf")) -> Ranking:
-    """All plans by images a second; of those that are equally fast, the one that needs less memory first."""
+    """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
     asked = list(plans)
     shapes = {site for plan in asked for site in forecaster.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
@@ -95,6 +113,6 @@ def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = fl
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise --batch-size, or choose fewer --ranks")
     fitting = sorted(
-        (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.images_per_second, o.num_bytes)
+        (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
     )
     return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))

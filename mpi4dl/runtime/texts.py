@@ -83,28 +83,42 @@ def open_texts(comm: Communicator, config: Config) -> Texts:
 
     Rank 0 encodes it, once for all runs, into a file that all ranks read.
     """
-    data = config.data
-    assert data.text is not None
     found: tuple[Path, Tokenizer] | None = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            documents = find_documents(*(source.strip() for source in data.text.split(",")))
-            folder = Path(data.token_folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            tokenizer = _tokenizer(data.tokenizer, documents, folder)
-            found = encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
+            found = _encoded(config)
     header, tokenizer = comm.broadcast_object(found)
     with comm.together((ValueError, OSError)):
-        training, validation = split_documents(TokenFile(header), data.val_fraction, config.training.seed)
-        context, seed = data.context, config.training.seed
-        parts = [
-            MaskedTokenDataset(stream, context, seed) if data.task == "masked" else TokenDataset(stream, context)
-            for stream in (training, validation)
-        ]
+        return _texts(config, header, tokenizer)
+
+
+def open_text_alone(config: Config) -> Texts:
+    """The same for a process that is no rank of a job. Raises ValueError and OSError."""
+    return _texts(config, *_encoded(config))
+
+
+def _encoded(config: Config) -> tuple[Path, Tokenizer]:
+    """The header of the file with the tokens."""
+    data = config.data
+    assert data.text is not None
+    documents = find_documents(*(source.strip() for source in data.text.split(",")))
+    folder = Path(data.token_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(data.tokenizer, documents, folder)
+    return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
+
+
+def _texts(config: Config, header: Path, tokenizer: Tokenizer) -> Texts:
+    data, seed = config.data, config.training.seed
+    training, validation = split_documents(TokenFile(header), data.val_fraction, seed)
+    parts = [
+        MaskedTokenDataset(stream, data.context, seed) if data.task == "masked" else TokenDataset(stream, data.context)
+        for stream in (training, validation)
+    ]
     sizes = " + ".join(f"{part.stream.num_tokens:,}" for part in parts)
     remark = (
         f"{counted(len(training.names), 'document')} to train on + {len(validation.names)} to validate with: {sizes} "
-        f"tokens of {parts[0].vocabulary:,} kinds, in samples of {context} ({len(parts[0])} + {len(parts[1])})"
+        f"tokens of {parts[0].vocabulary:,} kinds, in samples of {data.context} ({len(parts[0])} + {len(parts[1])})"
     )
     return Texts(parts[0], parts[1], tokenizer, (remark,))
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.stage import Stage
@@ -40,8 +41,7 @@ def count_work(
 
     `accept` is given what comes out in the end.
     """
-    dtype = next((p.dtype for stage in stages for p in stage.parameters()), torch.float32)
-    values: tuple[Any, ...] = (torch.empty(microbatch, dtype=dtype, device="meta"),)
+    values: tuple[Any, ...] = (shape_only(nn.ModuleList(stages), microbatch),)
     found = []
     for stage, atoms in zip(stages, names, strict=True):
         own = {t.untyped_storage()._cdata for t in [*stage.parameters(), *stage.buffers()]}

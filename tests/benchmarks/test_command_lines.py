@@ -7,7 +7,10 @@ import pytest
 
 from tests.pool.zygote import ROOT
 
-BENCHMARKS = ("allreduce", "data_parallel", "halo", "operators", "peers", "spatial", "stages", "waiting", "zero")
+BENCHMARKS = (
+    *("allreduce", "context", "data_parallel", "halo", "operators", "peers", "spatial", "stages", "tensor_parallel"),
+    *("waiting", "zero"),
+)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

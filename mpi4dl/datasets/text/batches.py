@@ -13,6 +13,8 @@ from mpi4dl.geometry import Box
 class TokenBatches:
     """The samples of a dataset as batches: tokens (samples, length) and targets (samples, context), int64."""
 
+    noun = "samples of text"
+
     def __init__(self, dataset: TokenDataset | MaskedTokenDataset) -> None:
         self._dataset = dataset
 

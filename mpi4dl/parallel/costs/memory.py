@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mpi4dl.parallel.costs.fused import FusedAttention
 from mpi4dl.parallel.costs.meter import TensorMeter
-from mpi4dl.parallel.costs.timing import Site, as_received, image_at, imagined, local_part
+from mpi4dl.parallel.costs.timing import Site, as_received, cut_at, imagined, input_at, local_part
+from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype, shapes_of
+from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 
 
 class AtomBytes(NamedTuple):
@@ -22,7 +25,7 @@ class AtomBytes(NamedTuple):
 
     `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
     by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
-    and `largest` the largest tensor of all.
+    and `largest` the largest tensor of all. Those who share features sum up `summed` of them, forward and backward.
     """
 
     kept: int
@@ -31,6 +34,7 @@ class AtomBytes(NamedTuple):
     forward: int
     backward: int
     largest: int = 0
+    summed: int = 0
 
 
 class StageBytes(NamedTuple):
@@ -38,19 +42,21 @@ class StageBytes(NamedTuple):
 
     Kept is also what the stage before handed on. Its gradients are there while the stage works; so is what is handed
     on, which others may not have received yet, with its gradients. The largest tensor has `largest` bytes.
+    Those who share features sum up `summed` of them for each microbatch, forward and backward.
     """
 
     kept: int
     working: int
     largest: int = 0
+    summed: int = 0
 
 
 def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
-    """The bytes of every atom at a site. What two atoms keep counts for the first of them."""
+    """The bytes of every atom at a site, with the last one the loss of tokens. What two keep counts for the first."""
     grid = imagined(site)
     model = cuttable.model
     empty = shapes_of(model)
-    values: tuple[Any, ...] = (image_at(site, grid, sample_dtype(model, site.image), torch.device("meta")),)
+    values: tuple[Any, ...] = (input_at(site, grid, model, torch.device("meta")),)
     own = {tensor.untyped_storage()._cdata for tensor in empty.values()}
     saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by which atom first; that keeps it alive, and its address
     total = 0
@@ -65,14 +71,19 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
 
     found: list[AtomBytes] = []
     handed_on: list[list[torch.UntypedStorage]] = []
+    parts: list[list[Tensor]] = []  # keeps what is cut of parameters alive, for the same reason
     for i in range(len(cuttable)):
-        atom = deepcopy(cuttable.atom(i), {**empty}).train()
-        before, received = total, map_leaves(as_received, values)
+        atom = cut_at(site, deepcopy(cuttable.atom(i), {**empty}).train(), grid)
+        parts.append([*atom.parameters()])
+        own |= {part.untyped_storage()._cdata for part in parts[-1]}
+        before, received, summed = total, map_leaves(as_received, values), grid.comm.counts["over_features"]
         meter = TensorMeter()
         grid.foresight.begin()
-        with torch.enable_grad(), meter:
+        with torch.enable_grad(), meter, FusedAttention():
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 results = atom(*received)
+                if i == len(cuttable) - 1 and of_tokens(site.image):
+                    results = _with_loss(results)
                 grid.foresight.pay()
             tensors = [local_part(t) for t in pack((results,))[0]]
             kept, handed = total - before, sum(tensor.nbytes for tensor in tensors)
@@ -86,13 +97,22 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
             parameter.grad = None
         grid.foresight.settle()
         beside = max(0, forward - kept), max(0, backward - kept)
-        found.append(AtomBytes(kept, handed, 0, *beside, meter.largest_bytes))
+        summed = grid.comm.counts["over_features"] - summed
+        found.append(AtomBytes(kept, handed, 0, *beside, meter.largest_bytes, summed))
         handed_on.append([tensor.untyped_storage() for tensor in tensors])
         values = map_leaves(as_received, results)
     return tuple(
         atom._replace(unkept=sum(s.nbytes() for s in storages if s._cdata not in saved or saved[s._cdata][0] <= place))
         for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
     )
+
+
+def _with_loss(outputs: Any) -> Any:
+    """The loss of logits for each token, which for many kinds of tokens takes more than a block; others as they are."""
+    if not isinstance(outputs, Tensor) or outputs.dim() != 3:
+        return outputs
+    targets = torch.zeros(outputs.shape[:2], dtype=torch.int64, device="meta")
+    return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 
 def stage_bytes(atoms: Sequence[AtomBytes], before: AtomBytes | None, is_last: bool) -> StageBytes:
@@ -104,8 +124,8 @@ def stage_bytes(atoms: Sequence[AtomBytes], before: AtomBytes | None, is_last: b
     most = max(sofar + max(atom.forward, atom.backward) for sofar, atom in zip(kept, atoms, strict=True))
     received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
     handed = 0 if is_last else atoms[-1].handed
-    largest = max(atom.largest for atom in atoms)
-    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest)
+    largest, summed = max(atom.largest for atom in atoms), sum(atom.summed for atom in atoms)
+    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
 
 
 def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[AtomBytes, ...]]) -> tuple[StageBytes, ...]:

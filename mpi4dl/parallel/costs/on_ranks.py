@@ -12,10 +12,11 @@ import torch
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.link import ASSUMED, measure_link
 from mpi4dl.parallel.costs.prices import Prices
-from mpi4dl.parallel.costs.timing import AtomSeconds, Clock, Column, Site, clock_on, time_column
+from mpi4dl.parallel.costs.timing import AtomSeconds, Clock, Column, Site, clock_on, sites_of, time_column
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.tensor.styles import Styles
 
 BUDGET_SECONDS = 4.0  # for each stage that a rank has
 
@@ -27,6 +28,7 @@ def measured_prices(
     image: tuple[int, ...],
     device: torch.device,
     clock: Clock | None = None,
+    styles: Styles | None = None,
 ) -> Prices:
     """What atoms take on each stage, the mean of its ranks. Collective; the same on all ranks."""
     crowded = bool(comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"))
@@ -36,10 +38,10 @@ def measured_prices(
         clock = comm.node.work_seconds if alone else clock_on(device)
     found = {}
     with comm.together((ValueError, NotImplementedError)):  # there may be no rule for what the model calls
-        for stage in range(plan.num_stages):
+        for stage, site in enumerate(sites_of(cuttable, plan, image, styles)):
             ranks = plan.ranks(0, stage)
             if comm.rank in ranks:
-                found[stage] = _column(cuttable, Site.of(plan, stage, image), comm.subset(ranks), device, clock)
+                found[stage] = _column(cuttable, site, comm.subset(ranks), device, clock)
     of_ranks = comm.all_gather_object(found)
     columns = [[known[stage] for known in of_ranks if stage in known] for stage in range(plan.num_stages)]
     return Prices(tuple(map(_mean, columns)), link, f"atoms timed on their ranks before the first step; {link}", True)

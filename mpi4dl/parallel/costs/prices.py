@@ -8,7 +8,7 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,10 +19,12 @@ from mpi4dl.comm.node import cores
 from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
 from mpi4dl.parallel.costs.memory import AtomBytes, count_atoms
 from mpi4dl.parallel.costs.remembered import Remembered, cache_folder, machine, versions
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site, time_column
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site, sites_of, time_column
+from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.balance import count_flops
-from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, unfit
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Styles
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
 RANK_GFLOPS = 50.0
@@ -123,6 +125,7 @@ def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
         "image": list(site.image),
         "grid": list(site.shape),
         "modes": [site.tracks_batch, site.plain],
+        "cuts": [[name, *astuple(cut)] for name, cut in site.cuts],
     }
 
 
@@ -142,9 +145,10 @@ def timed_prices(
     device: torch.device,
     clockwork: Clockwork,
     link: tuple[Link, str] | None = None,
+    styles: Styles | None = None,
 ) -> Prices:
     """What atoms take on this machine, each on the tiles that it would have. Raises RuntimeError and the like."""
-    sites = [Site.of(plan, stage, image) for stage in range(plan.num_stages)]
+    sites = sites_of(cuttable, plan, image, styles)
     different = dict.fromkeys(sites)
     columns: Mapping[Site, Column] = {
         site: clockwork.column(cuttable, site, device, len(different)) for site in different
@@ -158,7 +162,7 @@ def timed_prices(
 
 def counted_prices(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> Prices:
     """What atoms would take if a rank made so many GFLOP a second, and nothing but FLOPs took time."""
-    flops = count_flops(cuttable, torch.empty(image, dtype=sample_dtype(cuttable.model, image), device="meta"))
+    flops = count_flops(cuttable, shape_only(cuttable.model, image))
     columns = []
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
@@ -178,13 +182,14 @@ def prices_for(
     device: torch.device,
     clockwork: Clockwork | None = None,
     link: tuple[Link, str] | None = None,
+    styles: Styles | None = None,
 ) -> Prices:
     """By "auto" timed, where that can be done; else counted. Raises ValueError if the model cannot take the images."""
     clockwork = clockwork or Clockwork.of_user()
     if balance in TIMED:
         # It may look at values, or take no smaller images; what else is wrong with it is found where it is counted.
         with suppress(RuntimeError, AssertionError, ValueError, MemoryError):
-            return timed_prices(cuttable, plan, image, device, clockwork, link)
+            return timed_prices(cuttable, plan, image, device, clockwork, link, styles)
     try:
         return counted_prices(cuttable, plan, image, clockwork.rank_gflops)
     except (RuntimeError, AssertionError) as error:

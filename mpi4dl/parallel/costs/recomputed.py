@@ -35,7 +35,9 @@ def bytes_recomputed(column: Sequence[AtomBytes], groups: Sequence[Group], image
         for i in range(first, end):
             atom = column[i]
             kept, back = (given if i == first else 0), (again if i == end - 1 else 0)
-            found[i] = AtomBytes(kept, atom.handed, atom.handed, atom.forward, atom.backward + back, atom.largest)
+            found[i] = AtomBytes(
+                kept, atom.handed, atom.handed, atom.forward, atom.backward + back, atom.largest, atom.summed
+            )
     return tuple(found)
 
 

@@ -5,32 +5,37 @@ at a time is copied there and run forward and backward on made-up values. Waits 
 
 large images     timed at two sizes that are small enough, and drawn out along a straight line: a fixed part of each
                  atom (Python, messages), and a part that grows with the number of pixels
+many tokens      likewise with fewer samples, each as long as it is: attention grows faster than their length
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mpi4dl.geometry import BATCH, GridShape, Tiling
+from mpi4dl.geometry import GridShape
+from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, sample_dtype
+from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid, rank_in_the_middle
-from mpi4dl.parallel.spatial.sharding import image_dims
+from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid, rank_in_the_middle
+from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
+from mpi4dl.parallel.tensor.cutting import cut_parameters, own_cuts
+from mpi4dl.parallel.tensor.styles import Cut, Styles, cuts_of, styles_of
 
 REPEATS = 3
 MOST_PIXELS = 1 << 22  # of all samples on a rank; more are not timed
 FEWEST_PIXELS = 1 << 13  # from which on a smaller image says little of a large one
 SMALLEST_SIDE = 32
+FEWEST_TOKENS = 1 << 7  # which are worth many pixels each
 
 Clock = Callable[[], float]
 
@@ -38,27 +43,42 @@ Clock = Callable[[], float]
 class Site(NamedTuple):
     """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
-    `image` is the shape of a microbatch over all ranks, (N, C, H, W), or (N, T) of tokens.
+    `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cuts` say by name which
+    parameters are cut.
     """
 
     image: tuple[int, ...]
     shape: GridShape
     tracks_batch: bool
     plain: bool
+    cuts: tuple[tuple[str, Cut], ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, stage: int, image: tuple[int, ...]) -> "Site":
-        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage))
+    def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cuts: Mapping[str, Cut] | None = None) -> "Site":
+        own = tuple(cuts.items()) if cuts else ()
+        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage), own)
 
     @property
     def pixels(self) -> int:
-        """How many pixels, or tokens, of all samples a rank has."""
-        return self.image[0] * prod(self.image[self.lead :]) // self.shape.size
+        """How many pixels, or tokens, of all samples a rank has; those who share features have the same ones."""
+        return self.image[0] * prod(space_of(self.image)) // (self.shape.batch * prod(self.shape.space))
 
-    @property
-    def lead(self) -> int:
-        """How many dims of images come before those of space: tokens have no channels."""
-        return min(2, len(self.image) - 1)
+
+def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> dict[str, Cut]:
+    """How a plan cuts the parameters of a model, by name. Raises ValueError as `cuts_of`."""
+    return cuts_of(model, styles_of(model) if styles is None else styles, plan.tensor) if plan.tensor > 1 else {}
+
+
+def sites_of(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
+    """The site of each stage of a plan."""
+    cuts = planned_cuts(cuttable.model, plan, styles)
+    return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
+
+
+def cut_at(site: Site, stage: Stage, grid: Grid) -> Stage:
+    """Leave of a stage's parameters those parts that a rank of this site has."""
+    cut_parameters(stage, own_cuts(stage, dict(site.cuts)), grid)
+    return stage
 
 
 class AtomSeconds(NamedTuple):
@@ -153,10 +173,16 @@ def _halved(site: Site) -> Iterator[Site]:
 
 
 def _half(site: Site) -> Site | None:
-    """The site with images of half the sides; None where they, or their tiles, would be too small to tell anything."""
-    image = (*site.image[: site.lead], *(side // 2 for side in site.image[site.lead :]))
+    """The site with images of half the sides, or half as many samples of tokens.
+
+    None where they, or their tiles, would be too small to tell anything.
+    """
+    if of_tokens(site.image):
+        half = site._replace(image=(site.image[0] // 2, *site.image[1:]))
+        return half if half.image[0] >= site.shape.batch and half.pixels >= FEWEST_TOKENS else None
+    image = (*site.image[:2], *(side // 2 for side in site.image[2:]))
     half, parts = site._replace(image=image), site.shape.space
-    sides = [*image[site.lead :], *(2 * side // n for side, n in zip(image[-len(parts) :], parts, strict=True))]
+    sides = [*image[2:], *(2 * side // n for side, n in zip(image[-len(parts) :], parts, strict=True))]
     return half if half.pixels >= FEWEST_PIXELS and min(sides) >= SMALLEST_SIDE else None
 
 
@@ -176,11 +202,12 @@ def _measure(
 ) -> Column:
     grid = grid_of(site)
     grid.foresight.steps = True
-    values: tuple[Any, ...] = (image_at(site, grid, sample_dtype(cuttable.model, site.image), device),)
+    values: tuple[Any, ...] = (input_at(site, grid, cuttable.model, device),)
     found = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
-            seconds, values = _time(_copied_to(device, cuttable.atom(i)), values, grid, clock, repeats)
+            atom = cut_at(site, _copied_to(device, cuttable.atom(i)), grid)
+            seconds, values = _time(atom, values, grid, clock, repeats)
             found.append(seconds)
     return tuple(found)
 
@@ -217,26 +244,17 @@ def _counts(grid: Grid) -> dict[str, int]:
     return dict(grid.comm.counts) if isinstance(grid.comm, Ledger) else {}
 
 
-def imagined(site: Site) -> Grid:
+def imagined(site: Site) -> ImaginaryGrid:
     """As the rank in the middle sees it, who has most neighbours."""
     return imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
 
 
-def image_at(site: Site, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor:
-    def values(shape: tuple[int, ...]) -> Tensor:
-        if device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device=device)
-        generator = torch.Generator().manual_seed(0)
-        if not dtype.is_floating_point:
-            return torch.randint(2, shape, dtype=dtype, generator=generator).to(device)  # of any vocabulary
-        return torch.rand(shape, dtype=dtype, generator=generator).to(device)
-
+def input_at(site: Site, grid: Grid, model: nn.Module, device: torch.device) -> Tensor:
+    """What the model is given there, with made-up values."""
     if site.plain:
-        return values(site.image)
-    dims = image_dims(grid, len(site.image), has_samples=True)
-    tiling = Tiling.even(grid.shape, (site.image[0], *site.image[-len(grid.space) :]))
-    layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
-    return SpatialTensor(values(layout.local_shape(site.image)), layout)
+        return made_up(model, site.image, site.image, device)
+    layout = even_layout(grid, site.image)
+    return SpatialTensor(made_up(model, layout.local_shape(site.image), site.image, device), layout)
 
 
 def _copied_to(device: torch.device, stage: Stage) -> Stage:

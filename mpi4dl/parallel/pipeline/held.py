@@ -15,9 +15,11 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.costs.link import ASSUMED
 from mpi4dl.parallel.costs.on_ranks import measured_prices
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
+from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.sharing import names_by_first, sharing
-from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline, sample_dtype
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
@@ -25,8 +27,8 @@ from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
-from mpi4dl.parallel.tensor.cutting import cut_parameters, runs_of
-from mpi4dl.parallel.tensor.styles import Cut, Styles, cuts_of, styles_of
+from mpi4dl.parallel.tensor.cutting import cut_parameters, own_cuts, runs_of
+from mpi4dl.parallel.tensor.styles import Cut, Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
@@ -122,16 +124,14 @@ class Held(nn.Module):
         """Cut the parameters of all stages, which come from rank 0."""
         plan, comm = self.plan, self.comm
         with comm.together((ValueError,)):
-            cuts = cuts_of(outline, styles_of(outline) if styles is None else styles, plan.tensor)
+            cuts = planned_cuts(outline, plan, styles)
         for same in aliases.values():  # a tied one is cut alike wherever it is
             how = next((cut for name, cut in cuts.items() if name in same), None)
             self.cuts |= {} if how is None else dict.fromkeys(same, how)
         for stage, module in self.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.groups[stage].broadcast(value.data)
-            names = dict(module.named_parameters(remove_duplicate=False))
-            own = {name: cut for name, cut in self.cuts.items() if name in names and names[name].requires_grad}
-            self.layouts |= cut_parameters(module, own, self.parts[0, stage].grid)
+            self.layouts |= cut_parameters(module, own_cuts(module, self.cuts), self.parts[0, stage].grid)
         for first in self.shared:
             layout = next((self.layouts[name] for name in aliases[first] if name in self.layouts), None)
             self.layouts |= {} if layout is None else {first: layout}
@@ -217,7 +217,7 @@ def split(
     cuttable = Cuttable(model, whole)
     counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
-        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork)
+        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
     options = stream(cuttable, counts) if callable(stream) else stream
     if options is not None and plan.bidirectional and options.norms != "exact":
         raise ValueError(
@@ -251,6 +251,7 @@ def choose_cut(
     image: tuple[int, ...],
     device: torch.device | str = "cpu",
     clockwork: Clockwork | None = None,
+    styles: Styles | None = None,
 ) -> Counts:
     """The cut by `balance`, the same on all ranks of `comm`. Collective."""
     counts = None
@@ -265,7 +266,7 @@ def choose_cut(
             f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
-    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork)
+    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)
     if counts is None:
         counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
     return Counts(counts, prices)
@@ -279,20 +280,20 @@ def stage_prices(
     image: tuple[int, ...],
     device: torch.device,
     clockwork: Clockwork | None,
+    styles: Styles | None,
 ) -> Prices:
     """What atoms cost on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
     how = balance if isinstance(balance, str) else "auto"
     if comm is None:
-        return prices_for(cuttable, plan, image, how, device, clockwork)
+        return prices_for(cuttable, plan, image, how, device, clockwork, styles=styles)
     if how == "measured":
-        return measured_prices(cuttable, plan, comm, image, device)
+        return measured_prices(cuttable, plan, comm, image, device, styles=styles)
     link = (clockwork or Clockwork.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
     with comm.together():
         found = None
         if comm.rank == 0:
-            found = prices_for(
-                cuttable, plan, image, how, device, clockwork, (link, "assumed" if link == ASSUMED else "as measured")
-            )
+            said = link, "assumed" if link == ASSUMED else "as measured"
+            found = prices_for(cuttable, plan, image, how, device, clockwork, said, styles)
     prices: Prices = comm.broadcast_object(found)
     return prices
 
@@ -303,5 +304,5 @@ def costs_by(
     """What `partition` weighs: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
-    kept = costs.count_bytes(cuttable, torch.empty(image, dtype=sample_dtype(cuttable.model, image), device="meta"))
+    kept = costs.count_bytes(cuttable, shape_only(cuttable.model, image))
     return costs.shared_out(kept, plan.sharing)

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.parallel.inputs import of_tokens, shape_only
 from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import trace
@@ -224,12 +225,12 @@ def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
     """
     try:
         with torch.no_grad():
-            model.train()(torch.empty(image, dtype=sample_dtype(model, image), device="meta"))
+            model.train()(shape_only(model, image))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if isinstance(error, NotImplementedError) or "meta" in reason:  # it looks at values, and there are none
             return None
-        if len(image) == 2:
+        if of_tokens(image):
             return f"cannot take samples of {image[1]} tokens: {reason}"
         space = {1: "length", 2: "height, width", 3: "depth, height, width"}.get(len(image) - 2, "")
         return f"cannot take images of {' x '.join(map(str, image[1:]))} (channels, {space}): {reason}"

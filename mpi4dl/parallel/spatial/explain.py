@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
-from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.parallel.costs.widening import HaloChoice
-from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.inputs import made_up
+from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid
-from mpi4dl.parallel.spatial.sharding import image_dims
+from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
 COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
@@ -116,12 +116,21 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def require_rules(model: nn.Module, shape: tuple[int, ...], grid: geometry.GridShape) -> None:
+def whole(model: nn.Module, grid: Grid) -> nn.Module:
+    """The model as a rank of the grid has it, if nothing of it is cut."""
+    return model
+
+
+def require_rules(
+    model: nn.Module, shape: tuple[int, ...], grid: geometry.GridShape, held: Callable[..., nn.Module] = whole
+) -> None:
     """Run the model on the first tile of images of `shape` (N, C, H, W), on meta tensors; nothing is sent.
 
-    Raises NoRule, or ValueError, where training on such a grid would.
+    `held(model, grid)` is what a rank has of it. Raises NoRule, or ValueError, where training on such a grid would.
     """
-    _forward(model, _on_meta(model), shape, imaginary_grid(grid))
+    imaginary = imaginary_grid(grid)
+    part = held(model, imaginary)
+    _forward(part, _on_meta(part), shape, imaginary)
 
 
 def _on_meta(model: nn.Module) -> dict[str, Tensor]:
@@ -131,19 +140,20 @@ def _on_meta(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def explain(model: nn.Module, size: Sequence[int], grid: Grid) -> Explanation:
+def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..., nn.Module] = whole) -> Explanation:
     """The operators of the model on images of `size`, (H, W) or (N, C, H, W), cut over the grid, and what they send.
 
-    Of volumes and sequences likewise.
+    Of volumes and sequences likewise, and of tokens, (N, T). `held(model, grid)` is what a rank has of the model.
     """
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     channels = next((m.in_channels for m in model.modules() if isinstance(m, convolutions)), 3)
     shape = tuple(size) if len(size) > len(grid.space) else (grid.shape.batch, channels, *size)
-    values, most = _on_meta(model), Explanation()
+    most = Explanation()
     for rank in range(grid.size):
         imaginary = imaginary_grid(grid.shape, rank)
-        operators, saved = _forward(model, values, shape, imaginary)
-        most.halos = _halos(model, imaginary)
+        part = held(model, imaginary)
+        operators, saved = _forward(part, _on_meta(part), shape, imaginary)
+        most.halos = _halos(part, imaginary)
         most.saved_bytes = max(most.saved_bytes, saved)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):
@@ -163,11 +173,8 @@ def _forward(
     model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: ImaginaryGrid
 ) -> tuple[list[Operator], int]:
     """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
-    dims = image_dims(grid, len(shape))
-    tiling = Tiling.even(grid.shape, (shape[0], *shape[-len(grid.space) :]))
-    layout = Layout(grid, tiling if dims[BATCH] is not None else tiling.drop(BATCH), dims)
-    dtype = next(model.parameters()).dtype
-    x = SpatialTensor(torch.empty(layout.local_shape(shape), dtype=dtype, device="meta"), layout)
+    layout = even_layout(grid, shape)
+    x = SpatialTensor(made_up(model, layout.local_shape(shape), shape, torch.device("meta")), layout)
     path = [""]
     saved: dict[int, torch.UntypedStorage] = {}
     parameters = {value.untyped_storage()._cdata for value in values.values()}

@@ -14,19 +14,22 @@ from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
 from mpi4dl.parallel.spatial.grid import Grid
 
-COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies", "exchanges")
+COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies", "exchanges", "over_features")
 
 
 class Ledger(Communicator):
     """A communicator of ranks that need not exist: it counts what this rank would send.
 
     `latencies` are the messages that MPI would send of this rank, those within collectives among them. `exchanges` are
-    those of which this rank has a part.
+    those of which this rank has a part. `over_features` are the bytes of sums of those that share features.
     """
 
-    def __init__(self, rank: int, size: int, counts: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, counts: dict[str, int] | None = None, shares_features: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.shares_features = shares_features
         self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
         self.node = None  # type: ignore[assignment]
 
@@ -49,6 +52,7 @@ class Ledger(Communicator):
 
     def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
         self.counts["reduced_bytes"] += tensor.nbytes
+        self.counts["over_features"] += tensor.nbytes * self.shares_features
         self.counts["latencies"] += self.size - 1
         if op == "sum" and tensor.is_floating_point():
             tensor.detach().mul_(self.size)
@@ -74,7 +78,7 @@ class ImaginaryGrid(Grid):
 
     def along(self, axes: tuple[int, ...]) -> Ledger:
         ranks = self.ranks_along(tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1))
-        return Ledger(ranks.index(self.rank), len(ranks), self.comm.counts)
+        return Ledger(ranks.index(self.rank), len(ranks), self.comm.counts, self.features in axes)
 
 
 def imaginary_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool = False) -> ImaginaryGrid:
@@ -84,6 +88,6 @@ def imaginary_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool 
 
 
 def rank_in_the_middle(shape: geometry.GridShape) -> int:
-    """The rank who has most neighbours."""
-    middle = [n // 2 for n in shape]
-    return next(rank for rank in range(shape.size) if list(shape.coordinates(rank)) == middle)
+    """The rank who has most neighbours, and the last part of features, than which none is larger."""
+    in_space = 1 + len(shape.space)
+    return shape.number([*(n // 2 for n in shape[:in_space]), *(n - 1 for n in shape[in_space:])])

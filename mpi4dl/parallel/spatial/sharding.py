@@ -26,6 +26,12 @@ def image_dims(grid: Grid, ndim: int, has_samples: bool = False) -> Dims:
     return (samples, *range(ndim - count, ndim), *(None,) * (len(grid.axes) - 1 - count))
 
 
+def even_layout(grid: Grid, shape: Sequence[int]) -> Layout:
+    """How ranks hold batches of this shape, (N, C, H, W), or (N, tokens), that are cut evenly."""
+    dims = image_dims(grid, len(shape), has_samples=True)
+    return Layout(grid, _tiling(dims, Tiling.even(grid.shape, (shape[0], *shape[-len(grid.space) :]))), dims)
+
+
 def _tiling(dims: Dims, tiling: Tiling) -> Tiling:
     return tiling if dims[BATCH] is not None else tiling.drop(BATCH)
 

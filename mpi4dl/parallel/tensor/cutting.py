@@ -10,6 +10,7 @@ goes by global shapes.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], grid: Grid) -> dic
     return layouts
 
 
+def with_cuts(model: nn.Module, grid: Grid, cuts: Mapping[str, Cut]) -> nn.Module:
+    """A copy of the model with this rank's parts of its parameters; itself, if nothing of it is cut."""
+    own = own_cuts(model, cuts)
+    if not own:
+        return model
+    held = deepcopy(model)
+    cut_parameters(held, own, grid)
+    return held
+
+
 def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
     """How ranks hold a parameter of this shape."""
     size, axis = shape[cut.dim] // cut.outer, _features(grid)
@@ -53,6 +64,19 @@ def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
     dims = [cut.dim if other == axis else None for other in grid.axes]
     flat = () if cut.outer == 1 else (Flat(cut.dim, (Factor(None, cut.outer), Factor(axis))),)
     return Layout(grid, Tiling(tuple(splits)), tuple(dims), flat)
+
+
+def largest_part(cut: Cut, shape: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """The shape of the largest of the parts of a parameter of this shape, which the last of the ranks has."""
+    units = shape[cut.dim] // cut.outer // cut.unit
+    length = cut.outer * cut.unit * ceil_div(units, num_ranks)
+    return (*shape[: cut.dim], length, *shape[cut.dim + 1 :])
+
+
+def own_cuts(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """Those of `cuts` that are of parameters of this module which are trained."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {name: cut for name, cut in cuts.items() if name in named and named[name].requires_grad}
 
 
 def part_of(whole: Tensor, cut: Cut, layout: Layout) -> Tensor:

@@ -8,7 +8,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages, count_atoms
-from mpi4dl.parallel.costs.timing import Site
+from mpi4dl.parallel.costs.timing import Site, sites_of
 from mpi4dl.parallel.pipeline.balance import count_bytes
 from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -62,3 +62,14 @@ def test_stages_keep_what_is_handed_to_them() -> None:
     first, last = bytes_of_stages((1, 2), (atoms, atoms))
     assert first == StageBytes(9, 10 + 2 * 8)
     assert last == StageBytes(470 + 6, 70 + 900 - 470 + 8)
+
+
+def test_sums_over_features_are_counted_forward_and_backward() -> None:
+    """A block has one behind attention and one behind its feed-forward, the embedding one; each has its adjoint."""
+    sizes = {"vocabulary": 20, "context": 8, "num_layers": 2, "num_heads": 2, "hidden": 8}
+    cuttable = Cuttable(outline(lambda: build("gpt", None, **sizes)))
+    (site,) = sites_of(cuttable, Plan(((1,),), tensor=2), (3, 8))
+    *atoms, _ = count_atoms(cuttable, site)
+    assert [atom.summed / (3 * 8 * 8 * 4) for atom in atoms] == [2, 4, 4, 0]
+    (alone,) = sites_of(cuttable, Plan(((1,),)), (3, 8))
+    assert {atom.summed for atom in count_atoms(cuttable, alone)} == {0}

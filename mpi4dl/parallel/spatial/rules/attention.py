@@ -91,7 +91,8 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(own, keys, values, mask, 0.0, is_causal, **options)
 
     own = part_of(query, asking, query.dim(), name)
-    if any(_axes_at(x, -2) for x in (key, value)) and torch.is_grad_enabled():
+    gathered = any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 2) for x in (key, value))
+    if gathered and torch.is_grad_enabled():
         outputs = checkpoint(attend, own, *parts, use_reentrant=False, preserve_rng_state=False)
     else:
         outputs = attend(own, *parts)
