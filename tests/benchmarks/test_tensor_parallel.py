@@ -23,16 +23,17 @@ SIZES = "--layers 2 --hidden 8 --heads 2 --vocabulary 16 --context 8 --batch-siz
 TINY = [*SIZES, "--ranks", "2", "--steps", "1", "--rounds", "1"]
 
 
-def counted(comm: Communicator) -> int:
-    return Ours(parse(TINY), comm, sequence=False).count()
+def counted(comm: Communicator, sequence: bool) -> int:
+    return Ours(parse(TINY), comm, sequence).count()
 
 
-def test_the_bytes_that_ranks_add_up_are_those_of_the_formula_and_of_the_planner(ranks: Ranks) -> None:
-    options, plan = parse(TINY), replace(Plan(((1,),)), tensor=2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_bytes_that_ranks_add_up_are_those_of_the_formula_and_of_the_planner(ranks: Ranks, sequence: bool) -> None:
+    options, plan = parse(TINY), replace(Plan(((1,),)), tensor=2, sequence=sequence)
     cuttable = Cuttable(outline(lambda: build(options)))
     (site,) = sites_of(cuttable, plan, (options.batch_size, options.context))
     foreseen = sum(atom.summed for atom in count_atoms(cuttable, site))
-    assert ranks(2).run(counted) == [formula_bytes(options, 2)] * 2 == [foreseen] * 2
+    assert ranks(2).run(counted, sequence) == [formula_bytes(options, 2)] * 2 == [foreseen] * 2
 
 
 def contestants(**other: Any) -> list[Contestant]:

@@ -44,7 +44,7 @@ class Site(NamedTuple):
     """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
     `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cuts` say by name which
-    parameters are cut.
+    parameters are cut, and with `sequence` who shares these shares tokens.
     """
 
     image: tuple[int, ...]
@@ -52,11 +52,12 @@ class Site(NamedTuple):
     tracks_batch: bool
     plain: bool
     cuts: tuple[tuple[str, Cut], ...] = ()
+    sequence: bool = False
 
     @classmethod
     def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cuts: Mapping[str, Cut] | None = None) -> "Site":
         own = tuple(cuts.items()) if cuts else ()
-        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage), own)
+        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage), own, plan.sequence)
 
     @property
     def pixels(self) -> int:
@@ -246,7 +247,9 @@ def _counts(grid: Grid) -> dict[str, int]:
 
 def imagined(site: Site) -> ImaginaryGrid:
     """As the rank in the middle sees it, who has most neighbours."""
-    return imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
+    grid = imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
+    grid.shares_tokens = site.sequence
+    return grid
 
 
 def input_at(site: Site, grid: Grid, model: nn.Module, device: torch.device) -> Tensor:

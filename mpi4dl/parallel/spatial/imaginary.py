@@ -21,7 +21,8 @@ class Ledger(Communicator):
     """A communicator of ranks that need not exist: it counts what this rank would send.
 
     `latencies` are the messages that MPI would send of this rank, those within collectives among them. `exchanges` are
-    those of which this rank has a part. `over_features` are the bytes of sums of those that share features.
+    those of which this rank has a part. `over_features` are the bytes of sums of those that share features; half of
+    what is summed in two halves, by reduce-scatter and all-gather.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Ledger(Communicator):
         for _, tensor in sends:
             self.counts["halo_bytes"] += tensor.nbytes
             self.counts["messages"] += 1
+            if self.shares_features:  # (size - 1) / size of what it is half a sum of
+                self.counts["over_features"] += tensor.nbytes * self.size // (2 * (self.size - 1))
         self.counts["exchanges"] += bool(sends or receives)
         messages = messages_of(sends)
         self.counts["latencies"] += len(messages)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import collectives
-from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import Interval, Split, Tiling, even_cuts
+from mpi4dl.comm.exchange import Exchange, plan_retiling
+from mpi4dl.geometry import Box, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel.spatial.flattening import close_dims, open_dims, opened
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
@@ -39,17 +39,27 @@ def add_up(y: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
         y = collectives.all_reduce(y, grid.along(tuple(axes)))
     if shared is None:
         return wrap(y, layout)
-    whole = _of_all(shared)
-    exchange = opened(shared).exchange_to(whole)
-    summed = collectives.linear(open_dims(y, shared, whole.held(grid.rank)), exchange.adjoint.bring, exchange.bring)
+    exchange = shared.known(_exchange, lambda: _exchange(shared))
+    summed = collectives.linear(_opened(y, shared), exchange.adjoint.bring, exchange.bring)
     return SpatialTensor(close_dims(summed, shared, shared.owned), shared)
 
 
-def _of_all(shared: Layout) -> Tiling:
-    """What ranks hold that have all tokens that those along the axis of features share."""
+def _exchange(shared: Layout) -> Exchange:
+    """What brings to each rank along the axis of features all that they share of one dim, once dims are opened."""
+    grid, features = shared.grid, shared.grid.axes[-1]
+    have = Tiling((shared.tiling.splits[features],))
+    whole = (Interval(0, have.size[0]),) * grid.shape[features]
+    want = Tiling((Split(have.splits[0].cuts, whole),))
+    plan = plan_retiling(grid.coordinates[features], have, want)
+    return Exchange(plan, grid.along((features,)), (opened(shared).dims[features],))
+
+
+def _opened(y: Tensor, shared: Layout) -> Tensor:
+    """y, which has all that is shared, with a dim for each axis."""
     features = shared.grid.axes[-1]
-    split = shared.tiling.splits[features]
-    return shared.tiling.replace(features, Split(split.cuts, (Interval(0, split.size),) * split.parts))
+    box = list(shared.owned)
+    box[features] = Interval(0, shared.tiling.splits[features].size)
+    return open_dims(y, shared, Box(*box))
 
 
 def tokens_shared(layout: Layout, shape: Sequence[int], dim: int) -> Layout | None:
@@ -101,9 +111,10 @@ def _at(x: SpatialTensor, place: int) -> Tensor:
     shared = tokens_shared(layout, x.shape, dim)
     if shared is None:
         return x
-    whole, bare = _of_all(shared).held(layout.grid.rank), opened(shared)
-    mine = narrow(open_dims(x.local, shared, whole), bare.dims, whole, bare.owned)
-    return SpatialTensor(close_dims(mine, shared, shared.owned), shared)
+    features = layout.grid.axes[-1]
+    mine = shared.owned[features]
+    local = _opened(x.local, shared).narrow(opened(shared).dims[features] or 0, mine.start, mine.length)
+    return SpatialTensor(close_dims(local, shared, shared.owned), shared)
 
 
 def shared(x: Tensor | None, dim: int) -> bool:
@@ -123,18 +134,26 @@ def with_all_features(x: SpatialTensor) -> Tensor:
 
 def _gathered(x: SpatialTensor) -> Tensor:
     layout, features = x.layout, x.layout.grid.axes[-1]
-    dim = layout.dims[features]
-    flat = None if dim is None else layout.flat_at(dim)
-    if dim is None or flat is None or flat.prefix or [factor.axis for factor in flat.factors[1:]] != [features]:
+    dim, tiling = layout.dims[features], layout.tiling
+    if dim is None or layout.flat not in ((), (flat_tokens(layout, dim),)):
         return gather_axes(x, [features])
-    # Tokens that two axes cut: what the axis of tokens cut remains.
-    tokens = flat.factors[0].axis
-    if tokens is None:
-        return gather_axes(x, [features])
-    bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.owned), opened(layout)), [features])
-    assert isinstance(bare, SpatialTensor)
-    size = layout.tiling.splits[features].size
-    tiling = layout.tiling.drop(features)
-    tiling = tiling.replace(tokens, Split.at([cut * size for cut in tiling.splits[tokens].cuts]))
-    dims = tuple(None if axis == features else known for axis, known in enumerate(layout.dims))
-    return SpatialTensor(bare.local.flatten(dim, dim + 1), Layout(layout.grid, tiling, dims))
+    exchange = layout.known(_exchange, lambda: _exchange(layout))
+    local = exchange(open_dims(x.local, layout, layout.held))
+    if layout.flat:  # pieces of shares become what the axis of tokens cuts
+        tokens, size = layout.flat[0].factors[0].axis, tiling.splits[features].size
+        assert tokens is not None
+        local = local.flatten(dim, dim + 1)
+        tiling = tiling.replace(tokens, Split.at([cut * size for cut in tiling.splits[tokens].cuts]))
+    gone = Layout(layout.grid, tiling.drop(features), (*layout.dims[:-1], None))
+    if gone.whole:
+        layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
+    return wrap(local, gone)
+
+
+def flat_tokens(layout: Layout, dim: int) -> Flat | None:
+    """The flat dim of tokens that another axis cuts into pieces, of which ranks along that of features have shares."""
+    flat = layout.flat_at(dim)
+    if flat is None or flat.prefix or len(flat.factors) != 2:
+        return None
+    tokens, shares = (factor.axis for factor in flat.factors)
+    return flat if tokens is not None and shares == layout.grid.axes[-1] else None
