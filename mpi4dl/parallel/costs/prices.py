@@ -124,7 +124,7 @@ def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
         "model": print_of(cuttable),
         "image": list(site.image),
         "grid": list(site.shape),
-        "modes": [site.tracks_batch, site.plain],
+        "modes": [site.tracks_batch, site.plain, site.sequence],
         "cuts": [[name, *astuple(cut)] for name, cut in site.cuts],
     }
 
