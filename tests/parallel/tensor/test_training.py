@@ -1,5 +1,6 @@
 """The engine with parameters cut over ranks, alone and with all else, against plain PyTorch after five steps."""
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -249,3 +250,28 @@ def test_what_parts_cannot_be_trained_with(ranks: Ranks) -> None:
     hook, optimizer = ranks(2).run(refuse)[0]
     assert "gradient_hook sees whole gradients" in hook
     assert "Adafactor works on whole ones" in optimizer
+
+
+def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
+    """The shapes of tensors that the steps left to the garbage collector."""
+    engine = engine_of(comm, replace(ONE, tensor=2, sequence=sequence), HEADS, True)
+    for batch in batches():
+        step(engine, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in batches():
+            step(engine, batch)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [tuple(each.shape) for each in gc.garbage if isinstance(each, Tensor) and each.numel() > 1]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_nothing_waits_for_the_garbage_collector(ranks: Ranks, sequence: bool) -> None:
+    """Logits that did, a step's after the other's, made a rank's memory grow by a third."""
+    assert ranks(2).run(collect, sequence) == [[], []]

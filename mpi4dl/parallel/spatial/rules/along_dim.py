@@ -199,7 +199,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     def hand_out(gradient: Tensor) -> Tensor:
         return comm.all_reduce(gradient.contiguous().clone()) * (part - y).exp()
 
-    result = collectives.linear(part, lambda _: y, hand_out)
+    result = collectives.linear(part, lambda _: y.clone(), hand_out)  # y itself would be kept by its own graph
     shape = [n for d, n in enumerate(result.shape) if keepdim or d not in dims]
     return wrap(result.reshape(shape).to(input.dtype), reduced_layout(input.layout, dims, keepdim))
 
