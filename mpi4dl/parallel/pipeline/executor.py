@@ -120,7 +120,7 @@ class Executor:
                     run.expect(row[position + 1])
                 with as_event(action), self.caring(action, last=ends.get(action.stage) == position):
                     if run.has(action):
-                        run.do[action.kind](action)
+                        run.do(action)
                 self.progress("")
         run.finish()
         self.spans = run.spans
@@ -190,12 +190,10 @@ class _Run:
         self.sent: list[Pending] = []
         self.began = perf_counter()
         self.spans: list[TimeSpan] = []
-        self.do: dict[str, Callable[[Action], None]] = {
-            "forward": self.forward,
-            "backward": self.backward,
-            "input": self.input,
-            "weight": self.weight,
-        }
+
+    def do(self, action: Action) -> None:
+        kinds = {"forward": self.forward, "backward": self.backward, "input": self.input, "weight": self.weight}
+        kinds[action.kind](action)
 
     def has(self, action: Action) -> bool:
         return (action.direction, action.microbatch) in self.microbatches
