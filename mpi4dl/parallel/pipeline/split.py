@@ -190,8 +190,9 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
         try:
             with torch.device("meta"):
                 return build()
-        except (NotImplementedError, RuntimeError):
-            # Some models read values while they are built (torchvision's RegNet computes its widths with tensors).
+        except (NotImplementedError, RuntimeError, TypeError):
+            # Some models read values while they are built (torchvision's RegNet computes its widths with tensors),
+            # also by numpy, which takes no tensor without values: a TypeError.
             with torch.device("cpu"):
                 return build().to("meta")
 

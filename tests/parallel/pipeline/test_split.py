@@ -247,6 +247,12 @@ def test_a_stage_gets_the_values_that_the_whole_model_would_have(name: str) -> N
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
+def test_a_model_may_read_its_values_as_it_is_built() -> None:
+    """By numpy too, for which tensors without values are of a wrong type."""
+    model = outline(lambda: nn.Linear(2, int(torch.tensor([3.0]).numpy().sum())))
+    assert [(tuple(p.shape), p.is_meta) for p in model.parameters()] == [((3, 2), True), ((3,), True)]
+
+
 def test_another_model_is_not_materialized() -> None:
     stage = Cuttable(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).stage((1, 1), 0)
     message = r"build\(\) made 0.bias of shape \(4,\), but the model that was split has \(3,\)"
