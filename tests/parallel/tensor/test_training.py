@@ -264,7 +264,7 @@ def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
             step(engine, batch)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return [tuple(each.shape) for each in gc.garbage if isinstance(each, Tensor) and each.numel() > 1]
+        return [tuple(each.shape) for each in gc.garbage if isinstance(each, Tensor) and each.numel() >= LENGTH * BATCH]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
