@@ -18,6 +18,7 @@ from benchmarks.report import between, error_bars, publish, pyplot, spread, tabl
 from benchmarks.turns import Contestant, numbers, take_turns
 
 WAYS = ("ring", "gather")
+PAGE = 4 / 1024  # MiB: what takes less than a page of memory is not seen to take any
 MARKS = {"ring": "o-", "gather": "s--"}
 
 
@@ -59,7 +60,8 @@ def summarise(found: list[Contestant]) -> list[dict[str, Any]]:
     rows = []
     for each in found:
         first = min((other for other in found if other.name == each.name), key=lambda other: other.ranks)
-        over = [a["mebibytes"] / b["mebibytes"] for a, b in zip(each.answers, first.answers, strict=True)]
+        pairs = zip(each.answers, first.answers, strict=True)
+        over = [max(PAGE, a["mebibytes"]) / max(PAGE, b["mebibytes"]) for a, b in pairs]
         row: dict[str, Any] = {"name": each.name, "ranks": each.ranks}
         for key in ("mebibytes", "seconds"):
             row |= spread(key, [answer[key] for answer in each.answers])
