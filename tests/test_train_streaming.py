@@ -23,7 +23,7 @@ STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2".split
 PLANS = (
     "--tiles 1x1",
     pytest.param("--tiles 1x2", marks=pytest.mark.exhaustive),
-    "--tiles 1x2 --data 2 --zero 2",
+    pytest.param("--tiles 1x2 --data 2 --zero 2", marks=pytest.mark.exhaustive),
     "--stages 2 --tiles 2x1,1x1 --stream-until stem --stream-segments 1",
 )
 

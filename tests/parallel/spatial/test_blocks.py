@@ -151,8 +151,12 @@ RESNET = Task("resnet_v2", (97, 131), batch=4, model_options=(("depth", 20),))
     ("task", "plan"),
     [
         (RESNET.with_engine(halo="block"), TILES_2x2),
-        (RESNET.with_engine(halo="auto"), TILES_2x2),
-        (RESNET.with_engine(halo="block"), Plan(((1, 2), (1, 1)), microbatches=2)),
+        pytest.param(RESNET.with_engine(halo="auto"), TILES_2x2, marks=pytest.mark.exhaustive),
+        pytest.param(
+            RESNET.with_engine(halo="block"),
+            Plan(((1, 2), (1, 1)), microbatches=2),
+            marks=pytest.mark.exhaustive,
+        ),
         (DENSE.with_engine(halo="block"), TILES_1x2),
     ],
     ids=str,
