@@ -290,7 +290,7 @@ class Engine:
         Stages of several are seeded; ranks that share no image may draw as they like.
         """
         after = self.executor.print_of_randomness()
-        shared = self.plan.num_stages == 1 and self.plan.tiles[0] != (1, 1)
+        shared = self.plan.num_stages == 1 and math.prod(self.plan.tiles[0]) * self.plan.tensor > 1
         return after + 1 if shared and after != before else 0
 
     def _sum_up(

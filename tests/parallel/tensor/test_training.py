@@ -246,6 +246,24 @@ def refuse(comm: Communicator) -> list[str]:
     return found
 
 
+def draw_unlike(comm: Communicator) -> str:
+    """What is said of ranks that share layers, and would drop other values of what each of them has whole."""
+    sizes = {"image_size": 8, "in_channels": 1, "hidden": 24, "num_heads": 4, "num_layers": 1, "dropout": 0.2}
+    plan = Plan(((1, 1),), tensor=2)
+    held = Held.whole(models.build("vit", **sizes), plan, comm)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    torch.manual_seed(comm.rank)
+    with pytest.raises(Refusal) as caught:
+        engine.step([torch.ones(2, 1, 8, 8)], torch.tensor([0, 1]), (8, 8))
+    return str(caught.value)
+
+
+def test_ranks_that_share_layers_draw_alike(ranks: Ranks) -> None:
+    first, second = ranks(2).run(draw_unlike)
+    assert first == second
+    assert "torch.manual_seed with the same seed on all ranks" in first
+
+
 def test_what_parts_cannot_be_trained_with(ranks: Ranks) -> None:
     hook, optimizer = ranks(2).run(refuse)[0]
     assert "gradient_hook sees whole gradients" in hook
