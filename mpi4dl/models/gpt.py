@@ -4,6 +4,7 @@ from typing import get_args
 
 from torch import Tensor, nn
 
+from mpi4dl.models.experts import Mixture, Penalized
 from mpi4dl.models.transformer import (
     Activation,
     Positions,
@@ -12,6 +13,7 @@ from mpi4dl.models.transformer import (
     check_sizes,
     documents_of,
     initialize_transformer,
+    through,
 )
 
 
@@ -33,6 +35,7 @@ class GPT(nn.Module):
         dropout: of embeddings, attention weights and what blocks add.
         tied: the weight of `lm_head` is that of the embedding.
         separator: the token that ends a document, if no token is to see others than its own. None: all see each other.
+        mixture: which feed-forward layers are mixtures of experts, and how they are. None: none.
 
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
@@ -54,6 +57,7 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         tied: bool = True,
         separator: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__()
         check_sizes(vocabulary=vocabulary, context=context, num_layers=num_layers)
@@ -71,28 +75,30 @@ class GPT(nn.Module):
                 rotary=rotary,
                 activation=activation,
                 dropout=dropout,
+                mixture=None if mixture is None else mixture.layer(number, hidden, ff_dim, activation, dropout),
             )
-            for _ in range(num_layers)
+            for number in range(num_layers)
         )
-        self.separator = separator
+        self.separator, self.penalized = separator, mixture is not None and mixture.penalizes
         self.norm = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:
             self.lm_head.weight = self.embedding.tokens.weight
         initialize_transformer(self, num_layers)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor | Penalized:
         """The logits. With document ids (N, T) no token sees another document than its own.
+
+        In training the logits and a penalty (N,), if the routing of a mixture of experts adds one to the loss.
 
         Raises:
             ValueError: T > context.
         """
         if documents is None and self.separator is not None:
             documents = documents_of(tokens, self.separator)
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, documents)
-        return self.lm_head(self.norm(x))
+        x, penalty = through(self.blocks, self.embedding(tokens), documents)
+        logits = self.lm_head(self.norm(x))
+        return Penalized(logits, penalty) if self.penalized and self.training else logits
 
 
 def gpt2(

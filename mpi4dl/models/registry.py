@@ -20,6 +20,7 @@ from torch import nn
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
+from mpi4dl.models.experts import Mixture
 from mpi4dl.models.gpt import GPT, gpt2
 from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2
 from mpi4dl.models.small import small_resnet
@@ -32,11 +33,15 @@ Takes = Literal["images", "tokens"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What builds a model, those of its options that the model's name already says, and what the model takes."""
+    """What builds a model, those of its options that the model's name already says, and what the model takes.
+
+    `groups` are options of which each is an object of this type, made of options that have its fields' names.
+    """
 
     builder: Callable[..., nn.Module]
     fixed: Mapping[str, object] = field(default_factory=dict)
     takes: Takes = "images"
+    groups: Mapping[str, type] = field(default_factory=dict)
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden: int) -> Entry:
@@ -49,7 +54,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "bert": Entry(BERT, takes="tokens"),
         "bert_base": Entry(bert_base, takes="tokens"),
         "bert_2_5b": Entry(bert_2_5b, takes="tokens"),
-        "gpt": Entry(GPT, takes="tokens"),
+        "gpt": Entry(GPT, takes="tokens", groups={"mixture": Mixture}),
         "gpt2": _gpt2(12, 12, 768),
         "gpt2_medium": _gpt2(24, 16, 1024),
         "gpt2_large": _gpt2(36, 20, 1280),
@@ -63,7 +68,7 @@ OWN_MODELS: Mapping[str, Entry] = MappingProxyType(
         "resnet3d": Entry(resnet3d),
         "unet": Entry(UNet, {"dims": 2}),
         "unet3d": Entry(unet3d),
-        "vit": Entry(ViT),
+        "vit": Entry(ViT, groups={"mixture": Mixture}),
     }
 )
 
@@ -151,8 +156,17 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
 
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:
-    _check_options(name, options, _parameter_names(entry.builder) - entry.fixed.keys())
-    return entry.builder(**entry.fixed, **options)
+    own = _parameter_names(entry.builder) - entry.fixed.keys() - entry.groups.keys()
+    fields = {group: _parameter_names(kind) for group, kind in entry.groups.items()}
+    _check_options(name, options, own.union(*fields.values()))
+    given = {option: value for option, value in options.items() if option in own}
+    for group, kind in entry.groups.items():
+        chosen = {option: value for option, value in options.items() if option in fields[group]}
+        missing = sorted(n for n, p in inspect.signature(kind).parameters.items() if p.default is p.empty and chosen)
+        if missing and not chosen.keys() >= set(missing):
+            raise ValueError(f"model {name!r} needs {_listed(missing)} beside {_listed(sorted(chosen))}")
+        given |= {group: kind(**chosen)} if chosen else {}
+    return entry.builder(**entry.fixed, **given)
 
 
 def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:

@@ -9,7 +9,8 @@ https://arxiv.org/abs/2305.13245). Blocks carry nothing but x from one to the ne
 any two: each one counts the positions of its tokens itself.
 """
 
-from typing import Literal, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +186,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward layers, each normalized before and added to its input: (N, T, C) to (N, T, C).
 
-    Options and errors are those of `Attention` and `FeedForward`. Xiong et al. 2020, "On Layer Normalization in the
+    Options and errors are those of `Attention` and `FeedForward`. `mixture`, a MixtureOfExperts in the place of the
+    latter, returns a penalty (N,) too, and then so does the block. Xiong et al. 2020, "On Layer Normalization in the
     Transformer Architecture", https://arxiv.org/abs/2002.04745.
     """
 
@@ -200,16 +202,33 @@ class TransformerBlock(nn.Module):
         rotary: bool = False,
         activation: Activation = "gelu",
         dropout: float = 0.0,
+        mixture: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.mixed = mixture is not None
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = Attention(hidden, num_heads, num_kv_heads, causal=causal, rotary=rotary, dropout=dropout)
         self.norm2 = nn.LayerNorm(hidden)
-        self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout)
+        self.feed_forward = FeedForward(hidden, ff_dim, activation, dropout) if mixture is None else mixture
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         x = x + self.attention(self.norm1(x), documents)
-        return x + self.feed_forward(self.norm2(x))
+        if not self.mixed:
+            return x + self.feed_forward(self.norm2(x))
+        y, penalty = self.feed_forward(self.norm2(x))
+        return x + y, penalty
+
+
+def through(blocks: Iterable[nn.Module], x: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
+    """What blocks make of x, one after the other, and the sum of their penalties; None if none has any."""
+    total = None
+    for block in blocks:
+        if not block.mixed:
+            x = block(x, *others)
+            continue
+        x, penalty = block(x, *others)
+        total = penalty if total is None else total + penalty
+    return x, total
 
 
 class TokenEmbedding(nn.Module):
@@ -249,5 +268,6 @@ def initialize_transformer(model: nn.Module, num_layers: int) -> None:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     for module in model.modules():
-        if isinstance(module, Attention | FeedForward):
-            nn.init.normal_(module.output.weight, std=INITIAL_STD / (2 * num_layers) ** 0.5)
+        output = getattr(module, "output", None)  # of attention, feed-forward layers, and experts
+        if output is not None:
+            nn.init.normal_(getattr(output, "weight", output), std=INITIAL_STD / (2 * num_layers) ** 0.5)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from mpi4dl.models.transformer import INITIAL_STD, TransformerBlock, check_sizes, initialize_transformer
+from mpi4dl.models.experts import Mixture, Penalized
+from mpi4dl.models.transformer import INITIAL_STD, TransformerBlock, check_sizes, initialize_transformer, through
 
 fx.wrap("of_size")  # torch.fx takes it as one call, so it may look at shapes
 
@@ -61,6 +62,9 @@ class ViT(nn.Module):
         num_heads: the number of attention heads; divides `hidden`.
         ff_dim: the width of feed-forward layers. None: 4 * hidden.
         dropout: of embeddings, attention weights and what blocks add.
+        mixture: which feed-forward layers are mixtures of experts, and how they are, as in V-MoE (Riquelme et al. 2021,
+            https://arxiv.org/abs/2106.05974). None: none. What their routing adds to the loss is returned in training,
+            (N,), beside the logits.
 
     Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words", https://arxiv.org/abs/2010.11929.
 
@@ -79,6 +83,7 @@ class ViT(nn.Module):
         num_heads: int = 3,
         ff_dim: int | None = None,
         dropout: float = 0.0,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__()
         check_sizes(num_layers=num_layers)
@@ -86,14 +91,21 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(in_channels, (height, width), patch, hidden)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            TransformerBlock(hidden, num_heads, ff_dim, dropout=dropout) for _ in range(num_layers)
+            TransformerBlock(
+                hidden,
+                num_heads,
+                ff_dim,
+                dropout=dropout,
+                mixture=None if mixture is None else mixture.layer(number, hidden, ff_dim, "gelu", dropout),
+            )
+            for number in range(num_layers)
         )
+        self.penalized = mixture is not None and mixture.penalizes
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, num_classes)
         initialize_transformer(self, num_layers)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(images))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))
+    def forward(self, images: Tensor) -> Tensor | Penalized:
+        x, penalty = through(self.blocks, self.dropout(self.embedding(images)))
+        logits = self.head(self.norm(x).mean(1))
+        return Penalized(logits, penalty) if self.penalized and self.training else logits

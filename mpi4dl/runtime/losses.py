@@ -6,13 +6,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Refusal
+from mpi4dl.models.experts import Penalized
 
 
 def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
     """Cross entropy with one label per image; auxiliary classifiers, as GoogLeNet has them in training, count 0.3 each.
 
+    What the routing of a mixture of experts adds comes on top.
+
     Raises Refusal if the model's outputs are not one row of logits per image.
     """
+    if isinstance(outputs, Penalized):
+        return classification_loss(outputs.outputs, labels) + outputs.penalty.mean()
     require_logits(outputs)
     logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = F.cross_entropy(logits, labels)
@@ -23,7 +28,12 @@ def classification_loss(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def token_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of logits (N, T, vocabulary) with tokens (N, T), those that are -100 left out; in nats."""
+    """Cross entropy of logits (N, T, vocabulary) with tokens (N, T), those that are -100 left out; in nats.
+
+    What the routing of a mixture of experts adds comes on top.
+    """
+    if isinstance(outputs, Penalized):
+        return token_loss(outputs.outputs, targets) + outputs.penalty.mean()
     return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 

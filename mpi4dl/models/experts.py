@@ -1,0 +1,289 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward layers, which are its experts.
+
+    x (.., T, C) -> router -> chosen (.., T, k), weights (.., T, k)     k of E experts for each token
+                 -> experts -> y = sum over the k of weight * expert(x)  +  a shared expert of all tokens
+
+Shazeer et al. 2017, "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+https://arxiv.org/abs/1701.06538. Every number that decides where a token goes is of its own sequence, or of the whole
+batch: what is computed does not depend on how a batch is divided among ranks.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.models.transformer import (
+    INITIAL_STD,
+    Activation,
+    FeedForward,
+    check_sizes,
+    default_ff_dim,
+)
+
+Scoring = Literal["softmax", "sigmoid"]
+GROUPED = (torch.float32, torch.bfloat16)  # what grouped_mm takes on CPUs and GPUs
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Options of models whose feed-forward layers are mixtures of experts; those of `Router` have its names.
+
+    Every `every`-th block has one, the last among them. `top_k` of `num_experts` are chosen for each token;
+    `shared_experts` see all tokens. Each is `expert_dim` wide (None: as wide as the feed-forward layer in its place).
+    """
+
+    num_experts: int
+    top_k: int = 2
+    every: int = 1
+    shared_experts: int = 0
+    expert_dim: int | None = None
+    scoring: Scoring = "softmax"
+    capacity_factor: float | None = None
+    balance: float = 0.01
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    z: float = 0.0
+    bias_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_sizes(every=self.every)
+        if self.shared_experts < 0:
+            raise ValueError(f"shared_experts={self.shared_experts} must be 0 or more")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether routing adds anything to the loss."""
+        return self.balance > 0 or self.z > 0
+
+    def layer(
+        self, number: int, hidden: int, ff_dim: int | None, activation: Activation, dropout: float
+    ) -> "MixtureOfExperts | None":
+        """That of block `number`, counted from 0; None if it has none."""
+        if (number + 1) % self.every:
+            return None
+        router = Router(
+            hidden,
+            self.num_experts,
+            self.top_k,
+            scoring=self.scoring,
+            capacity_factor=self.capacity_factor,
+            balance=self.balance,
+            balance_over=self.balance_over,
+            z=self.z,
+            bias_rate=self.bias_rate,
+        )
+        width = self.expert_dim if self.expert_dim is not None else ff_dim
+        return MixtureOfExperts(router, width, activation, dropout, self.shared_experts)
+
+
+class Penalized(NamedTuple):
+    """What a model returns in training if routing adds to the loss: its outputs, and a penalty (N,) of each sample."""
+
+    outputs: Any
+    penalty: Tensor
+
+
+class Routing(NamedTuple):
+    """Where tokens (.., T) go: `chosen` experts (.., T, k), int64, E for none; `weights` (.., T, k); `penalty` (..,).
+
+    The penalty is what routing adds to the loss of each sequence. `load` (E,) counts the tokens that experts were
+    chosen for, `dropped` those choices that found an expert full, `entropy` is the mean over tokens of that of their
+    scores, in nats.
+    """
+
+    chosen: Tensor
+    weights: Tensor
+    penalty: Tensor
+    load: Tensor
+    dropped: Tensor
+    entropy: Tensor
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens by a linear layer: x (N, T, C) to a `Routing`.
+
+    Scores are the softmax of the logits over experts, or their sigmoid; weights are those of the chosen, which sum to 1
+    if there are several (with one, its score is its weight: Switch).
+
+    `capacity_factor`: an expert takes no more than ceil(factor * k * T / E) tokens of each sequence, the first ones
+    (GShard, whose groups are sequences here); None drops nothing. Penalties, times their weights:
+
+        balance   E * sum over experts of (share of choices) * (mean score), 1 if even; of each "sequence", or of the
+                  "batch" as `balance_over` says (Fedus et al. 2021, "Switch transformers", arXiv 2101.03961)
+        z         mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, "ST-MoE", arXiv 2202.08906)
+
+    `bias_rate`: instead of a penalty, add to the scores by which experts are chosen, but not to weights, a bias that
+    grows by this rate in each forward pass of training for experts with less than the mean load, and shrinks for those
+    with more (Wang et al. 2024, "Auxiliary-loss-free load balancing", arXiv 2408.15664).
+
+    Raises:
+        ValueError: an unknown option, a factor that is not positive, or more experts to choose than there are.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        scoring: Scoring = "softmax",
+        capacity_factor: float | None = None,
+        balance: float = 0.01,
+        balance_over: Literal["sequence", "batch"] = "sequence",
+        z: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_sizes(hidden=hidden, num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ValueError(f"top_k={top_k} experts cannot be chosen of num_experts={num_experts}")
+        if scoring not in get_args(Scoring):
+            raise ValueError(f"scoring={scoring!r} is unknown: choose 'softmax' or 'sigmoid'")
+        if balance_over not in ("sequence", "batch"):
+            raise ValueError(f"balance_over={balance_over!r} is unknown: choose 'sequence' or 'batch'")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor={capacity_factor} must be above 0, or None to drop no tokens")
+        for name, value in (("balance", balance), ("z", z), ("bias_rate", bias_rate)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be 0 or more")
+        self.num_experts, self.top_k, self.scoring, self.capacity_factor = num_experts, top_k, scoring, capacity_factor
+        self.balance, self.balance_over, self.z, self.bias_rate = balance, balance_over, z, bias_rate
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+
+    def forward(self, x: Tensor) -> Routing:
+        logits = F.linear(x, self.weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        by = scores.detach() if self.bias is None else scores.detach() + self.bias
+        chosen = by.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        # (N, T, E), 1 for each expert that a token chose: no token chooses one twice.
+        numbers = torch.arange(self.num_experts, device=x.device)
+        chose = (chosen[..., None] == numbers).to(scores.dtype).sum(-2)
+        kept = chose
+        if self.capacity_factor is not None:
+            # Expert by expert, how many tokens of the sequence came before; those beyond the capacity go nowhere.
+            capacity = math.ceil(self.capacity_factor * self.top_k * x.shape[1] / self.num_experts)
+            before = (chose.cumsum(1) - chose).gather(-1, chosen)
+            fits = before < capacity
+            chosen = torch.where(fits, chosen, self.num_experts)
+            weights = weights * fits.to(weights.dtype)
+            kept = (chosen[..., None] == numbers).to(scores.dtype).sum(-2)
+        shares = scores if self.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
+        penalty = self._penalty(logits, shares, chose)
+        load = chose.detach().sum((0, 1))
+        if self.bias is not None and self.training:
+            self._move_bias(load)
+        with torch.no_grad():
+            entropy = -(shares * shares.clamp_min(torch.finfo(shares.dtype).tiny).log()).sum(-1).mean()
+            dropped = load.sum() - kept.sum()
+        return Routing(chosen, weights.to(x.dtype), penalty, load, dropped, entropy)
+
+    def _penalty(self, logits: Tensor, shares: Tensor, chose: Tensor) -> Tensor:
+        penalty = chose.sum((1, 2)) * 0
+        if self.balance:
+            chosen, mean = chose.mean(1) / self.top_k, shares.mean(1)
+            if self.balance_over == "batch":
+                chosen, mean = chosen.mean(0, keepdim=True), mean.mean(0, keepdim=True)
+            penalty = penalty + self.balance * self.num_experts * (chosen * mean).sum(-1)
+        if self.z:
+            penalty = penalty + self.z * logits.logsumexp(-1).square().mean(1)
+        return penalty
+
+    @torch.no_grad()
+    def _move_bias(self, load: Tensor) -> None:
+        assert self.bias is not None
+        self.bias += self.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+
+
+class Experts(nn.Module):
+    """Feed-forward layers without biases, E of them: tokens (.., C), of which each goes to those `chosen` for it.
+
+    `chosen` (.., k) are numbers of experts, E for none, and what they make of a token is summed by `weights` (.., k).
+    The matrices of all experts are one parameter, (E, out, in), so that they are multiplied as groups.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, ff_dim: int, activation: Activation = "gelu") -> None:
+        super().__init__()
+        if activation not in get_args(Activation):
+            raise ValueError(f"activation={activation!r} is unknown: choose 'gelu' or 'swiglu'")
+        check_sizes(num_experts=num_experts, hidden=hidden, ff_dim=ff_dim)
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.empty(num_experts, ff_dim, hidden))
+        self.gate = nn.Parameter(torch.empty(num_experts, ff_dim, hidden)) if activation == "swiglu" else None
+        self.output = nn.Parameter(torch.empty(num_experts, hidden, ff_dim))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=INITIAL_STD)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        slots = chosen.reshape(-1)
+        order = slots.argsort(stable=True)
+        counts = torch.bincount(slots, minlength=self.num_experts + 1)[: self.num_experts]
+        if not order.is_meta:
+            order = order[: int(counts.sum())]  # behind them are those that go nowhere
+        source = order // k
+        rows = tokens[source]
+        up = grouped_linear(rows, self.up, counts)
+        if self.gate is None:
+            inner = F.gelu(up, approximate="tanh")
+        else:
+            inner = F.silu(grouped_linear(rows, self.gate, counts)) * up
+        made = grouped_linear(inner, self.output, counts) * weights.reshape(-1)[order, None]
+        return torch.zeros_like(tokens).index_add(0, source, made.to(tokens.dtype)).view(x.shape)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows (R, in) times the matrices (E, out, in) of their groups: the first counts[0] rows the first, and so on.
+
+    By PyTorch's grouped matrix product, which has none for float64. Of tensors without values, which are there to be
+    counted, every row meets the first matrix.
+    """
+    if rows.is_meta:
+        return F.linear(rows, weight[0])
+    if rows.dtype == weight.dtype in GROUPED and len(rows):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    parts = rows.split(counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(), strict=True)])
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its experts in the place of a feed-forward layer: (N, T, C) to (N, T, C), and a penalty (N,).
+
+    `shared`: how many experts of the same width all tokens go to beside those chosen for them, as one layer of that
+    many times the width. `routing` is what the last forward pass found, detached.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        ff_dim: int | None = None,
+        activation: Activation = "gelu",
+        dropout: float = 0.0,
+        shared: int = 0,
+    ) -> None:
+        super().__init__()
+        num_experts, hidden = router.weight.shape
+        width = default_ff_dim(hidden, activation) if ff_dim is None else ff_dim
+        self.router = router
+        self.experts = Experts(num_experts, hidden, width, activation)
+        self.shared = FeedForward(hidden, shared * width, activation) if shared else None
+        self.dropout = nn.Dropout(dropout)
+        self.routing: Routing | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.router(x)
+        y = self.experts(x, routing.chosen, routing.weights)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        self.routing = Routing(*(value.detach() for value in routing))
+        return self.dropout(y), routing.penalty
