@@ -138,7 +138,7 @@ class Engine:
                 lower_precision(module, self._dtype)
         trained = [p for p in self.held.parameters() if p.requires_grad]
         turns = plan.zero > 0 or not all(stays(p, home) for p in trained)
-        manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.tensor > 1 else None
+        manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
         self._agree_on_model(
             manner,
             turns,
@@ -170,7 +170,7 @@ class Engine:
             group = ReplicaGroup(parameters, alike, optimizer, home, zero, copies, summing, bucket_bytes, apart, whole)
             groups.append((stages, group))
         self.groups = ReplicaGroups(groups, self.held.runs)
-        partial = plan.zero > 0 or plan.num_stages > 1 or plan.tensor > 1
+        partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
@@ -188,13 +188,14 @@ class Engine:
         problem = problem_with(self.optimizer, named, max(each.comm.size for each in held.together))
         if problem is None and manner is not None:
             problem = manner.problem(type(self.optimizer).__name__, turns)
-        if problem is None and self.plan.tensor > 1:
+        if problem is None and self.plan.cuts_parameters:
             problem = self._problem_of_parts(manner)
         self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
 
     def _problem_of_parts(self, manner: Manner | None) -> str | None:
         """What cannot be done with parts of parameters."""
-        parts = f"under tensor({self.plan.tensor}) ranks have parts of parameters"
+        which = "tensor" if self.plan.tensor > 1 else "experts"
+        parts = f"under {which}({getattr(self.plan, which)}) ranks have parts of parameters"
         if self.gradient_hook is not None:
             return f"{parts}, but gradient_hook sees whole gradients"
         if manner is not None and not manner.elementwise:

@@ -14,7 +14,7 @@ from mpi4dl.comm import gpu, guard, nccl, ordering, scattering
 from mpi4dl.comm.family import Family
 from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.node import Node
-from mpi4dl.comm.packing import as_bytes, is_dense
+from mpi4dl.comm.packing import Piece, as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.refusal import RankFailed, Refusal
 from mpi4dl.comm.requests import Calls
@@ -283,6 +283,19 @@ class Communicator(Messenger):
         else:
             self._in_line(lambda: self._gather(dense, result)).wait()
         return result
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """The rows that all ranks have for this one, of tensors (size, *shape) that are alike in shape and dtype."""
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        sends, receives = ([Piece(rank, row) for rank, row in enumerate(rows)] for rows in (tensor.detach(), result))
+        self.iexchange(sends, receives, scattering.ALL_TO_ALL_TAG).wait()
+        return result
+
+    def nodes(self) -> list[list[int]]:
+        """The ranks on each machine, by the first of them. Collective."""
+        first = self.split_by_node().broadcast_object(self.rank)
+        firsts = self.all_gather_object(first)
+        return [[rank for rank, each in enumerate(firsts) if each == node] for node in sorted(set(firsts))]
 
     def _gather(self, own: Tensor, everywhere: Tensor) -> Pending:
         """Gather dense tensors on the host, a limited number of bytes of each at a time."""

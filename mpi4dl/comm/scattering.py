@@ -21,7 +21,8 @@ from mpi4dl.comm.pending import Pending
 from mpi4dl.geometry import even_cuts
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-SCATTER_TAG, GATHER_TAG = 32766, 32767  # the highest that every MPI has: out of the way of what users send
+# The highest tags that every MPI has: out of the way of what users send.
+ALL_TO_ALL_TAG, SCATTER_TAG, GATHER_TAG = 32765, 32766, 32767
 
 
 def parts_of(flat: Tensor, size: int, cuts: Sequence[int] | None = None) -> list[Tensor]:

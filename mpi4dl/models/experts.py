@@ -53,11 +53,6 @@ class Mixture:
         if self.shared_experts < 0:
             raise ValueError(f"shared_experts={self.shared_experts} must be 0 or more")
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether routing adds anything to the loss."""
-        return self.balance > 0 or self.z > 0
-
     def layer(
         self, number: int, hidden: int, ff_dim: int | None, activation: Activation, dropout: float
     ) -> "MixtureOfExperts | None":
@@ -89,9 +84,9 @@ class Penalized(NamedTuple):
 class Routing(NamedTuple):
     """Where tokens (.., T) go: `chosen` experts (.., T, k), int64, E for none; `weights` (.., T, k); `penalty` (..,).
 
-    The penalty is what routing adds to the loss of each sequence. `load` (E,) counts the tokens that experts were
-    chosen for, `dropped` those choices that found an expert full, `entropy` is the mean over tokens of that of their
-    scores, in nats.
+    The penalty is what routing adds to the loss of each sequence, if anything. `load` (E,) counts the tokens that
+    experts were chosen for, `dropped` those choices that found an expert full, `entropy` is the mean over tokens of
+    that of their scores, in nats.
     """
 
     chosen: Tensor
@@ -157,6 +152,11 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=INITIAL_STD)
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether routing adds anything to the loss."""
+        return self.balance > 0 or self.z > 0
+
     def forward(self, x: Tensor) -> Routing:
         logits = F.linear(x, self.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -189,7 +189,7 @@ class Router(nn.Module):
         return Routing(chosen, weights.to(x.dtype), penalty, load, dropped, entropy)
 
     def _penalty(self, logits: Tensor, shares: Tensor, chose: Tensor) -> Tensor:
-        penalty = chose.sum((1, 2)) * 0
+        penalty = torch.zeros((), dtype=logits.dtype, device=logits.device)
         if self.balance:
             chosen, mean = chose.mean(1) / self.top_k, shares.mean(1)
             if self.balance_over == "batch":
@@ -278,6 +278,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(num_experts, hidden, width, activation)
         self.shared = FeedForward(hidden, shared * width, activation) if shared else None
         self.dropout = nn.Dropout(dropout)
+        self.penalizes = router.penalizes
         self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

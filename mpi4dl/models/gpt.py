@@ -79,7 +79,7 @@ class GPT(nn.Module):
             )
             for number in range(num_layers)
         )
-        self.separator, self.penalized = separator, mixture is not None and mixture.penalizes
+        self.separator = separator
         self.norm = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:
@@ -98,7 +98,7 @@ class GPT(nn.Module):
             documents = documents_of(tokens, self.separator)
         x, penalty = through(self.blocks, self.embedding(tokens), documents)
         logits = self.lm_head(self.norm(x))
-        return Penalized(logits, penalty) if self.penalized and self.training else logits
+        return Penalized(logits, penalty) if penalty is not None and self.training else logits
 
 
 def gpt2(

@@ -187,8 +187,9 @@ class TransformerBlock(nn.Module):
     """Attention, then feed-forward layers, each normalized before and added to its input: (N, T, C) to (N, T, C).
 
     Options and errors are those of `Attention` and `FeedForward`. `mixture`, a MixtureOfExperts in the place of the
-    latter, returns a penalty (N,) too, and then so does the block. Xiong et al. 2020, "On Layer Normalization in the
-    Transformer Architecture", https://arxiv.org/abs/2002.04745.
+    latter, may have a penalty (N,), and then the block returns that too.
+
+    Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", https://arxiv.org/abs/2002.04745.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class TransformerBlock(nn.Module):
         mixture: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.mixed = mixture is not None
+        self.mixed, self.penalized = mixture is not None, getattr(mixture, "penalizes", False)
         self.norm1 = nn.LayerNorm(hidden)
         self.attention = Attention(hidden, num_heads, num_kv_heads, causal=causal, rotary=rotary, dropout=dropout)
         self.norm2 = nn.LayerNorm(hidden)
@@ -216,14 +217,14 @@ class TransformerBlock(nn.Module):
         if not self.mixed:
             return x + self.feed_forward(self.norm2(x))
         y, penalty = self.feed_forward(self.norm2(x))
-        return x + y, penalty
+        return (x + y, penalty) if self.penalized else x + y
 
 
 def through(blocks: Iterable[nn.Module], x: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
     """What blocks make of x, one after the other, and the sum of their penalties; None if none has any."""
     total = None
     for block in blocks:
-        if not block.mixed:
+        if not block.penalized:
             x = block(x, *others)
             continue
         x, penalty = block(x, *others)

@@ -100,7 +100,6 @@ class ViT(nn.Module):
             )
             for number in range(num_layers)
         )
-        self.penalized = mixture is not None and mixture.penalizes
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, num_classes)
         initialize_transformer(self, num_layers)
@@ -108,4 +107,4 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor | Penalized:
         x, penalty = through(self.blocks, self.dropout(self.embedding(images)))
         logits = self.head(self.norm(x).mean(1))
-        return Penalized(logits, penalty) if self.penalized and self.training else logits
+        return Penalized(logits, penalty) if penalty is not None and self.training else logits

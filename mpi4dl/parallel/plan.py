@@ -8,20 +8,26 @@ Ranks of a stage are neighbours, so that halos stay within a node, and replicas 
 model (GEMS) lies over the ranks of each replica in the opposite order.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise, zip_longest
 from math import prod
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table
+from mpi4dl.parallel.tensor.styles import Degrees
 
 ZERO_STAGES = (0, 1, 2, 3)
+Part = Mapping[str, int]  # the number of a rank along the axes over which a parameter is cut
+NO_PART: Part = MappingProxyType({})
+GridT = TypeVar("GridT", bound=Grid)
+MOE = ("tensor", "expert")
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
 
 
@@ -94,6 +100,9 @@ class Plan:
     zero: int = 0
     tensor: int = 1
     sequence: bool = False
+    experts: int = 1
+    moe: str = "tensor"
+    moe_pieces: int = 1
 
     @classmethod
     def of(
@@ -109,6 +118,9 @@ class Plan:
         zero: int = 0,
         tensor: int = 1,
         sequence: bool = False,
+        experts: int = 1,
+        moe: str = "tensor",
+        moe_pieces: int = 1,
     ) -> "Plan":
         """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
         if stages % chunks:
@@ -131,12 +143,16 @@ class Plan:
             zero,
             tensor,
             sequence,
+            experts,
+            moe,
+            moe_pieces,
         )
 
     def __post_init__(self) -> None:
         if not self.batch_ways:
             object.__setattr__(self, "batch_ways", (1,) * len(self.tiles))
         numbers = [*self.batch_ways, self.data, self.microbatches, self.chunks, self.tensor]
+        numbers += [self.experts, self.moe_pieces]
         numbers += [n for tiles in self.tiles for n in tiles]
         if not self.tiles or min(numbers) < 1 or self.bidirectional < 0 or len(self.batch_ways) != len(self.tiles):
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
@@ -154,6 +170,8 @@ class Plan:
                 f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
                 "more, and no other schedule can have them"
             )
+        if self.moe not in MOE:
+            raise ValueError(f"--moe {self.moe}: it must be tensor (ranks of --tensor have parts of experts) or expert")
         if self.sequence and self.tensor == 1:
             raise ValueError("--sequence shares tokens among the ranks of --tensor: it needs 2 or more of them")
         if self.bidirectional and self.tensor > 1:
@@ -189,14 +207,30 @@ class Plan:
         return sum(self.ranks_per_place)
 
     @property
+    def replicas(self) -> int:
+        """How many sets of ranks share the batch, each with the whole model but for experts."""
+        return self.data * self.experts
+
+    @property
     def num_ranks(self) -> int:
-        return self.ranks_per_replica * self.data
+        return self.ranks_per_replica * self.replicas
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ranks have different parts of a parameter."""
+        return Degrees(self.tensor, self.experts, self.moe == "expert")
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether there are ranks with parts of parameters."""
+        return self.tensor * self.experts > 1
 
     def __str__(self) -> str:
         def place(i: int) -> str:
             return grid_name(self.tiles[i]) + (f" x {self.batch_ways[i]} ways" if self.batch_ways[i] > 1 else "")
 
         places, tensor = [], f"tensor({self.tensor}) x " if self.tensor > 1 else ""
+        tensor += f"experts({self.experts}) x " if self.experts > 1 else ""
         for name, alike in groupby(place(i) for i in range(len(self.tiles))):
             number = len(list(alike))
             places += [f"{number} of {name}"] if number > MOST_ALIKE else [name] * number
@@ -220,9 +254,10 @@ class Plan:
             return None
         flags = "--tiles or --data" if self.num_stages == 1 else "--stages, --tiles, --batch-ways or --data"
         flags = f"--tensor, {flags}" if self.tensor > 1 else flags
+        shared = "; ranks of --experts share the batch, as those of --data do" if self.experts > 1 else ""
         return (
             f"{self} = {self.num_ranks} ranks, but mpirun started {num_ranks}: "
-            f"start with mpirun -n {self.num_ranks}, or change {flags}"
+            f"start with mpirun -n {self.num_ranks}, or change {flags}{shared}"
         )
 
     def problem(self, num_ranks: int, image_size: Sequence[int], batch_size: int) -> str | None:
@@ -245,13 +280,13 @@ class Plan:
                 f"--microbatches {self.microbatches}{times} cannot share a batch of {batch_size}: "
                 f"raise --batch-size to {self.num_microbatches}"
             )
-        sharing = self.data * max(self.batch_ways)
+        sharing = self.replicas * max(self.batch_ways)
         if sharing > batch_size // self.num_microbatches:
-            if self.num_microbatches == 1 and max(self.batch_ways) == 1:
+            if self.num_microbatches == self.experts == max(self.batch_ways) == 1:
                 return f"--data {self.data} replicas cannot share a batch of {batch_size}: raise --batch-size"
-            needed = sharing * self.num_microbatches
+            needed, experts = sharing * self.num_microbatches, f"experts({self.experts}) x " * (self.experts > 1)
             return (
-                f"data({self.data}) x batch-ways({max(self.batch_ways)}) cannot share a microbatch of "
+                f"{experts}data({self.data}) x batch-ways({max(self.batch_ways)}) cannot share a microbatch of "
                 f"{batch_size // self.num_microbatches}: raise --batch-size to {needed}"
             )
         return None
@@ -272,34 +307,38 @@ class Plan:
     def shape(self, stage: int) -> GridShape:
         """The grid of a stage: its batch axis has the ways of all replicas."""
         place = stage % len(self.tiles)
-        shape = self.data * self.batch_ways[place], *self.tiles[place]
+        shape = self.replicas * self.batch_ways[place], *self.tiles[place]
         return GridShape(*shape) if self.tensor == 1 else FeatureGridShape(*shape, self.tensor)
 
     @property
     def sharing(self) -> tuple[int, ...]:
         """How many ranks of one replica share the work of each stage."""
-        return tuple(self.shape(stage).size // self.data for stage in range(self.num_stages))
+        return tuple(self.shape(stage).size // self.replicas for stage in range(self.num_stages))
 
     def ranks(self, direction: int, stage: int) -> tuple[int, ...]:
         """All ranks that work together on a stage, over all replicas, in the order of its grid."""
         holders = self.placement.holders[direction][stage]
-        return tuple(d * self.ranks_per_replica + rank for d in range(self.data) for rank in holders)
+        return tuple(d * self.ranks_per_replica + rank for d in range(self.replicas) for rank in holders)
 
-    def holders(self, *stages: int, part: int | None = None) -> tuple[int, ...]:
+    def holders(self, *stages: int, part: Part = NO_PART) -> tuple[int, ...]:
         """All ranks that have the parameters of a stage, or those that several stages share, in turn.
 
-        That is over tiles, ways, replicas and both directions. `part`: those with the same part of what is cut by
-        features.
+        That is over tiles, ways, replicas and both directions. `part`: those with this number along each axis.
         """
         every = zip_longest(*self._copies(stages, part))
         return tuple(dict.fromkeys(rank for alike in every for rank in alike if rank is not None))
 
-    def _copies(self, stages: Sequence[int], part: int | None = None) -> list[tuple[int, ...]]:
+    def _copies(self, stages: Sequence[int], part: Part = NO_PART) -> list[tuple[int, ...]]:
         """The ranks of each copy of these stages' parameters."""
-        step = slice(None) if part is None else slice(part, None, self.tensor)
-        return [self.ranks(direction, stage)[step] for stage in stages for direction in range(self.num_directions)]
+        copies = [self.ranks(direction, stage) for stage in stages for direction in range(self.num_directions)]
+        return [tuple(rank for i, rank in enumerate(ranks) if self._has(i, len(ranks), part)) for ranks in copies]
 
-    def zero_at(self, *stages: int, part: int | None = None) -> tuple[int, int]:
+    def _has(self, number: int, size: int, part: Part) -> bool:
+        """Whether one of the ranks of a stage, of which there are so many, has this part of parameters."""
+        own = {"features": number % self.tensor, "experts": number * self.replicas // size % self.experts}
+        return all(own[axis] == index for axis, index in part.items())
+
+    def zero_at(self, *stages: int, part: Part = NO_PART) -> tuple[int, int]:
         """The ZeRO stage that is possible there, and into how many sets its holders fall: rank r is in r % that.
 
         Each direction of GEMS is a set that gathers parameters on its own, and so is each of several stages that share
@@ -330,7 +369,17 @@ class Plan:
 
     def grid(self, comm: Communicator) -> Grid:
         """The grid of a plan of one stage."""
-        return Grid.of(comm, self.shape(0))
+        return self.grid_of(0, comm)
+
+    def grid_of(self, stage: int, comm: Communicator) -> Grid:
+        """The grid of a stage, of which `comm` are all ranks."""
+        return self.arranged(stage, Grid.of(comm, self.shape(stage), self.tracks_batch(stage)))
+
+    def arranged(self, stage: int, grid: GridT) -> GridT:
+        """A grid of a stage's shape, as its ranks work together."""
+        grid.shares_tokens = self.sequence
+        grid.experts, grid.ways, grid.pieces = self.experts, self.batch_ways[stage % len(self.tiles)], self.moe_pieces
+        return grid
 
     def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.
@@ -362,7 +411,7 @@ class Plan:
         )
 
     def _shares(self, samples: Interval) -> tuple[int, ...]:
-        replicas = [samples.start + cut for cut in even_cuts(samples.length, self.data)]
+        replicas = [samples.start + cut for cut in even_cuts(samples.length, self.replicas)]
         return nested_cuts(replicas, self.batch_ways[0])
 
     def reads(self, rank: int, microbatches: Sequence[Microbatch], size: Sequence[int]) -> tuple[Read, ...]:

@@ -8,7 +8,7 @@ For p parameters, of which N ranks hold copies, with k bytes each and s bytes of
 that are cut by features p is what a rank has of them, and N are the ranks that have the same part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from mpi4dl.parallel.plan import ZERO_STAGES, Plan
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.gathering import KEPT
 from mpi4dl.parallel.tensor.cutting import largest_part
-from mpi4dl.parallel.tensor.styles import Cut
+from mpi4dl.parallel.tensor.styles import Cutting, Degrees
 from mpi4dl.runtime.build import state_bytes
 from mpi4dl.runtime.precision import lower_precision
 
@@ -34,18 +34,18 @@ class StateBytes(NamedTuple):
     """What training one stage of a model keeps on a rank, in bytes: `update` are masters and the optimizer's state.
 
     `fixed` are frozen parameters and buffers, `bucket` is the largest of the flat buckets. It is that of what all
-    holders of the stage have, or (`is_cut`) of what those have who share the part of features that is largest.
+    holders of the stage have, or of what those have who have the largest part along these `axes`.
     """
 
     parameters: int
     update: int
     fixed: int
     bucket: int
-    is_cut: bool = False
+    axes: tuple[str, ...] = ()
 
     def num_holders(self, plan: Plan, stage: int) -> int:
         """How many ranks have the same."""
-        return len(plan.holders(stage, part=0 if self.is_cut else None))
+        return len(plan.holders(stage, part=dict.fromkeys(self.axes, 0)))
 
 
 StageState = tuple[StateBytes, ...]
@@ -91,40 +91,37 @@ def count_state(
     modules: Iterable[nn.Module],
     build_optimizer: BuildOptimizer,
     low_precision: torch.dtype | None = None,
-    cuts: Mapping[str, Cut] | None = None,
-    num_parts: int = 1,
+    cutting: Cutting | None = None,
+    degrees: Degrees | None = None,
 ) -> StageState:
     """Count what training a stage of these modules on the meta device would keep; what they share counts once.
 
-    Their weights become those of `low_precision`. Of parameters that `cuts` names each rank has one of so many parts.
+    Their weights become those of `low_precision`. Of parameters that `cutting` names each rank has one of many parts.
     """
-    modules, cuts = tuple(modules), cuts or {}
+    modules, cutting, degrees = tuple(modules), cutting or Cutting(), degrees or Degrees()
     if low_precision is not None:
         for module in modules:
             lower_precision(module, low_precision)
     everything = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
     named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad}
-    whole = [p for name, p in named.values() if name not in cuts]
-    parts = [_part(p, cuts[name], num_parts) for name, p in named.values() if name in cuts]
     fixed = sum(value.nbytes for value in everything.values()) - sum(p.nbytes for _, p in named.values())
-    found = [_state(whole, build_optimizer, fixed)]
-    return (*found, _state(parts, build_optimizer, 0, is_cut=True)) if parts else tuple(found)
-
-
-def _part(parameter: nn.Parameter, cut: Cut, num_parts: int) -> nn.Parameter:
-    shape = largest_part(cut, parameter.shape, num_parts)
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
+    for name, p in named.values():
+        shape = largest_part(cutting.parameters.get(name, ()), p.shape, degrees)
+        part = p if shape == tuple(p.shape) else nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+        alike.setdefault(cutting.axes(name), []).append(part)
+    return tuple(_state(parts, build_optimizer, 0 if axes else fixed, axes) for axes, parts in alike.items())
 
 
 def _state(
-    trained: Sequence[nn.Parameter], build_optimizer: BuildOptimizer, fixed: int, is_cut: bool = False
+    trained: Sequence[nn.Parameter], build_optimizer: BuildOptimizer, fixed: int, axes: tuple[str, ...] = ()
 ) -> StateBytes:
     masters = [nn.Parameter(p.detach().float() if p.dtype in LOW_PRECISION else p.detach()) for p in trained]
     own = sum(m.nbytes for p, m in zip(trained, masters, strict=True) if p.dtype in LOW_PRECISION)
     size = sum(p.nbytes for p in trained)
     largest = max((p.nbytes for p in trained), default=0)
     update = own + (state_bytes(build_optimizer(masters)) if masters else 0)
-    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), is_cut)
+    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), axes)
 
 
 def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:

@@ -70,6 +70,9 @@ def build_plan(config: Config) -> Plan:
         zero=chosen.zero,
         tensor=chosen.tensor,
         sequence=chosen.sequence,
+        experts=chosen.experts,
+        moe=chosen.moe,
+        moe_pieces=chosen.moe_pieces,
     )
 
 
@@ -245,8 +248,9 @@ def check_text(config: Config, plan: Plan) -> None:
     """Raises ConfigError for what is not done with text, or with parameters that are cut."""
     if config.data.text is not None and config.visits:
         raise ConfigError("--stream and --patches are for images, but --text was given")
-    if plan.tensor > 1 and config.visits:
-        raise ConfigError(f"--tensor {plan.tensor} with --stream or --patches: visits have whole parameters")
+    if plan.cuts_parameters and config.visits:
+        flag = f"--tensor {plan.tensor}" if plan.tensor > 1 else f"--experts {plan.experts}"
+        raise ConfigError(f"{flag} with --stream or --patches: visits have whole parameters")
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:

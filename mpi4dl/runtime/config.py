@@ -141,6 +141,13 @@ class Parallel:
         'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: by the table for the model',
         optional(NAME),
     )
+    experts: int = option(1, "how many ranks share experts, and the batch as those of --data do", COUNT)
+    moe: str = option(
+        "tensor",
+        "what the ranks of --tensor have of experts: a part of each, or whole ones",
+        choice("tensor", "expert"),
+    )
+    moe_pieces: int = option(1, "in how many pieces a batch travels to experts: one while they have another", COUNT)
     zero: int = option(
         0, "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)", ZERO_STAGE
     )

@@ -110,7 +110,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         model = outline(lambda: build_model(config, num_classes, channels)).train()
         cuts = planned_cuts(model, plan, tensor_styles(config))
         spatial.require_rules(
-            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cuts=cuts)
+            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)
         )
     except (spatial.NoRule, ValueError) as problem:
         raise ValueError(f"--model {config.model.model}: {problem}") from problem
@@ -126,10 +126,10 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
     yield title(config, engine)
     if engine.plan.num_stages == 1 and config.model.patches is None:
         model = held.modules_of[0]
-        if held.cuts:  # of which the rank has no more than its part
+        if held.cutting:  # of which the rank has no more than its part
             model = outline(lambda: build_model(config, num_classes, channels))
         try:
-            as_held = partial(with_cuts, cuts=held.cuts)
+            as_held = partial(with_cuts, cutting=held.cutting)
             yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
             raise ValueError(f"--model {config.model.model}: {problem}") from problem

@@ -34,7 +34,7 @@ from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
 from mpi4dl.parallel.streaming.opening import StreamOptions, choose
 from mpi4dl.parallel.streaming.rehearsal import CannotStream
 from mpi4dl.parallel.tables.simulator import Costs, simulate
-from mpi4dl.parallel.tensor.styles import Styles
+from mpi4dl.parallel.tensor.styles import Degrees, Styles
 from mpi4dl.runtime.anatomy import (
     Allocator,
     BuildOptimizer,
@@ -85,6 +85,7 @@ class Outlook(NamedTuple):
             "--chunks": str(plan.chunks),
             "--zero": str(plan.zero),
             "--tensor": str(plan.tensor),
+            "--experts": str(plan.experts),
         }
         usual = {"--schedule": "1f1b", "--bidirectional": "0", "--zero": "0"}
         if self.stream is not None:
@@ -116,7 +117,7 @@ class Forecaster:
     low_precision: torch.dtype | None = None
     wanted: Wanted = field(default_factory=Wanted)
     styles: Styles | None = None
-    _states: dict[tuple[int, int, int], StageState] = field(default_factory=dict)
+    _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
     _bytes: dict[Site, tuple[AtomBytes, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], Prices] = field(default_factory=dict)
     _visits: dict[Any, Visiting] = field(default_factory=dict)
@@ -258,10 +259,10 @@ class Forecaster:
         cuts = planned_cuts(self.cuttable.model, plan, self.styles)
         found = []
         for start, end in pairwise(accumulate(counts, initial=0)):
-            key = (start, end, plan.tensor)
+            key = (start, end, plan.degrees)
             if key not in self._states:
                 atoms = [self._lowered.atom(i) for i in range(start, end)]
-                self._states[key] = count_state(atoms, self.optimizer, self.low_precision, cuts, plan.tensor)
+                self._states[key] = count_state(atoms, self.optimizer, self.low_precision, cuts, plan.degrees)
             found.append(self._states[key])
         return found
 

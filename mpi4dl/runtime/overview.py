@@ -94,7 +94,7 @@ class Overview:
         for stage, work in enumerate(self.work):
             shape = plan.shape(stage)
             cells = [str(stage), *(runs(ranks[stage]) for ranks in plan.placement.holders)]
-            cells += [grid_name(shape.space), str(shape.batch // plan.data)]
+            cells += [grid_name(shape.space), str(shape.batch // plan.replicas)]
             if traced:
                 ends = dict.fromkeys((work.atoms[0], work.atoms[-1]))
                 cells.append(f"{len(work.atoms)}: {' .. '.join(ends)}")
@@ -107,8 +107,8 @@ class Overview:
         samples = samples_of(plan, self.image)
         cost = "; cost/mean: of a rank's time; hands on: from all ranks of the stage together" if staged else ""
         lines.append(f"a microbatch of {samples}: {total / 1e9:.4g} GFLOP forward{cost}")
-        if plan.data > 1:
-            lines.append(f"replica d of {plan.data} has these ranks + d x {plan.ranks_per_replica}")
+        if plan.replicas > 1:
+            lines.append(f"replica d of {plan.replicas} has these ranks + d x {plan.ranks_per_replica}")
         return lines
 
     def sums(self) -> list[str]:
@@ -120,7 +120,7 @@ class Overview:
         summed = [plan.num_microbatches * sum(self.bytes[stage].summed for stage in stages) for stages in held]
         most = max(range(len(held)), key=lambda rank: summed[rank])
         states = [state for stage in held[most] for state in (self.states[stage] if self.states else ())]
-        cut, whole = (mebibytes(sum(s.parameters for s in states if s.is_cut == part)) for part in (True, False))
+        cut, whole = (mebibytes(sum(s.parameters for s in states if bool(s.axes) == part)) for part in (True, False))
         had = f"have {cut} of parameters that are cut and {whole} of others, and " if states else ""
         sent = mebibytes(summed[most] * 2 * (degree - 1) // degree)
         ring = f"of that each sends 2 x {degree - 1} / {degree} round a ring, {sent}"
@@ -260,7 +260,7 @@ def overview(
     num_parameters = sum(p.numel() for p in model.parameters())
     states: tuple[StageState, ...] = ()
     if optimizer is not None:
-        states = tuple(count_state((stage,), optimizer, low_precision, cuts, plan.tensor) for stage in stages)
+        states = tuple(count_state((stage,), optimizer, low_precision, cuts, plan.degrees) for stage in stages)
     return Overview(
         name,
         plan,

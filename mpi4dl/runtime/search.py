@@ -13,7 +13,7 @@ from torch import nn
 
 from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tensor.styles import Styles, cuts_of, styles_of
+from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
 from mpi4dl.runtime.outlook import Forecaster, Outlook
 
 MOST_STAGES = 8
@@ -86,7 +86,7 @@ def tensor_degrees(model: nn.Module, num_ranks: int, styles: Styles | None = Non
     found = [1]
     for degree in _divisors(num_ranks)[1:]:
         with suppress(ValueError):  # no table for such models, or too few heads
-            cuts_of(model, styles_of(model) if styles is None else styles, degree)
+            cutting_of(model, styles, Degrees(degree))
             found.append(degree)
     return found
 

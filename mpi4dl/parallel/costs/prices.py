@@ -8,7 +8,7 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -125,7 +125,7 @@ def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
         "image": list(site.image),
         "grid": list(site.shape),
         "modes": [site.tracks_batch, site.plain, site.sequence],
-        "cuts": [[name, *astuple(cut)] for name, cut in site.cuts],
+        "cuts": [repr(site.cutting), site.experts, site.ways],
     }
 
 

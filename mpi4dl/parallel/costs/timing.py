@@ -9,7 +9,7 @@ many tokens      likewise with fewer samples, each as long as it is: attention g
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from math import prod
@@ -28,8 +28,8 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
-from mpi4dl.parallel.tensor.cutting import cut_parameters, own_cuts
-from mpi4dl.parallel.tensor.styles import Cut, Styles, cuts_of, styles_of
+from mpi4dl.parallel.tensor.cutting import cut_parameters
+from mpi4dl.parallel.tensor.styles import NOT_CUT, Cutting, Styles, cutting_of
 
 REPEATS = 3
 MOST_PIXELS = 1 << 22  # of all samples on a rank; more are not timed
@@ -43,7 +43,7 @@ Clock = Callable[[], float]
 class Site(NamedTuple):
     """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
-    `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cuts` say by name which
+    `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cutting` says which
     parameters are cut, and with `sequence` who shares these shares tokens.
     """
 
@@ -51,13 +51,16 @@ class Site(NamedTuple):
     shape: GridShape
     tracks_batch: bool
     plain: bool
-    cuts: tuple[tuple[str, Cut], ...] = ()
+    cutting: Cutting = NOT_CUT
     sequence: bool = False
+    experts: int = 1
+    ways: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cuts: Mapping[str, Cut] | None = None) -> "Site":
-        own = tuple(cuts.items()) if cuts else ()
-        return cls(image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage), own, plan.sequence)
+    def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cutting: Cutting = NOT_CUT) -> "Site":
+        batch = plan.experts, plan.shape(stage).batch // plan.replicas
+        place = image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage)
+        return cls(*place, cutting, plan.sequence, *batch)
 
     @property
     def pixels(self) -> int:
@@ -65,9 +68,9 @@ class Site(NamedTuple):
         return self.image[0] * prod(space_of(self.image)) // (self.shape.batch * prod(self.shape.space))
 
 
-def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> dict[str, Cut]:
-    """How a plan cuts the parameters of a model, by name. Raises ValueError as `cuts_of`."""
-    return cuts_of(model, styles_of(model) if styles is None else styles, plan.tensor) if plan.tensor > 1 else {}
+def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> Cutting:
+    """How a plan cuts the parameters of a model. Raises ValueError as `cutting_of`."""
+    return cutting_of(model, styles, plan.degrees) if plan.num_ranks > 1 else NOT_CUT
 
 
 def sites_of(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
@@ -78,7 +81,7 @@ def sites_of(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], styles: Sty
 
 def cut_at(site: Site, stage: Stage, grid: Grid) -> Stage:
     """Leave of a stage's parameters those parts that a rank of this site has."""
-    cut_parameters(stage, own_cuts(stage, dict(site.cuts)), grid)
+    cut_parameters(stage, site.cutting, grid)
     return stage
 
 
@@ -248,7 +251,7 @@ def _counts(grid: Grid) -> dict[str, int]:
 def imagined(site: Site) -> ImaginaryGrid:
     """As the rank in the middle sees it, who has most neighbours."""
     grid = imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
-    grid.shares_tokens = site.sequence
+    grid.shares_tokens, grid.experts, grid.ways = site.sequence, site.experts, site.ways
     return grid
 
 

@@ -264,7 +264,7 @@ class Boundary:
                 tiling,
                 dims,
                 self.plan.shape(following),
-                self.plan.data,
+                self.plan.replicas,
                 self.plan.is_plain(following),
                 self.plan.tracks_batch(following),
             )

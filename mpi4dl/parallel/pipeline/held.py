@@ -23,12 +23,12 @@ from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
-from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.grid import Grid, Layout, Place
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
-from mpi4dl.parallel.tensor.cutting import cut_parameters, own_cuts, runs_of
-from mpi4dl.parallel.tensor.styles import Cut, Styles
+from mpi4dl.parallel.tensor.cutting import Portion, cut_parameters
+from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
@@ -97,50 +97,58 @@ class Held(nn.Module):
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):
             for stage in range(plan.num_stages):
-                ranks, shape = plan.ranks(direction, stage), plan.shape(stage)
+                ranks = plan.ranks(direction, stage)
                 if comm.rank in ranks:
-                    grid = Grid.of(comm.subset(ranks), shape, plan.tracks_batch(stage))
+                    grid = plan.grid_of(stage, comm.subset(ranks))
                     grid.foresight.steps = True
-                    grid.shares_tokens = plan.sequence
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
         # Those who hold a stage, in either direction, hold the same parameters.
         # Ranks of both directions come to the ends of their stages in opposite orders.
         ordered = not plan.bidirectional
         self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
-        self.cuts: dict[str, Cut] = {}  # how parameters are cut, by name
-        self.layouts: dict[str, Layout] = {}  # of which ranks hold such parts
+        self.cutting = NOT_CUT  # how parameters are cut
+        self.layouts: dict[str, Layout] = {}  # of those that modules see whole
         self.shared = dict(shared or {})
         aliases = names_by_first(outline)
-        if plan.tensor > 1:
-            self._cut(outline, aliases, styles)
+        with comm.together((ValueError,)):
+            cutting = planned_cuts(outline, plan, styles)
+        if cutting:
+            self._cut(cutting, aliases)
         if device is not None:
             self.to(device)
-        cut = {name for first in self.trained for name in aliases[first] if name in self.cuts}
-        which = next(iter(self.parts.values())).grid.coordinates[-1]
-        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, cut, self.groups, which))
+        axes, place = self.cutting.axes, self._place
+        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, axes, self.groups, place))
 
-    def _cut(self, outline: nn.Module, aliases: Mapping[str, Sequence[str]], styles: Styles | None) -> None:
+    @property
+    def _place(self) -> Place:
+        return next(iter(self.parts.values())).grid.place
+
+    def _cut(self, cutting: Cutting, aliases: Mapping[str, Sequence[str]]) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
-        plan, comm = self.plan, self.comm
-        with comm.together((ValueError,)):
-            cuts = planned_cuts(outline, plan, styles)
-        for same in aliases.values():  # a tied one is cut alike wherever it is
-            how = next((cut for name, cut in cuts.items() if name in same), None)
-            self.cuts |= {} if how is None else dict.fromkeys(same, how)
+        found: dict[str, Cuts] = {}
+        for first, same in aliases.items():  # a tied one is cut alike wherever it is
+            how = next((cuts for name, cuts in cutting.parameters.items() if name in same), None)
+            if how is not None and first in self.trained:
+                found |= dict.fromkeys(same, how)
+        frozen = [
+            name for name in cutting.parameters if name not in found and name.rpartition(".")[0] in cutting.experts
+        ]
+        if frozen:
+            raise Refusal(f"{frozen[0]} is frozen, but ranks share out experts to train them: leave out --experts")
+        self.cutting = replace(cutting, parameters=found)
         for stage, module in self.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
                 self.groups[stage].broadcast(value.data)
-            self.layouts |= cut_parameters(module, own_cuts(module, self.cuts), self.parts[0, stage].grid)
-        for first in self.shared:
-            layout = next((self.layouts[name] for name in aliases[first] if name in self.layouts), None)
-            self.layouts |= {} if layout is None else {first: layout}
+            grid = next(part.grid for (_, number), part in self.parts.items() if number == stage)
+            self.layouts |= cut_parameters(module, self.cutting, grid)
 
     def runs(self, name: str, start: int, stop: int) -> Iterator[Stretch]:
         """Where elements of what this rank has of a parameter, flattened, are in the whole."""
-        if name not in self.layouts:
+        cuts = self.cutting.parameters.get(name, ())
+        if not cuts:
             return iter([Stretch(0, start, stop)])
-        return runs_of(self.cuts[name], self.shapes[name][0], self.layouts[name], start, stop)
+        return Portion.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
 
     @classmethod
     def whole(
@@ -224,7 +232,7 @@ def split(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
     stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
-    uncut = "cpu" if plan.tensor > 1 else device
+    uncut = "cpu" if plan.cuts_parameters else device
     modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in stages}
     if options is not None:
         opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)

@@ -5,13 +5,15 @@ stage 1                       blocks  head     ranks 2 3      its own: blocks, o
                |________ tied _________|                      of both: embedding = head, on 0 2 1 3
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from torch import nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.grid import Place
 
 
 class Together(NamedTuple):
@@ -58,30 +60,32 @@ def sharing(
     modules: Mapping[int, nn.Module],
     shared: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, Sequence[str]],
-    cut: Collection[str],
+    axes: Callable[[str], tuple[str, ...]],
     groups: Mapping[int, Communicator],
-    part: int,
+    place: Place,
 ) -> Iterator[Together]:
     """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
 
-    `shared` are the stages of parameters that several use, by the first of their `aliases`. `cut` are the names of what
-    is cut by features, of which this rank has number `part`. `groups` are all holders of each stage. Collective.
+    `shared` are the stages of parameters that several use, by the first of their `aliases`. `axes(name)` are those over
+    which a parameter is cut, of which this rank has the part at `place`. `groups` are all holders of each stage.
+    Collective.
     """
     ordered = not plan.bidirectional
     several = {name for first in shared for name in aliases[first]}
-    parts = [None, part] if plan.tensor > 1 else [None]
+    cut = [axis for axis, (_, count) in place._asdict().items() if count > 1]
+    parts = [along for number in range(len(cut) + 1) for along in combinations(cut, number)]
     for stage, module in modules.items():
         own = [(name, p) for name, p in module.named_parameters() if name not in several]
-        for which in parts:
-            holders = groups[stage] if which is None else comm.subset(plan.holders(stage, part=which), ordered)
-            named = [(name, p) for name, p in own if (name in cut) == (which is not None)]
-            yield Together((stage,), holders, named, *plan.zero_at(stage, part=which))
+        for along in parts:
+            part = {axis: getattr(place, axis)[0] for axis in along}
+            holders = comm.subset(plan.holders(stage, part=part), ordered) if along else groups[stage]
+            named = [(name, p) for name, p in own if axes(name) == along]
+            yield Together((stage,), holders, named, *plan.zero_at(stage, part=part))
     for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
-        for which in parts:
-            firsts = [
-                first for first in aliases if shared.get(first) == stages and (first in cut) == (which is not None)
-            ]
+        for along in parts:
+            part = {axis: getattr(place, axis)[0] for axis in along}
+            firsts = [first for first in aliases if shared.get(first) == stages and axes(first) == along]
             if firsts:
-                holders = comm.subset(plan.holders(*stages, part=which), ordered)
+                holders = comm.subset(plan.holders(*stages, part=part), ordered)
                 named = [(first, p) for first in firsts if (p := become_one(modules, aliases[first])) is not None]
-                yield Together(stages, holders, named, *plan.zero_at(*stages, part=which))
+                yield Together(stages, holders, named, *plan.zero_at(*stages, part=part))

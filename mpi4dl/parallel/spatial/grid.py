@@ -19,6 +19,21 @@ KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it 
 T = TypeVar("T")
 
 
+class Place(NamedTuple):
+    """Which part of parameters a rank has: its number among those that share features, and experts, and how many."""
+
+    features: tuple[int, int] = (0, 1)
+    experts: tuple[int, int] = (0, 1)
+
+    def among(self, axes: Sequence[str]) -> tuple[int, int]:
+        """The same over several of them, the last fastest."""
+        index, count = 0, 1
+        for axis in axes:
+            number, size = getattr(self, axis)
+            index, count = index * size + number, count * size
+        return index, count
+
+
 class Grid:
     """A grid of ranks, all those of `comm`: `batch` of them share the batch, and so many each axis of space.
 
@@ -91,6 +106,9 @@ class Grid:
         self.foresight = Foresight()
         self.shares_tokens = False  # whether sums over the axis of features leave each rank some of the tokens (`sums`)
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
+        self.experts, self.ways = 1, 1  # of ranks along the batch: how many share experts, and the ways of each replica
+        self.pieces = 1  # in which tokens travel to experts
+        self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
         # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
         self.choices: WeakKeyDictionary[Any, dict[Any, HaloChoice]] | None = WeakKeyDictionary()
         self.rehearsals: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was found out for that
@@ -136,6 +154,18 @@ class Grid:
                     color = color * self.shape[axis] + self.coordinates[axis]
             self._along[axes] = self.comm.split(color)
         return self._along[axes]
+
+    @property
+    def place(self) -> Place:
+        """Which part of parameters this rank has."""
+        features = (0, 1) if self.features is None else (self.coordinates[self.features], self.shape[self.features])
+        return Place(features, (self.coordinates[BATCH] // self.ways % self.experts, self.experts))
+
+    def among_experts(self) -> Communicator:
+        """The ranks that share out experts with this one, in the order of their parts. Collective."""
+        replica, way = divmod(self.coordinates[BATCH], self.ways)
+        color = self.shape.number((replica // self.experts * self.ways + way, *self.coordinates[BATCH + 1 :]))
+        return self.comm.split(color, replica % self.experts)
 
     def ranks_along(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of `along(axes)`, by their numbers in the grid."""

@@ -69,6 +69,9 @@ class Ledger(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
 
+    def nodes(self) -> list[list[int]]:
+        return [list(range(self.size))]
+
     def agree(self, error: str | None = None, **facts: Any) -> None:
         if error is not None:
             raise ValueError(error)
@@ -78,6 +81,9 @@ class ImaginaryGrid(Grid):
     """A grid of which only this rank exists."""
 
     comm: Ledger
+
+    def among_experts(self) -> Ledger:
+        return Ledger(*self.place.experts, self.comm.counts)
 
     def along(self, axes: tuple[int, ...]) -> Ledger:
         ranks = self.ranks_along(tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1))

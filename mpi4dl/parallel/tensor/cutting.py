@@ -5,60 +5,124 @@
 
 Rules for tensors that are spread do the rest: a linear layer whose outputs are cut makes features that are cut; one
 whose inputs are cut sums over the ranks. What a model does in between (views as heads, attention, activations)
-goes by global shapes.
+goes by global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.expert`).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.geometry import Split, Tiling, ceil_div, even_cuts
+from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
+from mpi4dl.parallel.expert.layer import lay_over
 from mpi4dl.parallel.replicas.groups import Stretch
-from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout
+from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, Place
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
-from mpi4dl.parallel.tensor.styles import Cut
+from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
 
 
-def cut_parameters(model: nn.Module, cuts: Mapping[str, Cut], grid: Grid) -> dict[str, Layout]:
-    """Leave of each parameter that is cut this rank's part in the model; returns the layouts, by name.
+@dataclass(frozen=True)
+class Portion:
+    """What one rank has of a parameter: a box of it, once each dim that is cut is opened, as `Cut` says."""
 
-    Tied parameters stay tied. `grid` has an axis of features.
+    opened: tuple[int, ...]
+    box: tuple[Interval, ...]
+    shape: tuple[int, ...]  # of the part
+
+    @classmethod
+    def of(cls, cuts: Cuts, shape: Sequence[int], place: Place) -> "Portion":
+        """That of the rank at this place."""
+        opened: list[int] = []
+        box: list[Interval] = []
+        closed: list[int] = []
+        for dim, size in enumerate(shape):
+            cut = next((each for each in cuts if each.dim == dim), None)
+            outer, units = (1, size) if cut is None else (cut.outer, size // cut.outer // cut.unit)
+            index, count = (0, 1) if cut is None else place.among(cut.axes)
+            start, stop = (n * (1 if cut is None else cut.unit) for n in even_cuts(units, count)[index : index + 2])
+            opened += [outer, size // outer]
+            box += [Interval(0, outer), Interval(start, stop)]
+            closed.append(outer * (stop - start))
+        return cls(tuple(opened), tuple(box), tuple(closed))
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """This part of a parameter."""
+        return whole.reshape(self.opened)[tuple(slice(*side) for side in self.box)].reshape(self.shape)
+
+    @cached_property
+    def _last(self) -> int:
+        """The last opened dim of which the rank has not all."""
+        cut = [d for d, side in enumerate(self.box) if side.length < self.opened[d]]
+        return max(cut, default=0)
+
+    def runs(self, start: int, stop: int) -> Iterator[Stretch]:
+        """Where elements [start, stop) of the part, flattened, are in the whole."""
+        last = self._last
+        behind = math.prod(self.opened[last + 1 :])
+        length = self.box[last].length * behind
+        for number in range(start // length, ceil_div(stop, length)):
+            place, rest, stride = self.box[last].start * behind, number, self.opened[last] * behind
+            for side, size in zip(self.box[:last][::-1], self.opened[:last][::-1], strict=True):
+                rest, index = divmod(rest, side.length)
+                place += (side.start + index) * stride
+                stride *= size
+            first, end = max(start, number * length), min(stop, (number + 1) * length)
+            begin = place - number * length
+            yield Stretch(first - start, begin + first, begin + end)
+
+
+def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, Layout]:
+    """Leave of each parameter that is cut this rank's part in the model; returns layouts of those seen whole, by name.
+
+    Tied parameters stay tied. Experts are laid over the ranks of `grid`.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     layouts: dict[str, Layout] = {}
-    for name, cut in cuts.items():
-        if name in layouts:
+    done: set[str] = set()
+    for name, cuts in cutting.of(model).items():
+        if name in done:
             continue  # tied to one before
         whole = model.get_parameter(name)
-        layout = layout_of(cut, whole.shape, grid)
-        part = nn.Parameter(part_of(whole.detach(), cut, layout).clone(), whole.requires_grad)
+        own = Portion.of(cuts, whole.shape, grid.place)
+        part = nn.Parameter(own.of_whole(whole.detach()).clone(), whole.requires_grad)
+        inside = name.rpartition(".")[0] in cutting.experts
+        layout = None if inside else layout_of(cuts[0], whole.shape, grid)
+        done.update(names[id(whole)])
         for each in names[id(whole)]:
             path, _, leaf = each.rpartition(".")
-            _hold(model.get_submodule(path), leaf, part, layout)
-            layouts[each] = layout
+            holder = model.get_submodule(path)
+            holder._parameters[leaf] = part
+            if layout is not None:
+                _show_whole(holder, leaf, layout)
+                layouts[each] = layout
+    paths = dict(model.named_modules())
+    for path, num_experts in cutting.experts.items():
+        if path in paths:
+            lay_over(paths[path], num_experts, cutting.axes_of_experts, grid)
     return layouts
 
 
-def with_cuts(model: nn.Module, grid: Grid, cuts: Mapping[str, Cut]) -> nn.Module:
+def with_cuts(model: nn.Module, grid: Grid, cutting: Cutting) -> nn.Module:
     """A copy of the model with this rank's parts of its parameters; itself, if nothing of it is cut."""
-    own = own_cuts(model, cuts)
-    if not own:
+    if not cutting:
         return model
     held = deepcopy(model)
-    cut_parameters(held, own, grid)
+    cut_parameters(held, cutting, grid)
     return held
 
 
 def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
-    """How ranks hold a parameter of this shape."""
-    size, axis = shape[cut.dim] // cut.outer, _features(grid)
+    """How ranks along the axis of features hold a parameter of this shape."""
+    size, axis = shape[cut.dim] // cut.outer, grid.features
+    assert axis is not None
     splits = [Split.at(range(parts + 1)) for parts in grid.shape]
     splits[axis] = Split.at([n * cut.unit for n in even_cuts(size // cut.unit, grid.shape[axis])])
     dims = [cut.dim if other == axis else None for other in grid.axes]
@@ -66,39 +130,10 @@ def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
     return Layout(grid, Tiling(tuple(splits)), tuple(dims), flat)
 
 
-def largest_part(cut: Cut, shape: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+def largest_part(cuts: Cuts, shape: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
     """The shape of the largest of the parts of a parameter of this shape, which the last of the ranks has."""
-    units = shape[cut.dim] // cut.outer // cut.unit
-    length = cut.outer * cut.unit * ceil_div(units, num_ranks)
-    return (*shape[: cut.dim], length, *shape[cut.dim + 1 :])
-
-
-def own_cuts(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """Those of `cuts` that are of parameters of this module which are trained."""
-    named = dict(module.named_parameters(remove_duplicate=False))
-    return {name: cut for name, cut in cuts.items() if name in named and named[name].requires_grad}
-
-
-def part_of(whole: Tensor, cut: Cut, layout: Layout) -> Tensor:
-    """This rank's part of a parameter."""
-    mine = layout.owned[_features(layout.grid)]
-    opened = whole.unflatten(cut.dim, (cut.outer, whole.shape[cut.dim] // cut.outer))
-    return opened.narrow(cut.dim + 1, mine.start, mine.length).flatten(cut.dim, cut.dim + 1)
-
-
-def runs_of(cut: Cut, shape: Sequence[int], layout: Layout, start: int, stop: int) -> Iterator[Stretch]:
-    """Where elements [start, stop) of a part, flattened, are in the whole."""
-    mine, behind = layout.owned[_features(layout.grid)], math.prod(shape[cut.dim + 1 :])
-    length, whole = mine.length * behind, shape[cut.dim] // cut.outer * behind
-    for number in range(start // length, ceil_div(stop, length)):
-        first, last = max(start, number * length), min(stop, (number + 1) * length)
-        begin = number * (whole - length) + mine.start * behind
-        yield Stretch(first - start, begin + first, begin + last)
-
-
-def _features(grid: Grid) -> int:
-    assert grid.features is not None
-    return grid.features
+    last = Place((degrees.features - 1, degrees.features), (degrees.experts - 1, degrees.experts))
+    return Portion.of(cuts, shape, last).shape
 
 
 def whole_of(part: Tensor, layout: Layout) -> Tensor:
@@ -106,13 +141,12 @@ def whole_of(part: Tensor, layout: Layout) -> Tensor:
     return gather(wrap(part.detach(), layout))
 
 
-def _hold(module: nn.Module, name: str, part: nn.Parameter, layout: Layout) -> None:
-    """Let a module have a part of a parameter, which it sees as a part of the whole."""
+def _show_whole(module: nn.Module, name: str, layout: Layout) -> None:
+    """Let a module that has a part of a parameter see it as a part of the whole."""
 
     def seen(self: Any) -> Tensor:
         known: Tensor = self._parameters[name]
         return wrap(known.view_as(known), layout)  # a function of it, so that who keeps it elsewhere brings it
 
-    module._parameters[name] = part
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: property(seen), "__module__": kind.__module__})

@@ -19,22 +19,71 @@ over the ranks: Shoeybi et al., "Megatron-LM" (2019).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-STYLES = ("column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "heads-last", "whole")
+STYLES = (
+    "column", "gated-column", "row", "vocabulary", "heads", "fused-heads", "heads-row", "heads-last", "experts", "whole"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter's `dim`, seen as (`outer`, n), is cut along n, into multiples of `unit`."""
+    """A parameter's `dim`, seen as (`outer`, n), is cut along n, into multiples of `unit`, over ranks of `axes`."""
 
     dim: int
     outer: int = 1
     unit: int = 1
+    axes: tuple[str, ...] = ("features",)
+
+
+Cuts = tuple[Cut, ...]  # of one parameter, along different dims
+
+
+class Degrees(NamedTuple):
+    """How many ranks share the features of layers, and how many experts; or `whole_experts`, those of features too."""
+
+    features: int = 1
+    experts: int = 1
+    whole_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How the parameters of a model are cut, by their names.
+
+    `experts` are the layers of experts, by path, with how many each has, whole ones of which are shared out over the
+    ranks along `axes_of_experts`.
+    """
+
+    parameters: Mapping[str, Cuts] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+    axes_of_experts: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.parameters.items()), tuple(self.experts.items()), self.axes_of_experts))
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.experts)
+
+    def of(self, module: nn.Module) -> dict[str, Cuts]:
+        """Those of parameters of this module which are trained."""
+        named = dict(module.named_parameters(remove_duplicate=False))
+        found = {name: cuts for name, cuts in self.parameters.items() if name in named}
+        return {name: cuts for name, cuts in found.items() if named[name].requires_grad or self._is_expert(name)}
+
+    def _is_expert(self, name: str) -> bool:
+        return name.rpartition(".")[0] in self.experts
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Along which axes ranks have different parts of a parameter."""
+        found = {axis for cut in self.parameters.get(name, ()) for axis in cut.axes}
+        return tuple(axis for axis in Degrees._fields if axis in found)
 
 
 Styles = Mapping[
@@ -80,9 +129,24 @@ OWN: Styles = MappingProxyType(
     {
         **{f"blocks.*.attention.{name}": "heads" for name in ("query", "key", "value")},
         "blocks.*.attention.output": "heads-row",
-        "blocks.*.feed_forward.up": "column",
+        "blocks.*.feed_forward.up?": "column",
         "blocks.*.feed_forward.gate?": "column",
-        "blocks.*.feed_forward.output": "row",
+        "blocks.*.feed_forward.output?": "row",
+        "blocks.*.feed_forward.shared.up?": "column",
+        "blocks.*.feed_forward.shared.gate?": "column",
+        "blocks.*.feed_forward.shared.output?": "row",
+        "blocks.*.feed_forward.experts?": "experts",
+        "blocks.*.feed_forward.experts.up?": "column",
+        "blocks.*.feed_forward.experts.gate?": "column",
+        "blocks.*.feed_forward.experts.output?": "row",
+    }
+)
+MIXTRAL: Styles = MappingProxyType(
+    {
+        **{name: style for name, style in LLAMA.items() if ".mlp." not in name},
+        "model.layers.*.mlp.experts": "experts",
+        "model.layers.*.mlp.experts.gate_up_proj": "gated-column",
+        "model.layers.*.mlp.experts.down_proj": "row",
     }
 )
 VISION_TRANSFORMER: Styles = MappingProxyType(
@@ -122,6 +186,7 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ResNet": RESNET,
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
+        "MixtralForCausalLM": MIXTRAL,
         "BertForMaskedLM": BERT,
         "VisionTransformer": VISION_TRANSFORMER,
         "SwinTransformer": SWIN,
@@ -145,18 +210,73 @@ def styles_of(model: nn.Module) -> Styles:
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
 
 
-def cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
+def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cutting:
     """How each parameter of a model is cut, by its name; those that are not there stay whole.
 
+    Without `styles` they are those of the table for its class, without which a model has none but whole parameters.
+
     Raises:
-        ValueError: a style or a pattern that fits nothing, or heads or features that cannot be shared by so many ranks.
+        ValueError: a style or a pattern that fits nothing; heads, features or experts that cannot be shared by so many
+            ranks; or no table.
     """
+    if styles is None and degrees.features == degrees.experts == 1 and type(model).__name__ not in TABLES:
+        return Cutting()
+    styles = styles_of(model) if styles is None else styles
+    modules = dict(model.named_modules())
+    layers: dict[str, int] = {}
+    for pattern, style in styles.items():
+        if style == "experts":
+            parts = _matching(pattern)
+            layers |= {path: _num_experts(path, module) for path, module in modules.items() if parts.fullmatch(path)}
+    if degrees.experts > 1 and not layers:
+        raise ValueError(f"{type(model).__name__} has no experts to share: leave out --experts {degrees.experts}")
+    both = ("experts", "features") if degrees.whole_experts else ("experts",)
+    axes = tuple(axis for axis in both if getattr(degrees, axis) > 1)
+    count = prod(getattr(degrees, axis) for axis in axes)
+    for path, number in layers.items():
+        if number < count:
+            flags = " and ".join({"experts": "--experts", "features": "--tensor"}[axis] for axis in axes)
+            raise ValueError(f"{path} has {number} experts, which {count} ranks cannot share: use fewer for {flags}")
+    found: dict[str, Cuts] = {}
+    if degrees.features > 1:
+        for name, cut in _cuts_of(model, styles, degrees.features).items():
+            if name.rpartition(".")[0] not in layers or not degrees.whole_experts:
+                found[name] = (cut,)
+    if count > 1:
+        for path in layers:
+            for name, _ in modules[path].named_parameters():
+                found[f"{path}.{name}"] = (Cut(0, axes=axes), *found.get(f"{path}.{name}", ()))
+    return Cutting(found, layers, axes)
+
+
+NOT_CUT = Cutting()
+
+
+def _matching(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
+
+
+def _num_experts(path: str, module: nn.Module) -> int:
+    """How many experts a layer has, which each of its parameters has first."""
+    first = {p.shape[0] if p.dim() else 0 for p in module.parameters()}
+    number = getattr(module, "num_experts", None)
+    if first != {number}:
+        raise ValueError(
+            f"{path} is to be experts, but its parameters do not have num_experts as their first dim: {number}, {first}"
+        )
+    return int(first.pop())
+
+
+def _cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
+    """How each parameter is cut along its features."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, Cut] = {}
+    all_experts = [_matching(pattern) for pattern, style in styles.items() if style == "experts"]
+    of_experts = {path for path in modules if any(parts.fullmatch(path) for parts in all_experts)}
     for pattern, style in styles.items():
         if style not in STYLES:
             raise ValueError(f"{pattern} has the style {style!r}, but must have one of {', '.join(STYLES)}")
-        parts = re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
+        parts = _matching(pattern)
         paths = [path for path in modules if parts.fullmatch(path)]
         single = [path for path in parameters if parts.fullmatch(path)]
         if not paths and not single and not pattern.endswith("?"):
@@ -165,11 +285,11 @@ def cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:
             )
         for path in paths:
             found |= dict(_cuts(path, modules, style, num_ranks))
-        for path in single if style != "whole" else ():
+        for path in single if style not in ("whole", "experts") else ():
+            shape = parameters[path].shape
             last = style in ("row", "heads-row", "heads-last")
-            found[path] = _cut(
-                path, modules, parameters[path].shape, parameters[path].dim() - 1 if last else 0, style, num_ranks
-            )
+            first = int(path.rpartition(".")[0] in of_experts)
+            found[path] = _cut(path, modules, shape, len(shape) - 1 if last else first, style, num_ranks)
     return found
 
 
@@ -177,7 +297,7 @@ def _cuts(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: in
     """Those of the parameters of one module."""
     module = modules[path]
     weight = getattr(module, "weight", None)
-    if style == "whole":
+    if style in ("whole", "experts"):
         return
     if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
         raise ValueError(f"{path} is to be {style}, but {type(module).__name__} has no matrix called weight")
@@ -196,7 +316,7 @@ def _cut(
     path: str, modules: Mapping[str, nn.Module], shape: Sequence[int], dim: int, style: str, num_ranks: int
 ) -> Cut:
     """The cut of a parameter of this shape, which `path` has or is, along `dim`."""
-    outer = 3 if style == "fused-heads" else 1
+    outer = {"fused-heads": 3, "gated-column": 2}.get(style, 1)
     size, rest = divmod(shape[dim], outer)
     units, what = size, "rows" if style == "vocabulary" else "features"
     if "heads" in style:

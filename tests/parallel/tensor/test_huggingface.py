@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers as they are, from small configurations: exact on parts and in stages.
 
-Llama's norms compute in float32 whatever the model's type, so they round where float64 does not. For both sides alike
-they compute in float64 here.
+Norms of Llama and Mixtral, and its router, compute in float32 whatever the model's type, so they round where float64
+does not. For both sides alike they compute in float64 here.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +33,11 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.models.llama import modeling_llama  # noqa: E402
+from transformers.models.mixtral import modeling_mixtral  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 VOCABULARY, LENGTH, BATCH, STEPS = 23, 7, 4, 5
@@ -49,9 +52,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **COMMON)),
     "bert": lambda: BertForMaskedLM(BertConfig(max_position_embeddings=16, **SIZES, **NO_DROPOUT, **COMMON)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, num_local_experts=4, **SIZES, **COMMON)),
 }
 COMMON = WORDS | {"use_cache": False}
 BLOCKS = {"gpt2": "transformer.h.1", "llama": "model.layers.1", "bert": "bert.encoder.layer.1"}
+BLOCKS["mixtral"] = BLOCKS["llama"]
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
@@ -60,6 +65,15 @@ PLANS = {
     "two stages": TWO,
     "two stages, tensor 2": replace(TWO, tensor=2),
     "two stages, data 2, ZeRO 2": replace(TWO, data=2, zero=2),
+}
+OF_EXPERTS = {
+    "experts 2": replace(ONE, experts=2),
+    "experts 4, pieces": replace(ONE, experts=4, moe_pieces=2),
+    "experts 2, tensor 2": replace(ONE, experts=2, tensor=2),
+    "experts 2, whole ones on tensor 2": replace(ONE, experts=2, tensor=2, moe="expert"),
+    "experts 2, two stages": replace(TWO, experts=2),
+    "experts 2, data 2, ZeRO 1": replace(ONE, experts=2, data=2, zero=1),
+    "data 2": replace(ONE, data=2),
 }
 
 
@@ -75,12 +89,16 @@ def precise() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_llama, "torch", Precise())
+        patch.setattr(modeling_mixtral, "torch", Precise())
+        patch.setattr(Tensor, "float", Tensor.double)
         yield
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[name]().double()
+    if name == "mixtral":
+        model.set_experts_implementation("eager")  # the others have no float64
     for module in model.modules():  # biases begin as zeros
         if isinstance(getattr(module, "bias", None), nn.Parameter):
             nn.init.normal_(module.bias, std=0.1)
@@ -117,7 +135,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         atoms = Cuttable(build(name)).names
         counts = (atoms.index(BLOCKS[name]), len(atoms) - atoms.index(BLOCKS[name]))
         held = split(lambda: build(name), plan, comm, balance=counts, image=(BATCH, LENGTH))
-    assert bool(held.layouts) == (plan.tensor > 1)
+    assert bool(held.cutting) == (plan.cuts_parameters or name == "mixtral")
     engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
     for batch, loss in zip(batches(), losses, strict=True):
         boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
@@ -132,6 +150,11 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
             assert found is not None
             assert p.grad is not None
             assert_close(found, p.grad, EXACT, f"{key}.grad")
+
+
+@pytest.mark.parametrize("plan", OF_EXPERTS)
+def test_five_steps_of_experts(ranks: Ranks, plan: str) -> None:
+    ranks(OF_EXPERTS[plan].num_ranks).run(train, "mixtral", OF_EXPERTS[plan])
 
 
 @pytest.mark.parametrize("plan", PLANS)
