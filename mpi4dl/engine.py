@@ -21,9 +21,10 @@ from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.plan import Microbatch, Plan, Read
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on

@@ -8,16 +8,17 @@ Ranks of a stage are neighbours, so that halos stay within a node, and replicas 
 model (GEMS) lies over the ranks of each replica in the opposite order.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, zip_longest
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
+from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table
@@ -34,42 +35,6 @@ MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by on
 def grid_name(tiles: Sequence[int]) -> str:
     """A grid of tiles as one writes it: 2x2."""
     return "x".join(map(str, tiles))
-
-
-class Microbatch(NamedTuple):
-    """Number `number` of a direction: which samples of the batch it has, and how the first stage shares them.
-
-    Way i of the first stage (over all replicas) has the samples from `cuts[i]` up to `cuts[i + 1]`.
-    """
-
-    direction: int
-    number: int
-    cuts: tuple[int, ...]
-
-    @property
-    def samples(self) -> Interval:
-        return Interval(self.cuts[0], self.cuts[-1])
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in pairwise(self.cuts))
-
-    def without(self, positions: Collection[int]) -> "Microbatch":
-        """What is left of it in the batch from which these samples were taken out."""
-        return self._replace(cuts=tuple(cut - sum(position < cut for position in positions) for cut in self.cuts))
-
-
-class Read(NamedTuple):
-    """A box of a batch of images that a rank reads, because it works on that part of that microbatch first."""
-
-    microbatch: Microbatch
-    box: Box
-
-
-def nested_cuts(outer: Sequence[int], ways: int) -> tuple[int, ...]:
-    """Every part of `outer` cut again into `ways` parts as even as can be."""
-    inner = [[start + cut for cut in even_cuts(stop - start, ways)][:-1] for start, stop in pairwise(outer)]
-    return (*(cut for cuts in inner for cut in cuts), outer[-1])
 
 
 @dataclass(frozen=True)

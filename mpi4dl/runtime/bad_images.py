@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
-from mpi4dl.parallel.plan import Microbatch, Read
+from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.runtime.folder import LOGGER_NAME
 
 

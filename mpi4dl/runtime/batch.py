@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Interval
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.held import Part
-from mpi4dl.parallel.plan import Microbatch
 from mpi4dl.parallel.streaming.visits import ImageSource
 
 Tile = Tensor | ImageSource

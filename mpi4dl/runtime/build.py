@@ -249,8 +249,7 @@ def check_text(config: Config, plan: Plan) -> None:
     if config.data.text is not None and config.visits:
         raise ConfigError("--stream and --patches are for images, but --text was given")
     if plan.cuts_parameters and config.visits:
-        flag = f"--tensor {plan.tensor}" if plan.tensor > 1 else f"--experts {plan.experts}"
-        raise ConfigError(f"{flag} with --stream or --patches: visits have whole parameters")
+        raise ConfigError(f"{plan} with --stream or --patches: visits have whole parameters")
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:

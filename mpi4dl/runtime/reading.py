@@ -5,7 +5,7 @@ from typing import Any
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
-from mpi4dl.parallel.plan import Microbatch, Read
+from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.runtime.bad_images import BadImages
 from mpi4dl.runtime.news import Ahead, News
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.parallel.plan import Microbatch, Plan, Read, nested_cuts
+from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
+from mpi4dl.parallel.plan import Plan
 from tests.brute_force import patient, quick
 
 DRAWN = Plan(((2, 2), (1, 2), (1, 1)), data=2)
@@ -339,19 +340,21 @@ TWICE = Plan(((1, 1), (1, 1)), microbatches=2, schedule="interleaved", chunks=2,
 @pytest.mark.parametrize(
     ("plan", "stages", "part", "holders", "expected"),
     [
-        (Plan(((1, 1), (1, 1)), zero=3), (0, 1), None, (0, 1), (2, 2)),  # one rank in each stage: nothing to gather
-        (Plan(((1, 1), (1, 1)), data=2, zero=3), (0, 1), None, (0, 1, 2, 3), (3, 2)),
-        (Plan(((1, 2), (1, 1)), zero=3), (0, 1), None, (0, 2, 1), (1, 1)),  # of different sizes
-        (Plan(((1, 1), (1, 1)), bidirectional=1, data=2, zero=3), (0, 1), None, (0, 1, 2, 3), (1, 1)),
-        (Plan(((1,), (1,)), tensor=2, data=2, zero=3), (0, 1), 1, (1, 3, 5, 7), (3, 2)),
-        (Plan(((1,), (1,)), tensor=2, zero=3), (0, 1), 0, (0, 2), (2, 2)),
-        (TWICE, (0, 2), None, (0, 2), (3, 1)),  # the same ranks have both
-        (TWICE, (0, 2, 3), None, (0, 1, 2, 3), (1, 1)),
+        (Plan(((1, 1), (1, 1)), zero=3), (0, 1), {}, (0, 1), (2, 2)),  # one rank in each stage: nothing to gather
+        (Plan(((1, 1), (1, 1)), data=2, zero=3), (0, 1), {}, (0, 1, 2, 3), (3, 2)),
+        (Plan(((1, 2), (1, 1)), zero=3), (0, 1), {}, (0, 2, 1), (1, 1)),  # of different sizes
+        (Plan(((1, 1), (1, 1)), bidirectional=1, data=2, zero=3), (0, 1), {}, (0, 1, 2, 3), (1, 1)),
+        (Plan(((1,), (1,)), tensor=2, data=2, zero=3), (0, 1), {"features": 1}, (1, 3, 5, 7), (3, 2)),
+        (Plan(((1,), (1,)), tensor=2, zero=3), (0, 1), {"features": 0}, (0, 2), (2, 2)),
+        (Plan(((1,), (1,)), experts=2, data=2, zero=3), (0, 1), {"experts": 1}, (2, 3, 6, 7), (3, 2)),
+        (Plan(((1,),), experts=2, tensor=2, zero=1), (0,), {"experts": 1, "features": 0}, (2,), (0, 1)),
+        (TWICE, (0, 2), {}, (0, 2), (3, 1)),  # the same ranks have both
+        (TWICE, (0, 2, 3), {}, (0, 1, 2, 3), (1, 1)),
     ],
     ids=str,
 )
 def test_who_holds_what_stages_share(
-    plan: Plan, stages: tuple[int, ...], part: int | None, holders: tuple[int, ...], expected: tuple[int, int]
+    plan: Plan, stages: tuple[int, ...], part: dict[str, int], holders: tuple[int, ...], expected: tuple[int, int]
 ) -> None:
     assert plan.holders(*stages, part=part) == holders
     assert plan.zero_at(*stages, part=part) == expected

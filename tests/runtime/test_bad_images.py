@@ -9,7 +9,7 @@ import torch
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.parallel.plan import Microbatch, Read
+from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.runtime.bad_images import BadImages
 from tests.pool.ranks import Ranks
 

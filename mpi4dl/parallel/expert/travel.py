@@ -31,15 +31,15 @@ Work = Callable[[Tensor, Tensor, Tensor], Tensor]
 NOBODY = -1
 
 
-class Counts(NamedTuple):
+class Traffic(NamedTuple):
     """How many rows a rank sends to each of the others, and receives of each: in the order of their ranks."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
     @property
-    def adjoint(self) -> "Counts":
-        return Counts(self.receives, self.sends)
+    def adjoint(self) -> "Traffic":
+        return Traffic(self.receives, self.sends)
 
 
 class Journey:
@@ -48,7 +48,7 @@ class Journey:
     `begin` and `end` are one linear map in two halves: between them this rank may compute.
     """
 
-    def __init__(self, comm: Communicator, counts: Counts, tag: int) -> None:
+    def __init__(self, comm: Communicator, counts: Traffic, tag: int) -> None:
         self.comm, self.counts, self.tag = comm, counts, tag
         self._under_way: tuple[Pending, Tensor, Tensor] | None = None
 
@@ -59,7 +59,7 @@ class Journey:
     def end(self, rows: Tensor) -> Tensor:
         return _End.apply(rows, self)
 
-    def post(self, rows: Tensor, counts: Counts) -> Tensor:
+    def post(self, rows: Tensor, counts: Traffic) -> Tensor:
         rows = rows.contiguous()
         come = rows.new_empty(sum(counts.receives), *rows.shape[1:])
         sends, receives = (
@@ -121,7 +121,7 @@ def through(
     both = torch.cat([x, weights.to(x.dtype)], 1)
     trips = []
     for number, (part, start) in enumerate(zip(parts, bounds, strict=False)):
-        counts = Counts(tuple(sends[:, number].tolist()), tuple(receives[:, number].tolist()))
+        counts = Traffic(tuple(sends[:, number].tolist()), tuple(receives[:, number].tolist()))
         source = part.t().nonzero()[:, 1] + start  # by destination
         trips.append(_Trip(comm, counts, 2 * number, source, both[source], chosen[source]))
     backs = [trip.work(work, x.shape[1]) for trip in trips]
@@ -135,7 +135,7 @@ class _Trip:
     """One piece of the batch on its way: rows with their weights, and beside them the numbers of their experts."""
 
     def __init__(
-        self, comm: Communicator, counts: Counts, tag: int, source: Tensor, rows: Tensor, chosen: Tensor
+        self, comm: Communicator, counts: Traffic, tag: int, source: Tensor, rows: Tensor, chosen: Tensor
     ) -> None:
         self.source = source
         self.there, self.back = Journey(comm, counts, tag), Journey(comm, counts.adjoint, tag + 1)

@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.exchange import Dims, Exchange, ExchangePlan, Incoming, Like, Slab, plan_exchange
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
+from mpi4dl.parallel.microbatches import nested_cuts
 from mpi4dl.parallel.pipeline.handover import Header, TensorSpec, pack, unpack
 from mpi4dl.parallel.pipeline.joints import Joint, put_together, take_apart
-from mpi4dl.parallel.plan import Plan, nested_cuts
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 

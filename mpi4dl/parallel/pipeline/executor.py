@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.profiling import as_event
+from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
-from mpi4dl.parallel.plan import Microbatch
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided

@@ -23,11 +23,11 @@ from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
-from mpi4dl.parallel.spatial.grid import Grid, Layout, Place
+from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
-from mpi4dl.parallel.tensor.cutting import Portion, cut_parameters
+from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
 
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
@@ -121,7 +121,7 @@ class Held(nn.Module):
         self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, axes, self.groups, place))
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> PartPlace:
         return next(iter(self.parts.values())).grid.place
 
     def _cut(self, cutting: Cutting, aliases: Mapping[str, Sequence[str]]) -> None:
@@ -148,7 +148,7 @@ class Held(nn.Module):
         cuts = self.cutting.parameters.get(name, ())
         if not cuts:
             return iter([Stretch(0, start, stop)])
-        return Portion.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
+        return ParameterPart.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
 
     @classmethod
     def whole(

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.grid import Place
+from mpi4dl.parallel.spatial.grid import PartPlace
 
 
 class Together(NamedTuple):
@@ -62,7 +62,7 @@ def sharing(
     aliases: Mapping[str, Sequence[str]],
     axes: Callable[[str], tuple[str, ...]],
     groups: Mapping[int, Communicator],
-    place: Place,
+    place: PartPlace,
 ) -> Iterator[Together]:
     """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
 

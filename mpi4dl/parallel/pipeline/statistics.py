@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.plan import Microbatch
+from mpi4dl.parallel.microbatches import Microbatch
 
 Norm = nn.modules.batchnorm._NormBase
 

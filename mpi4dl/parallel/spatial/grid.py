@@ -19,7 +19,7 @@ KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it 
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Which part of parameters a rank has: its number among those that share features, and experts, and how many."""
 
     features: tuple[int, int] = (0, 1)
@@ -156,10 +156,10 @@ class Grid:
         return self._along[axes]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PartPlace:
         """Which part of parameters this rank has."""
         features = (0, 1) if self.features is None else (self.coordinates[self.features], self.shape[self.features])
-        return Place(features, (self.coordinates[BATCH] // self.ways % self.experts, self.experts))
+        return PartPlace(features, (self.coordinates[BATCH] // self.ways % self.experts, self.experts))
 
     def among_experts(self) -> Communicator:
         """The ranks that share out experts with this one, in the order of their parts. Collective."""

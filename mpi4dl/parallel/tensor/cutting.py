@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.expert.layer import lay_over
 from mpi4dl.parallel.replicas.groups import Stretch
-from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, Place
+from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
 
 
 @dataclass(frozen=True)
-class Portion:
+class ParameterPart:
     """What one rank has of a parameter: a box of it, once each dim that is cut is opened, as `Cut` says."""
 
     opened: tuple[int, ...]
@@ -36,7 +36,7 @@ class Portion:
     shape: tuple[int, ...]  # of the part
 
     @classmethod
-    def of(cls, cuts: Cuts, shape: Sequence[int], place: Place) -> "Portion":
+    def of(cls, cuts: Cuts, shape: Sequence[int], place: PartPlace) -> "ParameterPart":
         """That of the rank at this place."""
         opened: list[int] = []
         box: list[Interval] = []
@@ -91,7 +91,7 @@ def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, 
         if name in done:
             continue  # tied to one before
         whole = model.get_parameter(name)
-        own = Portion.of(cuts, whole.shape, grid.place)
+        own = ParameterPart.of(cuts, whole.shape, grid.place)
         part = nn.Parameter(own.of_whole(whole.detach()).clone(), whole.requires_grad)
         inside = name.rpartition(".")[0] in cutting.experts
         layout = None if inside else layout_of(cuts[0], whole.shape, grid)
@@ -132,8 +132,8 @@ def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:
 
 def largest_part(cuts: Cuts, shape: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
     """The shape of the largest of the parts of a parameter of this shape, which the last of the ranks has."""
-    last = Place((degrees.features - 1, degrees.features), (degrees.experts - 1, degrees.experts))
-    return Portion.of(cuts, shape, last).shape
+    last = PartPlace((degrees.features - 1, degrees.features), (degrees.experts - 1, degrees.experts))
+    return ParameterPart.of(cuts, shape, last).shape
 
 
 def whole_of(part: Tensor, layout: Layout) -> Tensor:

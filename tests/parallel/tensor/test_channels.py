@@ -15,7 +15,7 @@ from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tensor.cutting import cut_parameters, whole_of
-from mpi4dl.parallel.tensor.styles import cuts_of
+from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close
 
@@ -55,7 +55,7 @@ IMAGES = torch.randn(3, 3, 20, 22, generator=torch.Generator().manual_seed(1), d
 def compare(comm: Communicator, cols: int, features: int) -> None:
     plain, model = (_built() for _ in range(2))
     grid = Grid(comm, cols=cols, features=features)
-    layouts = cut_parameters(model, cuts_of(model, STYLES, features), grid)
+    layouts = cut_parameters(model, cutting_of(model, STYLES, Degrees(features)), grid)
     for training in (True, True, False):
         images = spatial.shard(IMAGES, grid) if cols > 1 else IMAGES
         torch.manual_seed(2)
@@ -112,7 +112,7 @@ REFUSED = {
 def test_what_cannot_be_cut(name: str) -> None:
     styles, num_ranks, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        cuts_of(_built(), styles, num_ranks)
+        cutting_of(_built(), styles, Degrees(num_ranks))
 
 
 def train(comm: Communicator, plan: Plan) -> None:

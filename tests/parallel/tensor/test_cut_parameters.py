@@ -12,7 +12,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tensor.cutting import cut_parameters, whole_of
-from mpi4dl.parallel.tensor.styles import cuts_of
+from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close
 
@@ -100,7 +100,7 @@ def compare(comm: Communicator, kv_heads: int, tied: bool, options: Mapping[str,
     expected = plain(TOKENS)
     loss = loss_of(expected, **options)
     loss.backward()
-    cuts = cuts_of(model, FUSED if kv_heads == HEADS else GROUPED, comm.size)
+    cuts = cutting_of(model, FUSED if kv_heads == HEADS else GROUPED, Degrees(comm.size))
     layouts = cut_parameters(model, cuts, Grid(comm, features=comm.size))
     logits = model(TOKENS)
     assert isinstance(logits, spatial.SpatialTensor)
@@ -140,7 +140,7 @@ REFUSED = {
     "words": (6, {"words": "vocabulary"}, 24, "has 23 rows, which 24 ranks cannot share: use fewer for --tensor"),
     "features": (6, {"blocks.*.up": "column"}, 18, "has 17 features, which 18 ranks cannot share"),
     "no such module": (6, {"blocks.*.attention.q": "heads"}, 2, "no module or parameter of Language has a name like"),
-    "no such style": (6, {"words": "rows"}, 2, "'rows', but must have one of column, row"),
+    "no such style": (6, {"words": "rows"}, 2, "'rows', but must have one of column, gated-column, row"),
     "no matrix": (6, {"blocks.*.before": "column"}, 2, "has no matrix called weight"),
 }
 
@@ -149,4 +149,4 @@ REFUSED = {
 def test_what_cannot_be_cut(name: str) -> None:
     kv_heads, styles, num_ranks, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        cuts_of(build(kv_heads), styles, num_ranks)
+        cutting_of(build(kv_heads), styles, Degrees(num_ranks))
