@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mpi4dl.runtime.patience import Patience
 from mpi4dl.runtime.reading import Divided, Reading
 from mpi4dl.runtime.report import Reporter, ValidationReport, summary
 from mpi4dl.runtime.resuming import options_to_compare
+from mpi4dl.runtime.routing import expert_use
 from mpi4dl.runtime.samples import show_samples
 from mpi4dl.runtime.stopping import Stopped, StopSignals
 from mpi4dl.runtime.texts import Texts
@@ -61,6 +62,7 @@ class TrainingRun:
         self.options = options_to_compare(config, len(images.training), engine.held.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
+        self.mixed = any(name.endswith(".router.weight") for name in engine.held.shapes)
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
@@ -273,7 +275,12 @@ class TrainingRun:
         """Say how the steps went since the last report."""
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
+        use = expert_use(self.engine) if self.mixed else None
         if self.reporter is not None and found is not None:
+            if use is not None:
+                told = {"dropped_tokens": use.dropped, "router_entropy": use.entropy}
+                found = replace(found, expert_imbalance=use.imbalance, **told)
+                self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
             self.reporter.step(found)
 
     def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:

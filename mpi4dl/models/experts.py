@@ -84,17 +84,13 @@ class Penalized(NamedTuple):
 class Routing(NamedTuple):
     """Where tokens (.., T) go: `chosen` experts (.., T, k), int64, E for none; `weights` (.., T, k); `penalty` (..,).
 
-    The penalty is what routing adds to the loss of each sequence, if anything. `load` (E,) counts the tokens that
-    experts were chosen for, `dropped` those choices that found an expert full, `entropy` is the mean over tokens of
-    that of their scores, in nats.
+    The penalty is what routing adds to the loss of each sequence, if anything. `scores` (.., T, E) sum to 1.
     """
 
     chosen: Tensor
     weights: Tensor
     penalty: Tensor
-    load: Tensor
-    dropped: Tensor
-    entropy: Tensor
+    scores: Tensor
 
 
 class Router(nn.Module):
@@ -151,6 +147,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
         nn.init.normal_(self.weight, std=INITIAL_STD)
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+        self.last: tuple[Tensor, Tensor] | None = None  # where tokens went in the last step of training, and the scores
 
     @property
     def penalizes(self) -> bool:
@@ -169,7 +166,6 @@ class Router(nn.Module):
         # (N, T, E), 1 for each expert that a token chose: no token chooses one twice.
         numbers = torch.arange(self.num_experts, device=x.device)
         chose = (chosen[..., None] == numbers).to(scores.dtype).sum(-2)
-        kept = chose
         if self.capacity_factor is not None:
             # Expert by expert, how many tokens of the sequence came before; those beyond the capacity go nowhere.
             capacity = math.ceil(self.capacity_factor * self.top_k * x.shape[1] / self.num_experts)
@@ -177,16 +173,13 @@ class Router(nn.Module):
             fits = before < capacity
             chosen = torch.where(fits, chosen, self.num_experts)
             weights = weights * fits.to(weights.dtype)
-            kept = (chosen[..., None] == numbers).to(scores.dtype).sum(-2)
         shares = scores if self.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
         penalty = self._penalty(logits, shares, chose)
-        load = chose.detach().sum((0, 1))
         if self.bias is not None and self.training:
-            self._move_bias(load)
-        with torch.no_grad():
-            entropy = -(shares * shares.clamp_min(torch.finfo(shares.dtype).tiny).log()).sum(-1).mean()
-            dropped = load.sum() - kept.sum()
-        return Routing(chosen, weights.to(x.dtype), penalty, load, dropped, entropy)
+            self._move_bias(chose.detach().sum((0, 1)))
+        if self.training:
+            self.last = chosen, shares.detach()
+        return Routing(chosen, weights.to(x.dtype), penalty, shares)
 
     def _penalty(self, logits: Tensor, shares: Tensor, chose: Tensor) -> Tensor:
         penalty = torch.zeros((), dtype=logits.dtype, device=logits.device)
@@ -228,7 +221,7 @@ class Experts(nn.Module):
         tokens, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
         slots = chosen.reshape(-1)
         order = slots.argsort(stable=True)
-        counts = torch.bincount(slots, minlength=self.num_experts + 1)[: self.num_experts]
+        counts = (slots[:, None] == torch.arange(self.num_experts, device=x.device)).sum(0)
         if not order.is_meta:
             order = order[: int(counts.sum())]  # behind them are those that go nowhere
         source = order // k
@@ -260,7 +253,7 @@ class MixtureOfExperts(nn.Module):
     """A router and its experts in the place of a feed-forward layer: (N, T, C) to (N, T, C), and a penalty (N,).
 
     `shared`: how many experts of the same width all tokens go to beside those chosen for them, as one layer of that
-    many times the width. `routing` is what the last forward pass found, detached.
+    many times the width.
     """
 
     def __init__(
@@ -279,12 +272,10 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(hidden, shared * width, activation) if shared else None
         self.dropout = nn.Dropout(dropout)
         self.penalizes = router.penalizes
-        self.routing: Routing | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.router(x)
         y = self.experts(x, routing.chosen, routing.weights)
         if self.shared is not None:
             y = y + self.shared(x)
-        self.routing = Routing(*(value.detach() for value in routing))
         return self.dropout(y), routing.penalty

@@ -27,6 +27,7 @@ class StepReport:
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
     for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
     `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
+    Of experts the last three are told, as `routing.ExpertUse` has them.
     """
 
     step: int
@@ -39,12 +40,20 @@ class StepReport:
     tokens_per_second: float | None = None
     skipped_steps: int | None = None
     loss_scale: float | None = None
+    expert_imbalance: float | None = None
+    dropped_tokens: float | None = None
+    router_entropy: float | None = None
 
     def line(self) -> str:
         rate, what = self.images_per_second, "images/s"
         if rate is None:
             rate, what = self.tokens_per_second or 0.0, "tokens/s"
         scaling = () if self.loss_scale is None else (f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}")
+        if self.expert_imbalance is not None:
+            scaling += (
+                f"fullest expert {self.expert_imbalance:.2f}",
+                f"dropped {100 * (self.dropped_tokens or 0):.1f} %",
+            )
         return "  ".join(
             (
                 f"step {self.step}",
