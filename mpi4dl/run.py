@@ -278,8 +278,8 @@ class TrainingRun:
         use = expert_use(self.engine) if self.mixed else None
         if self.reporter is not None and found is not None:
             if use is not None:
-                told = {"dropped_tokens": use.dropped, "router_entropy": use.entropy}
-                found = replace(found, expert_imbalance=use.imbalance, **told)
+                found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)
+                found = replace(found, router_entropy=use.entropy)
                 self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
             self.reporter.step(found)
 

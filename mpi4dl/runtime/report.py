@@ -48,12 +48,10 @@ class StepReport:
         rate, what = self.images_per_second, "images/s"
         if rate is None:
             rate, what = self.tokens_per_second or 0.0, "tokens/s"
-        scaling = () if self.loss_scale is None else (f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}")
+        more = [] if self.loss_scale is None else [f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}"]
         if self.expert_imbalance is not None:
-            scaling += (
-                f"fullest expert {self.expert_imbalance:.2f}",
-                f"dropped {100 * (self.dropped_tokens or 0):.1f} %",
-            )
+            dropped = 100 * (self.dropped_tokens or 0.0)
+            more += [f"fullest expert {self.expert_imbalance:.2f}", f"dropped {dropped:.1f} %"]
         return "  ".join(
             (
                 f"step {self.step}",
@@ -63,7 +61,7 @@ class StepReport:
                 f"data wait {100 * self.data_wait:.1f} %",
                 f"comm wait {100 * self.comm_wait:.1f} %",
                 f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
-                *scaling,
+                *more,
             )
         )
 
