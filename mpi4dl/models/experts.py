@@ -25,7 +25,7 @@ from mpi4dl.models.transformer import (
 )
 
 Scoring = Literal["softmax", "sigmoid"]
-GROUPED = (torch.float32, torch.bfloat16)  # what grouped_mm takes on CPUs and GPUs
+GROUPED, ALIGNED_BYTES = (torch.float32, torch.bfloat16), 16  # what grouped_mm takes on CPUs and GPUs
 
 
 @dataclass(frozen=True)
@@ -238,12 +238,16 @@ class Experts(nn.Module):
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows (R, in) times the matrices (E, out, in) of their groups: the first counts[0] rows the first, and so on.
 
-    By PyTorch's grouped matrix product, which has none for float64. Of tensors without values, which are there to be
-    counted, every row meets the first matrix.
+    By PyTorch's grouped matrix product, where there is one: not for float64, nor for rows that are not multiples of 16
+    bytes. Of tensors without values, which are there to be counted, every row meets the first matrix.
     """
     if rows.is_meta:
         return F.linear(rows, weight[0])
-    if rows.dtype == weight.dtype in GROUPED and len(rows):
+    if torch.is_autocast_enabled(rows.device.type):
+        low = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(low), weight.to(low)
+    even = all(width * rows.itemsize % ALIGNED_BYTES == 0 for width in weight.shape[1:])
+    if rows.dtype == weight.dtype and rows.dtype in GROUPED and even and len(rows):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(), strict=True)])

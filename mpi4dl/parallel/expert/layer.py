@@ -19,8 +19,9 @@ from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.expert.travel import NOBODY, Work, by_nodes, through
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.imaginary import Ledger
+from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.sums import add_up, with_all_features
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 
 class Residence:
@@ -86,14 +87,13 @@ def _on_grid(work: Work, x: Any, chosen: Any, weights: Any, grid: Grid) -> Tenso
     """What `work` makes of the tokens that this rank has, added up over those who have the same ones."""
     features = grid.features
     spread = [with_all_features(t) if features is not None and _has(t, features) else t for t in (x, chosen, weights)]
-    x, chosen, weights = spread
-    layout = x.layout.narrow if isinstance(x, SpatialTensor) else Layout.of_copies(grid)
-    own, numbers, shares = (t.local if isinstance(t, SpatialTensor) else t for t in spread)
-    flat = (t.reshape(-1, t.shape[-1]) for t in (own, numbers, shares))
-    y = work(*flat).view(own.shape)
+    parts, layout = spread, Layout.of_copies(grid)
+    if any(isinstance(t, SpatialTensor) for t in spread):
+        parts, layout = align(spread, "experts", False)
+    y = work(*(t.reshape(-1, t.shape[-1]) for t in parts)).view(parts[0].shape)
     if features is not None and grid.shape[features] > 1:
         return add_up(y, layout, (features,))
-    return SpatialTensor(y, layout) if isinstance(x, SpatialTensor) else y
+    return wrap(y, layout)
 
 
 def _has(t: Any, axis: int) -> bool:
