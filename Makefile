@@ -11,7 +11,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train gpt test test-gpu lint clean
+.PHONY: install train gpt moe test test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -22,6 +22,9 @@ train: $(STAMP) data/tissue
 
 gpt: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt.toml
+
+moe: $(STAMP)
+	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt_moe.toml
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ def test_an_example_names_what_exists(file: Path) -> None:
     assert type(optimizer).__name__ == config.optimizer.optimizer
     of_tokens = config.data.text is not None
     samples = torch.zeros(2, config.data.context, dtype=torch.int64) if of_tokens else torch.zeros(2, 3, 64, 64)
-    assert model(samples).shape == ((*samples.shape, NUM_CLASSES) if of_tokens else (2, NUM_CLASSES))
+    assert model.eval()(samples).shape == ((*samples.shape, NUM_CLASSES) if of_tokens else (2, NUM_CLASSES))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
