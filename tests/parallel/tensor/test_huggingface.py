@@ -94,11 +94,13 @@ def precise() -> Iterator[None]:
         yield
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, balanced: bool = False) -> nn.Module:
+    """`balanced`: the loss has a penalty of a batch's routing, which is another one of microbatches."""
     torch.manual_seed(0)
     model = MODELS[name]().double()
     if name == "mixtral":
         model.set_experts_implementation("eager")  # the others have no float64
+        model.config.output_router_logits = balanced
     for module in model.modules():  # biases begin as zeros
         if isinstance(getattr(module, "bias", None), nn.Parameter):
             nn.init.normal_(module.bias, std=0.1)
@@ -111,7 +113,9 @@ def batches() -> list[Tensor]:
 
 
 def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+    loss = F.cross_entropy(outputs.logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+    penalty = getattr(outputs, "aux_loss", None)
+    return loss if penalty is None else loss + 0.1 * penalty
 
 
 def train(comm: Communicator, name: str, plan: Plan) -> None:
@@ -120,7 +124,8 @@ def train(comm: Communicator, name: str, plan: Plan) -> None:
 
 
 def compare(comm: Communicator, name: str, plan: Plan) -> None:
-    expected = build(name)
+    balanced = plan.num_stages == 1
+    expected = build(name, balanced)
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=1e-2)
     losses = []
     for batch in batches():
@@ -130,7 +135,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         optimizer.step()
         losses.append(loss.item())
     if plan.num_stages == 1:
-        held = Held.whole(build(name), plan, comm)
+        held = Held.whole(build(name, balanced), plan, comm)
     else:
         atoms = Cuttable(build(name)).names
         counts = (atoms.index(BLOCKS[name]), len(atoms) - atoms.index(BLOCKS[name]))

@@ -10,6 +10,7 @@ import mpi4dl.parallel.spatial.rules.attributes
 import mpi4dl.parallel.spatial.rules.choosing
 import mpi4dl.parallel.spatial.rules.contraction
 import mpi4dl.parallel.spatial.rules.convolution
+import mpi4dl.parallel.spatial.rules.counting
 import mpi4dl.parallel.spatial.rules.extrema
 import mpi4dl.parallel.spatial.rules.folding
 import mpi4dl.parallel.spatial.rules.hooks
