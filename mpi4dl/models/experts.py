@@ -202,6 +202,7 @@ class Experts(nn.Module):
     """Feed-forward layers without biases, E of them: tokens (.., C), of which each goes to those `chosen` for it.
 
     `chosen` (.., k) are numbers of experts, E for none, and what they make of a token is summed by `weights` (.., k).
+    With `fewest_rows` no expert's product has fewer rows, where the last bits of a row would depend on their number.
     The matrices of all experts are one parameter, (E, out, in), so that they are multiplied as groups.
     """
 
@@ -210,7 +211,7 @@ class Experts(nn.Module):
         if activation not in get_args(Activation):
             raise ValueError(f"activation={activation!r} is unknown: choose 'gelu' or 'swiglu'")
         check_sizes(num_experts=num_experts, hidden=hidden, ff_dim=ff_dim)
-        self.num_experts = num_experts
+        self.num_experts, self.fewest_rows = num_experts, 0
         self.up = nn.Parameter(torch.empty(num_experts, ff_dim, hidden))
         self.gate = nn.Parameter(torch.empty(num_experts, ff_dim, hidden)) if activation == "swiglu" else None
         self.output = nn.Parameter(torch.empty(num_experts, hidden, ff_dim))
@@ -226,13 +227,25 @@ class Experts(nn.Module):
             order = order[: int(counts.sum())]  # behind them are those that go nowhere
         source = order // k
         rows = tokens[source]
+        real: Tensor | slice = slice(None)
+        if self.fewest_rows and not order.is_meta:
+            rows, counts, real = padded(rows, counts, self.fewest_rows)
         up = grouped_linear(rows, self.up, counts)
         if self.gate is None:
             inner = F.gelu(up, approximate="tanh")
         else:
             inner = F.silu(grouped_linear(rows, self.gate, counts)) * up
-        made = grouped_linear(inner, self.output, counts) * weights.reshape(-1)[order, None]
+        made = grouped_linear(inner, self.output, counts)[real] * weights.reshape(-1)[order, None]
         return torch.zeros_like(tokens).index_add(0, source, made.to(tokens.dtype)).view(x.shape)
+
+
+def padded(rows: Tensor, counts: Tensor, fewest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of groups with zeros behind them, so that no group that has any has fewer; their counts; where they are."""
+    full = torch.where(counts > 0, counts.clamp_min(fewest), 0)
+    shift = (full.cumsum(0) - full) - (counts.cumsum(0) - counts)
+    places = torch.arange(len(rows), device=rows.device) + shift.repeat_interleave(counts)
+    found = rows.new_zeros(int(full.sum()), rows.shape[1]).index_copy(0, places, rows)
+    return found, full, places
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
