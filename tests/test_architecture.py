@@ -18,8 +18,11 @@ FLOORS = {
     "plan": 5,
     "doctor": 5,
     "export": 5,
+    "serve": 5,
     "engine": 4,
     "runtime": 4,
+    "serving": 4,
+    "generation": 4,
     "parallel": 3,
     "comm": 2,
     "geometry": 1,
@@ -29,7 +32,7 @@ FLOORS = {
 }
 # Beyond the floors: what a room on floor 1 may import at all, and the imports within a floor.
 FLOOR_1_MAY_IMPORT = {"geometry": set(), "models": {"_torchvision"}, "datasets": {"geometry"}}
-SAME_FLOOR = {("engine", "runtime"), ("train", "run")}
+SAME_FLOOR = {("engine", "runtime"), ("train", "run"), ("serving", "generation"), ("serving", "runtime")}
 
 
 def room_of(module: str) -> str:
