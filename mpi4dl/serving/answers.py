@@ -9,13 +9,13 @@ from typing import Any
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.generation.requests import Event
 from mpi4dl.serving.errors import ApiError, as_json, busy
-from mpi4dl.serving.front import Job
+from mpi4dl.serving.front import Reply
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
-class Collected:
+class Continued:
     """What has come of one choice."""
 
     text: str = ""
@@ -48,7 +48,7 @@ class CompletionForm:
         self._tokenizer = tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, choices: Sequence[Collected], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Continued], usage: dict[str, int]) -> dict[str, Any]:
         """The answer that is not streamed."""
         texts = [self._choice(i, self.echoes[i] + choice.text, choice) for i, choice in enumerate(choices)]
         return {**self._head, "object": self.object_name, "choices": texts, "usage": usage}
@@ -60,16 +60,16 @@ class CompletionForm:
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """What the stream of a choice begins with, before there is any text."""
-        return self.piece(index, Collected(self.echoes[index])) if self.echoes[index] else None
+        return self.piece(index, Continued(self.echoes[index])) if self.echoes[index] else None
 
-    def piece(self, index: int, new: Collected) -> dict[str, Any]:
+    def piece(self, index: int, new: Continued) -> dict[str, Any]:
         """What is new of a choice."""
         return self._choice(index, new.text, new)
 
-    def _choice(self, index: int, text: str, found: Collected) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, found: Continued) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": self._scores(found), "finish_reason": found.finish_reason}
 
-    def _scores(self, found: Collected) -> dict[str, Any] | None:
+    def _scores(self, found: Continued) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         return {
@@ -86,12 +86,12 @@ class ChatForm(CompletionForm):
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._delta(index, {"role": "assistant", "content": ""}, Collected())
+        return self._delta(index, {"role": "assistant", "content": ""}, Continued())
 
-    def piece(self, index: int, new: Collected) -> dict[str, Any]:
+    def piece(self, index: int, new: Continued) -> dict[str, Any]:
         return self._delta(index, {"content": new.text} if new.text else {}, new)
 
-    def _delta(self, index: int, delta: dict[str, Any], found: Collected) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, Any], found: Continued) -> dict[str, Any]:
         return {
             "index": index,
             "delta": delta,
@@ -99,7 +99,7 @@ class ChatForm(CompletionForm):
             "finish_reason": found.finish_reason,
         }
 
-    def _choice(self, index: int, text: str, found: Collected) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, found: Continued) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -107,7 +107,7 @@ class ChatForm(CompletionForm):
             "finish_reason": found.finish_reason,
         }
 
-    def _scores(self, found: Collected) -> dict[str, Any] | None:
+    def _scores(self, found: Continued) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         tokens = [(self._tokenizer.decode([token]), logprob) for token, logprob in found.logprobs]
@@ -120,7 +120,7 @@ class ChatForm(CompletionForm):
         }
 
 
-def usage_of(choices: Sequence[Collected], per_prompt: int) -> dict[str, int]:
+def usage_of(choices: Sequence[Continued], per_prompt: int) -> dict[str, int]:
     """Tokens of all choices; a prompt counts once, however many choices it has."""
     prompt = sum(choice.prompt_tokens for choice in choices[::per_prompt])
     completion = sum(choice.completion_tokens for choice in choices)
@@ -136,11 +136,11 @@ def _failure(event: Event) -> ApiError | None:
     return None
 
 
-async def whole_answer(job: Job, form: CompletionForm, per_prompt: int) -> dict[str, Any]:
+async def whole_answer(reply: Reply, form: CompletionForm, per_prompt: int) -> dict[str, Any]:
     """The answer when all choices are over. Raises ApiError if one fails."""
-    choices = [Collected() for _ in form.echoes]
+    choices = [Continued() for _ in form.echoes]
     while any(choice.finish_reason is None for choice in choices):
-        index, event = await job.next()
+        index, event = await reply.next()
         failure = _failure(event)
         if failure is not None:
             raise failure
@@ -149,23 +149,23 @@ async def whole_answer(job: Job, form: CompletionForm, per_prompt: int) -> dict[
 
 
 async def streamed_answer(
-    job: Job, form: CompletionForm, per_prompt: int, tells_usage: bool
+    reply: Reply, form: CompletionForm, per_prompt: int, tells_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events as the answer grows: https://html.spec.whatwg.org/multipage/server-sent-events.html."""
-    choices = [Collected() for _ in form.echoes]
+    choices = [Continued() for _ in form.echoes]
     for index in range(len(choices)):
         opening = form.opening(index)
         if opening is not None:
             yield form.chunk([opening], None, tells_usage)
     while any(choice.finish_reason is None for choice in choices):
-        index, event = await job.next()
+        index, event = await reply.next()
         failure = _failure(event)
         if failure is not None:
             yield b"data: " + as_json(failure.body()) + b"\n\n"
             return
         choices[index].add(event)
         if event.text or event.finish_reason or form.logprobs:
-            new = Collected(event.text, event.finish_reason, scored(event))
+            new = Continued(event.text, event.finish_reason, scored(event))
             yield form.chunk([form.piece(index, new)], None, tells_usage)
     if tells_usage:
         yield form.chunk([], usage_of(choices, per_prompt), tells_usage)

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as Sent
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpi4dl.serving.answers import ChatForm, CompletionForm, streamed_answer, whole_answer
 from mpi4dl.serving.errors import ApiError, busy, explain_errors, json_response, quoted
 from mpi4dl.serving.front import Front
 from mpi4dl.serving.presence import ClientGone, EventStream, while_present
 from mpi4dl.serving.reading import read_object
-from mpi4dl.serving.schemas import Asked, ChatRequest, CompletionRequest, Message, checked
+from mpi4dl.serving.schemas import Asked, ChatMessage, ChatRequest, CompletionRequest, checked
 
 OPEN_PATHS = ("/health",)
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
@@ -35,7 +34,7 @@ class Door:
             return
         path = scope["path"]
 
-        async def counted(message: Sent) -> None:
+        async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._front.statistics.responded(path if path in PATHS else "other", message["status"])
             await send(message)
@@ -54,7 +53,7 @@ class Door:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
 
 
-def chat_prompt(messages: Sequence[Message]) -> str:
+def chat_prompt(messages: Sequence[ChatMessage]) -> str:
     """The text that a model goes on with as the assistant: "role: content" on a line for each message."""
     return "".join(f"{message.role}: {message.text}\n" for message in messages) + "assistant: "
 
@@ -135,15 +134,15 @@ async def _answer(
         for prompt, length in zip(prompts, lengths, strict=True)
         for choice in range(asked.n)
     ]
-    job = front.start(wanted, arrived)
+    reply = front.start(wanted, arrived)
     if asked.stream:
-        return EventStream(streamed_answer(job, form, asked.n, asked.wants_usage), job.close)
+        return EventStream(streamed_answer(reply, form, asked.n, asked.wants_usage), reply.close)
     try:
-        return json_response(await while_present(request.receive, whole_answer(job, form, asked.n)))
+        return json_response(await while_present(request.receive, whole_answer(reply, form, asked.n)))
     except ClientGone:
         return Response(status_code=CLIENT_GONE)
     finally:
-        job.close()
+        reply.close()
 
 
 def _tokens_for(front: Front, asked: Asked, prompt_tokens: int, default: int | None) -> int:

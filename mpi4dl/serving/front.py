@@ -2,8 +2,8 @@
 
     event loop      Front.start: a place for each choice -> Batcher.submit
     main thread     Batcher.run: on_event -> call_soon_threadsafe
-    event loop      Front._take: statistics, the job's queue; the place is free again after the last event
-    event loop      Job.close: what nobody waits for any longer is cancelled
+    event loop      Front._take: statistics, the reply's queue; the place is free again after the last event
+    event loop      Reply.close: what nobody waits for any longer is cancelled
 
 A place is taken until the batch itself has said that it is done with a request: so it knows at most `max_batch` +
 `max_queue` of them at any time, those that were just cancelled included.
@@ -19,7 +19,7 @@ from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.generation.batcher import Batcher
 from mpi4dl.generation.requests import Event, Sampling
 from mpi4dl.serving.errors import ApiError, busy
-from mpi4dl.serving.statistics import Statistics
+from mpi4dl.serving.statistics import ServingStatistics
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Choice:
-    """One text that is generated for a job. `last`: when its last token came, by time.perf_counter."""
+class Continuation:
+    """One text that is generated for a reply. `last`: when its last token came, by time.perf_counter."""
 
-    job: "Job"
+    reply: "Reply"
     index: int
     number: int = -1  # by which the batch knows it
     last: float | None = None
     over: bool = False
 
 
-class Job:
+class Reply:
     """The choices of one HTTP request. `next` gives their events in the order in which they come."""
 
     def __init__(self, front: "Front", arrived: float) -> None:
         self.arrived = arrived
-        self.choices: list[Choice] = []
+        self.choices: list[Continuation] = []
         self._front = front
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
@@ -62,7 +62,7 @@ class Job:
         """The next event, and the index of the choice that it is of."""
         return await self._events.get()
 
-    def put(self, choice: Choice, event: Event) -> None:
+    def put(self, choice: Continuation, event: Event) -> None:
         """An event of one of its choices has come."""
         self._events.put_nowait((choice.index, event))
 
@@ -77,11 +77,11 @@ class Job:
 class Front:
     """Admits requests to the batch, as many as there are places, and hands its events on. For one event loop."""
 
-    def __init__(self, batcher: Batcher, tokenizer: Tokenizer, limits: Limits, statistics: Statistics) -> None:
+    def __init__(self, batcher: Batcher, tokenizer: Tokenizer, limits: Limits, statistics: ServingStatistics) -> None:
         self.tokenizer, self.limits, self.statistics = tokenizer, limits, statistics
         self.stopping = False
         self._batcher = batcher
-        self._under_way: set[Choice] = set()
+        self._under_way: set[Continuation] = set()
 
     @property
     def idle(self) -> bool:
@@ -112,34 +112,34 @@ class Front:
 
         return await asyncio.to_thread(encoded)  # a long text takes a while
 
-    def start(self, wanted: Sequence[tuple[list[int], Sampling]], arrived: float) -> Job:
-        """A job whose choices are these prompts' continuations. Raises ApiError; then nothing was started."""
+    def start(self, wanted: Sequence[tuple[list[int], Sampling]], arrived: float) -> Reply:
+        """A reply whose choices are these prompts' continuations. Raises ApiError; then nothing was started."""
         self.check_room(len(wanted))
-        loop, job = asyncio.get_running_loop(), Job(self, arrived)
+        loop, reply = asyncio.get_running_loop(), Reply(self, arrived)
         for index, (tokens, sampling) in enumerate(wanted):
-            choice = Choice(job, index)
+            choice = Continuation(reply, index)
 
-            def hear(event: Event, choice: Choice = choice) -> None:
+            def hear(event: Event, choice: Continuation = choice) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is over, and with it whoever waited
                     loop.call_soon_threadsafe(self._take, choice, event, time.perf_counter())
 
             try:
                 choice.number = self._batcher.submit(tokens, sampling, hear)
             except (ValueError, RuntimeError) as error:
-                job.close()
+                reply.close()
                 if isinstance(error, ValueError):
                     raise ApiError(400, str(error)) from None
                 raise busy("the server is stopping", 503, "stopping") from None
-            job.choices.append(choice)
+            reply.choices.append(choice)
             self._under_way.add(choice)
             self.statistics.asked()
         self.statistics.work(True)
-        return job
+        return reply
 
-    def _take(self, choice: Choice, event: Event, now: float) -> None:
+    def _take(self, choice: Continuation, event: Event, now: float) -> None:
         if event.token is not None:
             if choice.last is None:
-                self.statistics.first_token(now - choice.job.arrived)
+                self.statistics.first_token(now - choice.reply.arrived)
             else:
                 self.statistics.next_token(now - choice.last)
             choice.last = now
@@ -149,9 +149,9 @@ class Front:
             self.statistics.work(bool(self._under_way))
             if event.usage is not None:
                 self.statistics.answered(event.usage.prompt_tokens)
-        choice.job.put(choice, event)
+        choice.reply.put(choice, event)
 
-    def abandon(self, choice: Choice) -> None:
+    def abandon(self, choice: Continuation) -> None:
         """Cancel a choice that nobody waits for any longer."""
         self.statistics.cancelled()
         self._batcher.cancel(choice.number)

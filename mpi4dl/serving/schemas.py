@@ -17,6 +17,7 @@ MOST_PROMPTS = 1024
 MOST_MESSAGES = 4096
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
 # One error for a list of a hundred thousand wrong members is enough.
 Prompt = (
@@ -52,7 +53,7 @@ RULES = {
 }
 
 
-class StreamOptions(BaseModel):
+class StreamExtras(BaseModel):
     """What a stream tells besides text."""
 
     model_config = ConfigDict(strict=True)
@@ -66,7 +67,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -75,7 +76,7 @@ class Asked(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), le=LARGEST_SEED)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)] = []
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamExtras = StreamExtras()
 
     @property
     def tokens_asked(self) -> int | None:
@@ -118,7 +119,7 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """What one side said."""
 
     model_config = ConfigDict(strict=True)
@@ -134,8 +135,8 @@ class Message(BaseModel):
 class ChatRequest(Asked):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
 
     @property

@@ -25,7 +25,7 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-class Interval:
+class Period:
     """What happened since the last report."""
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class Interval:
         return said
 
 
-class Statistics:
+class ServingStatistics:
     """Counts what is served, in Prometheus' terms and by intervals. Times are of time.perf_counter, in seconds."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.registry = CollectorRegistry()
-        self.interval = Interval()
+        self.interval = Period()
         self._busy_since: float | None = None
         self._responses = Counter(
             "mpi4dl_http_responses", "HTTP responses by path and status", ["path", "status"], registry=self.registry
@@ -115,7 +115,7 @@ class Statistics:
     def report(self) -> str | None:
         """A line about the time since the last report, if anything happened."""
         self.work(self._busy_since is not None)
-        told, self.interval = self.interval, Interval()
+        told, self.interval = self.interval, Period()
         return told.line() if told.requests or told.refused or told.tokens else None
 
     def exposition(self) -> bytes:

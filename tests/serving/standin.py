@@ -1,4 +1,4 @@
-"""A batch without a model, for tests of the server: each prompt has text of its own, and time passes when a test says."""
+"""A batch without a model, for tests of the server: each prompt has text of its own, and tests make the time pass."""
 
 import itertools
 import threading
