@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.comm.streams import carried
-from mpi4dl.geometry import Split, Tiling, even_cuts
+from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
@@ -34,7 +33,7 @@ from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
-from mpi4dl.runtime.batch import BatchFeed, Size, Tile, Tiles
+from mpi4dl.runtime.batch import BatchFeed, Size, Tile, Tiles, spread
 from mpi4dl.runtime.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.runtime.recompute import recompute as recompute_all
 from mpi4dl.runtime.restoring import Undo, evaluating
@@ -210,15 +209,11 @@ class Engine:
 
         What is streamed stays where it is.
         """
-        samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
         if self.held.stream is not None and part.stage == 0:
+            samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
             return StreamedImages(tile, part.grid, samples, size, self.executor.progress)
         assert isinstance(tile, Tensor)
-        if part.plain:
-            return carried(tile, self.device)
-        space = part.grid.shape.space
-        cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size[-len(space) :], space, strict=True))
-        return spatial.from_tiling(tile, part.grid, Tiling.of_images(part.grid.shape, (samples, *cuts)), self.device)
+        return spread(part, tile, microbatch, size, self.device)
 
     def step(
         self,

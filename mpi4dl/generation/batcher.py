@@ -1,13 +1,29 @@
-"""The continuous batch: requests join and leave it at any token. Its face to callers on rank 0, and its loop."""
+"""The continuous batch: requests join and leave it at any token. Its face to callers on rank 0, and its loop.
 
-from collections.abc import Callable, Sequence
+any thread of rank 0     submit, cancel, stop    --->  what waits, behind a lock
+main thread of rank 0    run:     cancellations -> admissions -> a step of all that run -> a token of each -> events
+main thread of others    follow:                                 the same step
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from threading import Condition
 from typing import Any
+
+import torch
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import Tokenizer
+from mpi4dl.generation.cache import PageSizes
+from mpi4dl.generation.model import PagedModel
+from mpi4dl.generation.packing import Portion
+from mpi4dl.generation.pages import PagePool, pages_for
 from mpi4dl.generation.requests import Event, Sampling, Stats
+from mpi4dl.generation.running import OnEvent, Running, portions_of
 
-OnEvent = Callable[[Event], None]
+NOTE_BYTES = 4096  # what is said of a step goes in one message, if it is not longer
+LENGTH_BYTES = 8
 
 
 class Batcher:
@@ -16,15 +32,24 @@ class Batcher:
     Made on every rank. Rank 0 then calls `run`, all others `follow`. Only rank 0's other methods are for callers, from
     any thread; they never wait for MPI.
 
+    A request gets the tokens that it would get alone, to the bit where all ranks of a sum add in the same order. All
+    pages that it may need are its own from when it joins, so that those that run never wait for each other.
+
     Args:
-        held: the model: this rank's stages, or parts of parameters. It is put in evaluation mode.
+        held: the model: this rank's stages, or parts of parameters. It is in evaluation mode until `close`.
         comm: all ranks of the plan.
         tokenizer: what decodes tokens; its `end` ends a request.
         context: the most tokens that a prompt and what is generated may have.
         max_batch: how many requests run at once at most; others wait, first come, first served.
         page_size: how many tokens' keys and values a page holds.
-        num_pages: how many pages there are on each data rank; None: enough for `max_batch` of half the context.
-        prefill_chunk: how many tokens of prompts are worked on in a step at most, so that others go on.
+        num_pages: how many pages there are on each data rank; None: enough for its share of `max_batch` requests, of
+            half the context each.
+        prefill_chunk: how many tokens of prompts are worked on in a step at most, on each data rank, so that others go
+            on.
+        separator: the token that ends a document, if the model was made so that no token sees other documents.
+
+    Raises:
+        Refusal: on all ranks, as `PagedModel`.
     """
 
     def __init__(
@@ -38,11 +63,29 @@ class Batcher:
         page_size: int = 16,
         num_pages: int | None = None,
         prefill_chunk: int = 128,
+        separator: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.comm, self.tokenizer, self.context, self.separator = comm, tokenizer, context, separator
+        self.max_batch, self.page_size, self.prefill_chunk = max_batch, page_size, prefill_chunk
+        if num_pages is None:
+            of_one = pages_for(context, page_size)
+            num_pages = max(of_one, -(-max_batch // held.plan.data) * of_one // 2)
+        self._model = PagedModel(held, comm, PageSizes(num_pages, page_size))
+        self._pools = [PagePool(num_pages) for _ in range(held.plan.data)]
+        self._lock = Condition()  # of all that follows; one thread may take it twice, as a signal's handler does
+        self._waiting: deque[Running] = deque()
+        self._cancelled: set[int] = set()
+        self._stopping = self._drains = False
+        self._next_id = 0
+        self._running: list[Running] = []
+        self._counts = dict.fromkeys(
+            ("tokens_generated", "prompt_tokens_done", "prompts_done", "requests_done", "requests_cancelled", "steps"),
+            0,
+        )
+        self._stats = self._new_stats()
 
     def submit(self, prompt_tokens: Sequence[int], sampling: Sampling, on_event: OnEvent) -> int:
-        """Add a request; returns its id. `on_event` is called on the thread of `run`: it must be quick.
+        """Add a request; returns its id. `on_event` is called on the thread of `run`: it must be quick, and not raise.
 
         An empty prompt stands for the end of a document. Generation ends at the context's end too ("length").
 
@@ -50,28 +93,167 @@ class Batcher:
             ValueError: it can never fit (longer than the context, more pages than there are), or a token is unknown.
             RuntimeError: the batch is stopping.
         """
-        raise NotImplementedError
+        tokens = [int(token) for token in prompt_tokens] or [self.tokenizer.end]
+        unknown = next((token for token in tokens if not 0 <= token < self.tokenizer.vocabulary), None)
+        if unknown is not None:
+            raise ValueError(f"token {unknown} is unknown: tokens are from 0 to {self.tokenizer.vocabulary - 1}")
+        if len(tokens) >= self.context:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, but prompt and generated tokens together can be {self.context} "
+                "at most: shorten it"
+            )
+        most = min(self.context, len(tokens) + sampling.max_tokens)
+        needed, there = pages_for(most - 1, self.page_size), self._pools[0].num_pages
+        if needed > there:
+            raise ValueError(
+                f"{len(tokens)} tokens of a prompt and max_tokens={sampling.max_tokens} need {needed} pages of "
+                f"{self.page_size} tokens, but there are {there}: ask for less"
+            )
+        with self._lock:
+            if self._stopping:
+                raise RuntimeError("the batch is stopping and takes no more requests")
+            number, self._next_id = self._next_id, self._next_id + 1
+            request = Running(
+                number, tokens, len(tokens), most, sampling, on_event, self.tokenizer, separator=self.separator
+            )
+            self._waiting.append(request)
+            self._stats = self._new_stats()
+            self._lock.notify_all()
+        return number
 
     def cancel(self, request_id: int) -> None:
         """End a request, which gets an event "cancelled"; its pages are free before the next step. Unknown ids, as of
         those that have ended, are ignored.
         """
-        raise NotImplementedError
-
-    def run(self, until_idle: bool = False) -> None:
-        """Make steps while there is something to do, else sleep, up to `stop`; or until nothing is left to do, after
-        which it can be called again. On the main thread of rank 0.
-        """
-        raise NotImplementedError
-
-    def follow(self) -> None:
-        """Take part in the steps of rank 0 until it has stopped. On the main thread of all other ranks."""
-        raise NotImplementedError
+        with self._lock:
+            self._cancelled.add(request_id)
+            self._lock.notify_all()
 
     def stop(self, drain: bool = True) -> None:
         """Accept no more requests; end `run` when those that are there have ended, or cancel them now."""
-        raise NotImplementedError
+        with self._lock:
+            self._stopping, self._drains = True, drain
+            self._lock.notify_all()
 
     def stats(self) -> Stats:
         """What is under way, as of the last step."""
-        raise NotImplementedError
+        with self._lock:
+            return self._stats
+
+    def run(self) -> None:
+        """Make steps while there is something to do, else sleep, up to `stop`. On the main thread of rank 0."""
+        try:
+            while self._admit():
+                self._make_step()
+        except BaseException as error:
+            for request in [*self._running, *self._waiting]:
+                request.on_event(request.ended("error", f"{type(error).__name__}: {error}"))
+            raise
+        self._tell(None)
+
+    def follow(self) -> None:
+        """Take part in the steps of rank 0 until it has stopped. On the main thread of all other ranks."""
+        while (portions := self._hear()) is not None:
+            self._model.run(portions)
+
+    def close(self) -> None:
+        """Leave the model as it was, to be trained, or used by others."""
+        self._model.close()
+
+    def _new_stats(self) -> Stats:
+        used, total = sum(pool.num_used for pool in self._pools), sum(pool.num_pages for pool in self._pools)
+        return Stats(len(self._waiting), len(self._running), used, total, **self._counts)
+
+    def _admit(self) -> bool:
+        """Wait for something to do; let requests leave and join. Whether there is a step to make; else all is over."""
+        with self._lock:
+            while True:
+                gone = self._leave()
+                self._join()
+                self._stats = self._new_stats()
+                over = self._stopping and not self._running
+                if gone or self._running or over:
+                    break
+                self._lock.wait()
+        for request in gone:
+            request.on_event(request.ended("cancelled"))
+        return bool(self._running) or (not over and self._admit())
+
+    def _leave(self) -> list[Running]:
+        """Take those out that were cancelled, and give back their pages."""
+        every = self._stopping and not self._drains
+        gone = [r for r in [*self._running, *self._waiting] if every or r.id in self._cancelled]
+        self._cancelled.clear()
+        for request in gone:
+            self._remove(request)
+        self._counts["requests_cancelled"] += len(gone)
+        return gone
+
+    def _remove(self, request: Running) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        self._running.remove(request)
+        self._pools[request.row].give_back(request.pages)
+        request.pages = ()
+
+    def _join(self) -> None:
+        """Let those that wait join, in turn, as long as there is room; the first that does not fit keeps its turn."""
+        while self._waiting and len(self._running) < self.max_batch:
+            request = self._waiting[0]
+            row = min(range(len(self._pools)), key=lambda r: self._pools[r].num_used)
+            pages = self._pools[row].take(pages_for(request.most - 1, self.page_size))
+            if pages is None:
+                return
+            request.row, request.pages = row, pages
+            self._running.append(self._waiting.popleft())
+
+    def _make_step(self) -> None:
+        step = portions_of(self._running, self.prefill_chunk, len(self._pools))
+        portions = [portion for _, portion in step]
+        self._tell(portions)
+        found = self._model.run(portions)
+        events: list[tuple[Running, Event]] = []
+        wanting = [request for request, portion in step if portion.wants]
+        for request, portion in step:
+            request.num_cached += len(portion.tokens)
+        if found is not None:
+            logits = found.double()
+            norms = logits.logsumexp(1).tolist()
+            events = [(r, r.take(own, norm)) for r, own, norm in zip(wanting, logits, norms, strict=True)]
+        with self._lock:
+            for request, portion in step:
+                if portion.start < request.num_prompt:
+                    self._counts["prompt_tokens_done"] += len(portion.tokens)
+                    self._counts["prompts_done"] += portion.wants
+            for request, event in events:
+                if event.finish_reason is not None:
+                    self._remove(request)
+                    self._counts["requests_done"] += 1
+            self._counts["tokens_generated"] += len(events)
+            self._counts["steps"] += 1
+            self._stats = self._new_stats()
+        for request, event in events:
+            request.on_event(event)
+
+    def _tell(self, portions: Sequence[Portion] | None) -> None:
+        """Say to all other ranks what is in the step, or that it was the last."""
+        if self.comm.size == 1:
+            return
+        said = pickle.dumps(None if portions is None else [tuple(portion) for portion in portions])
+        note = bytearray(max(NOTE_BYTES, LENGTH_BYTES + len(said)))
+        note[: LENGTH_BYTES + len(said)] = len(said).to_bytes(LENGTH_BYTES, "little") + said
+        whole = torch.frombuffer(note, dtype=torch.uint8)
+        self.comm.broadcast(whole[:NOTE_BYTES])
+        if len(whole) > NOTE_BYTES:
+            self.comm.broadcast(whole[NOTE_BYTES:])
+
+    def _hear(self) -> list[Portion] | None:
+        """What rank 0 says."""
+        note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
+        length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
+        rest = LENGTH_BYTES + length - NOTE_BYTES
+        if rest > 0:
+            note = torch.cat([note, self.comm.broadcast(torch.empty(rest, dtype=torch.uint8))])
+        said = pickle.loads(note[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes())
+        return None if said is None else [Portion(*portion) for portion in said]

@@ -9,7 +9,7 @@ https://arxiv.org/abs/2305.13245). Blocks carry nothing but x from one to the ne
 any two: each one counts the positions of its tokens itself.
 """
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,19 @@ Positions = Literal["learned", "rotary"]
 INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
 FF_MULTIPLE = 8  # a feed-forward width that is rounded is a multiple of this
+
+
+class Past(Protocol):
+    """What attention remembers of sequences whose next tokens it is given, those of several of them in each row."""
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each token in its own sequence: (N, T), int64."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What queries (N, H, T, D) see of their own sequences: of all tokens before, and of these keys and values
+        (N, K, T, D), which are remembered.
+        """
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -95,7 +108,8 @@ class Attention(nn.Module):
 
     `num_kv_heads` keys and values are shared by groups of heads (None: each head has its own). With `causal` no token
     sees later ones; with document ids (N, T) none sees another document. `rotary` turns queries and keys by their
-    positions. `dropout` is of the attention weights and of the output.
+    positions. `dropout` is of the attention weights and of the output. Who generates text sets `past`, which then
+    answers for what was computed before.
 
     Raises:
         ValueError: `hidden` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`; `rotary` and heads
@@ -131,6 +145,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden, num_kv_heads * self.head_dim)
         self.output = nn.Linear(num_heads * self.head_dim, hidden)
         self.dropout = nn.Dropout(dropout)
+        self.past: Past | None = None
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         batch, length = x.shape[0], x.shape[1]
@@ -139,8 +154,11 @@ class Attention(nn.Module):
         key = self.key(x).view(batch, length, -1, self.head_dim)
         value = self.value(x).view(batch, length, -1, self.head_dim)
         if self.rotary:
-            positions = positions_of(x)
+            positions = positions_of(x) if self.past is None else self.past.positions
             query, key = rotate(query, positions), rotate(key, positions)
+        if self.past is not None:
+            attended = self.past.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            return self.output(attended.transpose(1, 2).flatten(2))
         mask = None if documents is None else same_document(documents, self.causal)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -215,7 +233,7 @@ class TransformerBlock(nn.Module):
 class TokenEmbedding(nn.Module):
     """Vectors of tokens (N, T), int64, to which those of their positions are added if they are `learned`: (N, T, C).
 
-    Positions count from the start of a sequence, also where it holds several documents.
+    Positions count from the start of a sequence, also where it holds several documents; `past` is as in `Attention`.
 
     Raises:
         ValueError: by `forward`, a sequence longer than `context`.
@@ -227,12 +245,13 @@ class TokenEmbedding(nn.Module):
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions: nn.Embedding | None = nn.Embedding(context, hidden) if learned else None
         self.dropout = nn.Dropout(dropout)
+        self.past: Past | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = within_context(tokens, self.context)
+        tokens = within_context(tokens, self.context) if self.past is None else tokens
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(positions_of(tokens))
+            x = x + self.positions(positions_of(tokens) if self.past is None else self.past.positions)
         return self.dropout(x)
 
 

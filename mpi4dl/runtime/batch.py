@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.streams import carried
-from mpi4dl.geometry import BATCH, Interval
+from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.plan import Microbatch
@@ -17,6 +17,16 @@ from mpi4dl.parallel.streaming.visits import ImageSource
 Tile = Tensor | ImageSource
 Tiles = Tensor | Sequence[Tile]
 Size = tuple[int, ...]
+
+
+def spread(part: Part, tile: Tensor, microbatch: Microbatch, size: Size, device: torch.device) -> Tensor:
+    """A tile, such as (n, C, h, w), of images of `size` on this device, as part of the whole microbatch."""
+    if part.plain:
+        return carried(tile, device)
+    space = part.grid.shape.space
+    samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
+    cuts = (Split.at(even_cuts(pixels, n)) for pixels, n in zip(size[-len(space) :], space, strict=True))
+    return spatial.from_tiling(tile, part.grid, Tiling.of_images(part.grid.shape, (samples, *cuts)), device)
 
 
 class BatchFeed:
