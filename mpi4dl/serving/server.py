@@ -25,8 +25,19 @@ BACKLOG = 1024
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on this address; port 0: any that is free. Raises OSError."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # asyncio sends at once only on sockets that say that they speak TCP; others keep each answer back for 40 ms.
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:
