@@ -13,7 +13,7 @@ from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.runtime.stopping import StopSignals
 from mpi4dl.serving.app import make_app
 from mpi4dl.serving.front import Front, Limits
-from mpi4dl.serving.server import HttpThread, Timing, listen, url_of
+from mpi4dl.serving.server import HttpThread, Timing, bind, url_of
 from mpi4dl.serving.statistics import ServingStatistics
 from tests.serving.standin import StandIn
 
@@ -28,10 +28,10 @@ class Served:
         self.batch, self.signals = StandIn(limits.max_batch), StopSignals()
         batcher = self.batch.as_batcher()
         self.front = Front(batcher, ByteTokenizer(), limits, ServingStatistics(batcher))
-        listener = listen("127.0.0.1", 0)
+        listener = bind("127.0.0.1", 0)
         self.url = url_of(listener)
         app = make_app(self.front, "tiny", token)
-        self.thread = HttpThread(app, self.front, batcher, listener, self.signals, timing)
+        self.thread = HttpThread(app, self.front, batcher, listener, self.signals, timing, "serving at")
         self.running = threading.Thread(target=self.batch.run, daemon=True)
 
     def client(self, token: str = "none") -> openai.OpenAI:
@@ -58,6 +58,7 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Served]:
     served = Served(limits or Limits(CONTEXT), **options)
     served.thread.start()
     served.running.start()
+    eventually(lambda: served.thread._server.started)
     try:
         yield served
     finally:

@@ -110,7 +110,7 @@ def test_times_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert served.metric("mpi4dl_http_responses_total") >= 7
         assert served.metric('mpi4dl_http_responses_total{path="/v1/completions",status="400"}') == 1
         served.thread.report()
-    said = capsys.readouterr().out.splitlines()[0]
+    said = capsys.readouterr().out.splitlines()[1]
     assert said.startswith("3 requests, 0 cancelled, 1 refused; 12 tokens, ")
     assert "; to first token p50 " in said
     assert "; between tokens p50 " in said
