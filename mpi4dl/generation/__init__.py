@@ -1,6 +1,7 @@
-"""Text out of trained models: many requests in one batch, which join and leave it at any token."""
+"""Text out of trained models: many requests in one batch, which join and leave it at any token.
 
-from mpi4dl.generation.batcher import Batcher
-from mpi4dl.generation.requests import Event, Sampling, Stats, Usage
-
-__all__ = ["Batcher", "Event", "Sampling", "Stats", "Usage"]
+batcher = Batcher(held, comm, tokenizer, context)
+batcher.submit(tokenizer.encode("def "), Sampling(max_tokens=64), print)
+batcher.stop(drain=True)
+batcher.run()       # on rank 0; batcher.follow() on all others
+"""

@@ -17,7 +17,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.generation.cache import PageSizes
 from mpi4dl.generation.model import PagedModel
-from mpi4dl.generation.packing import Portion
+from mpi4dl.generation.packing import TokenPortion
 from mpi4dl.generation.pages import PagePool, pages_for
 from mpi4dl.generation.requests import Event, Sampling, Stats
 from mpi4dl.generation.running import OnEvent, Running, portions_of
@@ -236,7 +236,7 @@ class Batcher:
         for request, event in events:
             request.on_event(event)
 
-    def _tell(self, portions: Sequence[Portion] | None) -> None:
+    def _tell(self, portions: Sequence[TokenPortion] | None) -> None:
         """Say to all other ranks what is in the step, or that it was the last."""
         if self.comm.size == 1:
             return
@@ -248,7 +248,7 @@ class Batcher:
         if len(whole) > NOTE_BYTES:
             self.comm.broadcast(whole[NOTE_BYTES:])
 
-    def _hear(self) -> list[Portion] | None:
+    def _hear(self) -> list[TokenPortion] | None:
         """What rank 0 says."""
         note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
         length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
@@ -256,4 +256,4 @@ class Batcher:
         if rest > 0:
             note = torch.cat([note, self.comm.broadcast(torch.empty(rest, dtype=torch.uint8))])
         said = pickle.loads(note[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes())
-        return None if said is None else [Portion(*portion) for portion in said]
+        return None if said is None else [TokenPortion(*portion) for portion in said]

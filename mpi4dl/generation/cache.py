@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpi4dl.generation.packing import Packed, Portion
+from mpi4dl.generation.packing import Packed, TokenPortion
 from mpi4dl.parallel.spatial import SpatialTensor
 
 
@@ -46,10 +46,12 @@ class PagedStep:
         self.sources = torch.empty(0)
         self.looks: list[Look] = []
 
-    def begin(self, portions: Sequence[Portion], packed: Packed) -> None:
+    def begin(self, portions: Sequence[TokenPortion], packed: Packed) -> None:
         """A step with these portions begins."""
         self.positions = packed.positions.to(self.device)
-        self.looks, written, sources = [], [], []
+        self.looks = []
+        written: list[int] = []
+        sources: list[int] = []
         for portion, columns in zip(portions, packed.columns, strict=True):
             if portion.row == self.row:
                 stop = portion.start + len(columns)
@@ -59,11 +61,11 @@ class PagedStep:
         self.written = torch.tensor(written, dtype=torch.int64, device=self.device)
         self.sources = torch.tensor(sources, dtype=torch.int64, device=self.device)
 
-    def _cell(self, portion: Portion, position: int) -> int:
+    def _cell(self, portion: TokenPortion, position: int) -> int:
         page, offset = divmod(position, self.sizes.page_size)
         return portion.pages[page] * self.sizes.page_size + offset
 
-    def _look(self, portion: Portion, columns: tuple[int, ...], stop: int) -> Look:
+    def _look(self, portion: TokenPortion, columns: tuple[int, ...], stop: int) -> Look:
         num_queries, size = len(columns), self.sizes.page_size
         asked = slice(columns[0], columns[0] + 1) if num_queries == 1 else torch.tensor(columns, device=self.device)
         used = portion.pages[: -(-stop // size)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.generation.cache import LayerCache, PagedStep, PageSizes
-from mpi4dl.generation.packing import Packed, Portion, pack
+from mpi4dl.generation.packing import Packed, TokenPortion, pack
 from mpi4dl.models.transformer import Attention, TokenEmbedding
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.executor import Executor
@@ -59,7 +59,7 @@ class PagedModel:
             layer.past = None
         self.held.train(self._modes)
 
-    def run(self, portions: Sequence[Portion]) -> Tensor | None:
+    def run(self, portions: Sequence[TokenPortion]) -> Tensor | None:
         """Take these tokens into the cache; on rank 0 the logits after those that want them, (number, vocabulary)."""
         packed = pack(portions, self.num_rows)
         self._step.begin(portions, packed)

@@ -16,7 +16,7 @@ from torch import Tensor
 ROWS_OF_PRODUCTS = 8
 
 
-class Portion(NamedTuple):
+class TokenPortion(NamedTuple):
     """The next tokens of one request: those from position `start` on.
 
     `pages` are those of the request, in order; `wants` whether the token after the last of these is to be sampled.
@@ -41,7 +41,7 @@ class Packed:
     num_wanted: int
 
 
-def pack(portions: Sequence[Portion], num_rows: int) -> Packed:
+def pack(portions: Sequence[TokenPortion], num_rows: int) -> Packed:
     """The portions in `num_rows` rows, which are as long as the longest needs, in multiples of 8."""
     wanted, filled = [0] * num_rows, [0] * num_rows
     for portion in portions:

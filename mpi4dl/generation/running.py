@@ -7,7 +7,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from mpi4dl.datasets.text import Tokenizer
-from mpi4dl.generation.packing import Portion
+from mpi4dl.generation.packing import TokenPortion
 from mpi4dl.generation.requests import Event, FinishReason, Sampling, Usage
 from mpi4dl.generation.sampling import Chooser
 from mpi4dl.generation.text import TextStream
@@ -51,14 +51,14 @@ class Running:
     def prefilling(self) -> bool:
         return self.num_cached < self.num_prompt
 
-    def next_portion(self, chunk: int) -> Portion:
+    def next_portion(self, chunk: int) -> TokenPortion:
         """What the model is to be given next: at most `chunk` tokens, of a prompt always the same ones."""
         start = self.num_cached
         tokens = tuple(self.tokens[start : start + chunk])
         stop = start + len(tokens)
         last = self._seen_from[-1]
         seen_from = tuple((*self._seen_from[start : min(stop, self.num_prompt)], *(last,) * (stop - self.num_prompt)))
-        return Portion(
+        return TokenPortion(
             self.row, start, tokens, self.pages, stop == len(self.tokens), seen_from if any(seen_from) else ()
         )
 
@@ -85,7 +85,7 @@ class Running:
         return Usage(self.num_prompt, self.num_generated)
 
 
-def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[tuple[Running, Portion]]:
+def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[tuple[Running, TokenPortion]]:
     """What of each request is in the next step: one token of those that generate, and the next parts of prompts.
 
     Parts are of `chunk` tokens but the last one of a prompt, wherever others are, so that a prompt is always computed

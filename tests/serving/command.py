@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -34,6 +34,24 @@ def make_run(ranks: Ranks, folder: Path) -> Path:
     flags = ["--text", str(folder / "corpus"), "--token-folder", str(folder / "tokens")]
     ranks(1).run(train, [*TRAINING, *flags, "--run-folder", str(folder / "tiny")])
     return folder / "tiny"
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has begotten, and those of theirs."""
+    begot: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            number, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+            begot.setdefault(parent, []).append(number)
+    found = [pid]
+    for one in found:
+        found += begot.get(one, [])
+    return sorted(found[1:])
+
+
+def words_of(pid: int) -> list[bytes]:
+    """The command line of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 class Server:
@@ -80,40 +98,21 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """All values that have no labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text.splitlines()
-        return {
-            name: float(value) for name, value in (line.split() for line in lines if line[0] != "#" and "{" not in line)
-        }
+        plain = [line.split() for line in lines if line[0] != "#" and "{" not in line]
+        return {name: float(value) for name, value in plain}
 
     def pids(self) -> list[int]:
         """The processes of the ranks."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if (
-                    os.getsid(int(folder.name)) != os.getpid()
-                    and b"mpi4dl.serve" in words
-                    and self._begot(int(folder.name))
-                ):
-                    found.append(int(folder.name))
-            except OSError:  # it has just ended
-                pass
-        return sorted(found)
-
-    def _begot(self, pid: int) -> bool:
-        parents = 0
-        while pid > 1 and parents < 5:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            parents += 1
-            if pid == self.job.pid:
-                return True
-        return False
+        return [pid for pid in children(self.job.pid) if b"mpi4dl.serve" in words_of(pid) and not children(pid)]
 
     def ended(self) -> int:
         """The exit code of the job, when it has ended by itself."""
         code = self.job.wait(PATIENCE_SECONDS)
         for reader in self._readers:
             reader.join(PATIENCE_SECONDS)
+        for pipe in (self.job.stdout, self.job.stderr):
+            if pipe is not None:
+                pipe.close()
         return code
 
 
@@ -126,4 +125,4 @@ def server(num_ranks: int, run: Path, *flags: str) -> Iterator[Server]:
     finally:
         if one.job.poll() is None:
             os.killpg(one.job.pid, signal.SIGTERM)
-            one.ended()
+        one.ended()

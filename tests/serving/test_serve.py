@@ -183,7 +183,7 @@ def test_the_death_of_a_rank_ends_all(run: Path, victim: int, busy: bool) -> Non
         ("", "name the folder of a run"),
         ("nowhere", "nowhere is neither a run"),
         ("RUN --port 70000", "--port"),
-        ("RUN --host 203.0.113.1", "cannot listen on 203.0.113.1:8000: "),
+        ("RUN --host 203.0.113.1", "cannot listen on 203.0.113.1:0: "),
         ("RUN --token-file /dev/null", "is no regular file"),
         ("RUN --tensor 2", "mpirun"),
     ],
