@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,8 +13,9 @@ from pathlib import Path
 import httpx
 import openai
 
+from tests.pool import zygote
 from tests.pool.ranks import Ranks
-from tests.pool.zygote import ROOT, launcher, python
+from tests.pool.zygote import ROOT, launcher
 
 CONTEXT = 2048
 PATIENCE_SECONDS = 600.0
@@ -55,10 +57,14 @@ def words_of(pid: int) -> list[bytes]:
 
 
 class Server:
-    """A job of the command. `said` is what it has printed, complete once it has ended."""
+    """A job of the command. `said` is what it has printed, complete once it has ended.
 
-    def __init__(self, num_ranks: int, run: Path, *flags: str) -> None:
-        command = [launcher(), "-n", str(num_ranks), python(), "-m", "mpi4dl.serve", str(run), "--port", "0", *flags]
+    Its ranks are forked from a process that has imported much already, or are processes of their own from the start.
+    """
+
+    def __init__(self, num_ranks: int, run: Path, *flags: str, forked: bool = True) -> None:
+        python = zygote.python() if forked else sys.executable
+        command = [launcher(), "-n", str(num_ranks), python, "-m", "mpi4dl.serve", str(run), "--port", "0", *flags]
         self.job = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -102,7 +108,7 @@ class Server:
         return {name: float(value) for name, value in plain}
 
     def pids(self) -> list[int]:
-        """The processes of the ranks."""
+        """The processes of the ranks, which must not be forked."""
         return [pid for pid in children(self.job.pid) if b"mpi4dl.serve" in words_of(pid) and not children(pid)]
 
     def ended(self) -> int:
@@ -117,9 +123,9 @@ class Server:
 
 
 @contextmanager
-def server(num_ranks: int, run: Path, *flags: str) -> Iterator[Server]:
+def server(num_ranks: int, run: Path, *flags: str, forked: bool = True) -> Iterator[Server]:
     """A server, which is killed at the end if it has not ended by then."""
-    one = Server(num_ranks, run, *flags)
+    one = Server(num_ranks, run, *flags, forked=forked)
     try:
         yield one
     finally:

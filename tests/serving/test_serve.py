@@ -162,7 +162,7 @@ def test_ranks_serve_and_stop_together(run: Path, shared: Server, flags: str, nu
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_death_of_a_rank_ends_all(run: Path, victim: int, busy: bool) -> None:
-    with server(2, run, "--tensor", "2") as one, ThreadPoolExecutor(1) as threads:
+    with server(2, run, "--tensor", "2", forked=False) as one, ThreadPoolExecutor(1) as threads:
         if busy:
             create = one.client().completions.create
             asked = threads.submit(create, model="tiny", prompt="x", max_tokens=2000, temperature=0)
