@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def generate(comm: "Communicator", argv: Sequence[str]) -> None:
     """Load the model, each rank its part, and write what is asked for to standard output, from rank 0."""
-    with comm.together((ConfigError,)):
+    with comm.together((ValueError,)):
         source = argv[0] if argv and not argv[0].startswith("-") else None
         if source is None:
             raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")

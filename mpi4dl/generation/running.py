@@ -56,8 +56,7 @@ class Running:
         start = self.num_cached
         tokens = tuple(self.tokens[start : start + chunk])
         stop = start + len(tokens)
-        last = self._seen_from[-1]
-        seen_from = tuple((*self._seen_from[start : min(stop, self.num_prompt)], *(last,) * (stop - self.num_prompt)))
+        seen_from = tuple(self._seen_from[min(at, self.num_prompt)] for at in range(start, stop))
         return TokenPortion(
             self.row, start, tokens, self.pages, stop == len(self.tokens), seen_from if any(seen_from) else ()
         )
