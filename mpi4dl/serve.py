@@ -52,6 +52,9 @@ class Serving:
     max_body: int = option(1 << 20, "how long the body of a request may be at most", BYTES)
     drain_seconds: float = option(30.0, "how long what runs may go on when the server is to stop", NOT_NEGATIVE)
     report_seconds: float = option(60.0, "how often to report what was served; 0: only at the end", NOT_NEGATIVE)
+    threads: int | None = option(
+        None, "with how many threads a rank computes; none: its share of the cores, less one for HTTP", optional(COUNT)
+    )
     hang_timeout: float = option(
         600.0, "how many seconds a step of the batch may take before all ranks are ended; 0: any", NOT_NEGATIVE
     )
@@ -92,7 +95,7 @@ def serve(comm: "Communicator", argv: Sequence[str]) -> None:
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
-    comm.node.share_cores()
+    _use_cores(comm, config.serving.threads)
     trained = find_trained(comm, Path(source))
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
@@ -104,6 +107,13 @@ def serve(comm: "Communicator", argv: Sequence[str]) -> None:
         with StopSignals():  # rank 0, which had the signal too, says when it is over
             guard.Watchdog(0).stop()  # nobody asking for anything is no reason to end
             batcher.follow()
+
+
+def _use_cores(comm: "Communicator", threads: int | None) -> None:
+    """Compute with so many threads: more than there are cores for, HTTP included, wait for each other in each layer."""
+    import torch
+
+    torch.set_num_threads(threads or max(1, comm.node.threads - (comm.rank == 0)))
 
 
 def _open(options: Serving) -> tuple[socket.socket, str | None]:

@@ -21,6 +21,7 @@ from mpi4dl.serving.front import Front
 
 START_SECONDS, LOOK_SECONDS = 0.01, 0.1
 FEED_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: one must not end just when it is used again
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 
@@ -84,6 +85,7 @@ class HttpThread(threading.Thread):
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
         )
         self._server = uvicorn.Server(config)

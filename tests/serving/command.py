@@ -25,6 +25,8 @@ TRAINING = (
     "--optimizer AdamW --max-steps 1 --no-tensorboard"
 ).split()
 
+FLAGS = ("--port", "0", "--threads", "1")  # tests have but a part of a core
+
 
 def make_run(ranks: Ranks, folder: Path) -> Path:
     """The folder of a run of one step: its model writes noise, another one after each prompt."""
@@ -64,7 +66,7 @@ class Server:
 
     def __init__(self, num_ranks: int, run: Path, *flags: str, forked: bool = True) -> None:
         python = zygote.python() if forked else sys.executable
-        command = [launcher(), "-n", str(num_ranks), python, "-m", "mpi4dl.serve", str(run), "--port", "0", *flags]
+        command = [launcher(), "-n", str(num_ranks), python, "-m", "mpi4dl.serve", str(run), *FLAGS, *flags]
         self.job = subprocess.Popen(
             command,
             cwd=ROOT,
