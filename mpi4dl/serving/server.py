@@ -83,6 +83,7 @@ class HttpThread(threading.Thread):
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
