@@ -11,6 +11,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.generation.batcher import Batcher
 from mpi4dl.generation.options import Batching, Ranks
+from mpi4dl.generation.precision import lower_weights
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.runtime import build
 from mpi4dl.runtime.checkpoint.checkpoints import refusing
@@ -19,8 +20,6 @@ from mpi4dl.runtime.checkpoint.saved import newest_whole
 from mpi4dl.runtime.checkpoint.storage import Reader
 from mpi4dl.runtime.config import Config, ConfigError, parse
 from mpi4dl.runtime.texts import TOKENIZER
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         held = build.hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
     with comm.together((ValueError, OSError)), Reader(trained.weights) as reader:
         load_weights(held, reader)
-    dtype = PRECISIONS[ranks.precision]
-    return held if dtype is None else held.to(dtype)
+        lower_weights(held, ranks.precision)
+    return held
 
 
 def load_weights(held: Held, reader: Reader) -> None:

@@ -1,7 +1,7 @@
 """Options that commands have in common which run a trained model: how it lies over ranks, and how much runs at once."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mpi4dl.runtime.kinds import COUNT, choice, optional
 from mpi4dl.runtime.options import option
@@ -15,8 +15,10 @@ class Ranks:
     stages: int = option(1, "into how many stages the model is cut, one behind the other", COUNT)
     tensor: int = option(1, "how many ranks share the parameters of each layer, and its features", COUNT)
     data: int = option(1, "how many copies of the model share the requests", COUNT)
-    precision: str = option(
-        "fp32", "the type of weights, keys and values; fp32: as they were trained", choice("fp32", "bf16")
+    precision: Literal["fp32", "bf16", "int8", "int4"] = option(
+        "fp32",
+        "the type of weights; fp32: as they were trained; int8 and int4: of linear layers, else bf16",
+        choice("fp32", "bf16", "int8", "int4"),
     )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
 

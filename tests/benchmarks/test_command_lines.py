@@ -8,7 +8,18 @@ import pytest
 from tests.pool.zygote import ROOT
 
 BENCHMARKS = (
-    *("allreduce", "context", "data_parallel", "halo", "operators", "peers", "spatial", "stages", "tensor_parallel"),
+    *(
+        "allreduce",
+        "context",
+        "data_parallel",
+        "generation",
+        "halo",
+        "operators",
+        "peers",
+        "spatial",
+        "stages",
+        "tensor_parallel",
+    ),
     *("waiting", "zero"),
 )
 
