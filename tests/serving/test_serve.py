@@ -6,7 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, Signals
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from typing import NamedTuple
 
 import httpx
@@ -176,6 +176,20 @@ def test_the_death_of_a_rank_ends_all(run: Path, victim: int, busy: bool) -> Non
                 asked.result(PATIENCE_SECONDS)
     assert one.complained == ""  # the launcher has said whom it lost
     assert one.said.count("EXIT CODE: 9") == 1
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_comes_no_further_ends_all(run: Path) -> None:
+    with server(2, run, "--tensor", "2", "--hang-timeout", "5", forked=False) as one, ThreadPoolExecutor(1) as threads:
+        create = one.client().completions.create
+        asked = threads.submit(create, model="tiny", prompt="x", max_tokens=2000, temperature=0)
+        eventually(lambda: one.metrics()["mpi4dl_requests_running"] == 1)
+        os.kill(one.pids()[1], SIGSTOP)
+        assert one.ended() not in (0, 2)
+        with pytest.raises(openai.APIConnectionError):
+            asked.result(PATIENCE_SECONDS)
+    assert one.complained.startswith("mpi4dl: rank 0 of 2 came no further for 5 s, ")
+    assert one.complained.count("came no further") == 1
 
 
 @pytest.mark.parametrize(
