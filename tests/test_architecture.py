@@ -19,9 +19,11 @@ FLOORS = {
     "plan": 5,
     "doctor": 5,
     "export": 5,
+    "serve": 5,
     "engine": 4,
     "generation": 4,
     "runtime": 4,
+    "serving": 4,
     "parallel": 3,
     "comm": 2,
     "geometry": 1,
@@ -31,7 +33,13 @@ FLOORS = {
 }
 # Beyond the floors: what a room on floor 1 may import at all, and the imports within a floor.
 FLOOR_1_MAY_IMPORT = {"geometry": set(), "models": {"_torchvision"}, "datasets": {"geometry"}}
-SAME_FLOOR = {("engine", "runtime"), ("train", "run"), ("generation", "runtime")}
+SAME_FLOOR = {
+    ("engine", "runtime"),
+    ("train", "run"),
+    ("generation", "runtime"),
+    ("serving", "generation"),
+    ("serving", "runtime"),
+}
 
 
 def room_of(module: str) -> str:

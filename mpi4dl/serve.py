@@ -1,0 +1,159 @@
+"""The server: `mpirun -n 2 python -m mpi4dl.serve runs/mine --tensor 2`, and OpenAI's clients at its address.
+
+It reads top to bottom: `main` starts MPI, `serve` builds the model on all ranks; rank 0 answers, the others compute.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpi4dl.comm import guard
+
+if __name__ == "__main__":
+    guard.arm()  # before anything else that may fail on one rank alone
+
+from mpi4dl.generation.options import Batching, Ranks
+from mpi4dl.runtime.files import read_regular
+from mpi4dl.runtime.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
+from mpi4dl.runtime.options import ConfigError, option, parse_options, shared_options
+from mpi4dl.runtime.stopping import StopSignals, die_by_ctrl_c
+
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+    from mpi4dl.generation.batcher import Batcher
+
+USAGE = "mpirun -n RANKS python -m mpi4dl.serve RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
+DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
+TOKEN_VARIABLE = "MPI4DL_TOKEN"
+PORT = integer("a port from 0 to 65535", lambda port: 0 <= port <= 65535)
+LOOPBACK = ("127.", "::1")
+
+
+@dataclass(frozen=True)
+class Serving:
+    host: str = option("127.0.0.1", "the address to listen on; the default is reached from this machine alone", NAME)
+    port: int = option(8000, "the port to listen on; 0: any that is free, which is printed", PORT)
+    model_name: str | None = option(
+        None, "what requests call the model; none: the name of the folder that is served", optional(NAME)
+    )
+    token_file: str | None = option(
+        None,
+        f"a file with what requests must bear as a token; none: what {TOKEN_VARIABLE} says, if set",
+        optional(NAME),
+    )
+    max_queue: int = option(64, "how many texts may wait for a place in the batch; more are refused", COUNT_OR_ZERO)
+    max_tokens: int | None = option(
+        None, "how many tokens a text may have at most; none: as many as the context has room for", optional(COUNT)
+    )
+    max_body: int = option(1 << 20, "how long the body of a request may be at most", BYTES)
+    drain_seconds: float = option(30.0, "how long what runs may go on when the server is to stop", NOT_NEGATIVE)
+    report_seconds: float = option(60.0, "how often to report what was served; 0: only at the end", NOT_NEGATIVE)
+    threads: int | None = option(
+        None, "with how many threads a rank computes; none: its share of the cores, less one for HTTP", optional(COUNT)
+    )
+    hang_timeout: float = option(
+        600.0, "how many seconds a step of the batch may take before all ranks are ended; 0: any", NOT_NEGATIVE
+    )
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    serving: Serving = field(default_factory=Serving)
+    ranks: Ranks = field(default_factory=Ranks)
+    batching: Batching = field(default_factory=Batching)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve by the command line `argv`, on all ranks of the MPI job."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in arguments or "--help" in arguments:
+        parse_options(ServeConfig, ["--help"], USAGE, DESCRIPTION)
+    die_by_ctrl_c()
+
+    def begin() -> None:
+        from mpi4dl.comm import world
+
+        serve(world(), arguments)
+
+    guard.run(begin)
+
+
+def serve(comm: "Communicator", argv: Sequence[str]) -> None:
+    """Load the model, each rank its part, and answer requests until a signal asks for the end."""
+    with comm.together((ConfigError,)):
+        source = argv[0] if argv and not argv[0].startswith("-") else None
+        if source is None:
+            raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
+        config = parse_options(ServeConfig, argv[1:], USAGE, DESCRIPTION)
+    comm.agree(None, source=source, **shared_options(config))
+
+    from mpi4dl.generation.loading import find_trained, open_batcher
+
+    with comm.together((ConfigError, OSError)):
+        opened = _open(config.serving) if comm.rank == 0 else None
+    _use_cores(comm, config.serving.threads)
+    trained = find_trained(comm, Path(source))
+    batcher = open_batcher(comm, trained, config.ranks, config.batching)
+    for remark in trained.remarks if comm.rank == 0 else ():
+        print(f"mpi4dl: {remark}", file=sys.stderr)
+    if opened is not None:
+        name = config.serving.model_name or Path(source).absolute().name
+        _answer(batcher, config, name, *opened)
+    else:
+        with StopSignals():  # rank 0, which had the signal too, says when it is over
+            guard.Watchdog(0).stop()  # nobody asking for anything is no reason to end
+            batcher.follow()
+
+
+def _use_cores(comm: "Communicator", threads: int | None) -> None:
+    """Compute with so many threads: more than there are cores for, HTTP included, wait for each other in each layer."""
+    import torch
+
+    torch.set_num_threads(threads or max(1, comm.node.threads - (comm.rank == 0)))
+
+
+def _open(options: Serving) -> tuple[socket.socket, str | None]:
+    """The socket, and the token that requests must bear. Raises ConfigError, OSError."""
+    try:
+        from mpi4dl.serving.server import bind
+    except ImportError as error:
+        raise ConfigError(f"serving needs packages that are not there ({error}): pip install 'mpi4dl[serve]'") from None
+    token = os.environ.get(TOKEN_VARIABLE)
+    if options.token_file is not None:
+        try:
+            token = read_regular(Path(options.token_file)).decode().strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{options.token_file} is no text in UTF-8: {error}") from None
+    if token is not None and not token.strip():
+        where = TOKEN_VARIABLE if options.token_file is None else options.token_file
+        raise ConfigError(f"{where} holds no token: it is empty")
+    if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
+        print(
+            f"mpi4dl: whoever reaches {options.host} may use this server: ask for a token by --token-file",
+            file=sys.stderr,
+        )
+    try:
+        return bind(options.host, options.port), token
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
+
+
+def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket.socket, token: str | None) -> None:
+    from mpi4dl.serving.app import make_app
+    from mpi4dl.serving.front import Front, Limits
+    from mpi4dl.serving.server import Timing, run_server
+    from mpi4dl.serving.statistics import ServingStatistics
+
+    options = config.serving
+    limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)
+    front = Front(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
+    timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
+    run_server(make_app(front, name, token), front, batcher, listener, timing, f"serving {name} at")
+
+
+if __name__ == "__main__":
+    main()

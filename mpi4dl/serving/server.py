@@ -1,0 +1,163 @@
+"""The server beside the batch: uvicorn's event loop in a thread, the batch on the main thread, which alone calls MPI.
+
+main thread     StopSignals; Batcher.run .................................................... returns
+HTTP thread     uvicorn; 10 times a second: a signal? -> no new requests -> what runs ends -> Batcher.stop
+                                                         (or is cancelled, after `drain_seconds`)
+"""
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mpi4dl.comm.guard import Watchdog
+from mpi4dl.generation.batcher import Batcher
+from mpi4dl.runtime.stopping import StopSignals
+from mpi4dl.serving.front import Front
+
+START_SECONDS, LOOK_SECONDS = 0.01, 0.1
+FEED_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: one must not end just when it is used again
+LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of this address, on which nobody listens yet; port 0: any that is free. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # asyncio sends at once only on sockets that say that they speak TCP; others keep each answer back for 40 ms.
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients find it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long what runs may take at the end, how often there is a report (0: only at the end), and how long a step of
+    the batch may take (0: any time).
+    """
+
+    drain_seconds: float = 30.0
+    report_seconds: float = 60.0
+    hang_seconds: float = 0.0
+
+
+class HttpThread(threading.Thread):
+    """Serves `app` on `listener` until a signal is caught, and then ends the batch. `error`: what it died of."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        front: Front,
+        batcher: Batcher,
+        listener: socket.socket,
+        signals: StopSignals,
+        timing: Timing,
+        greeting: str,
+    ) -> None:
+        super().__init__(name="http", daemon=True)
+        self.error: BaseException | None = None
+        self._front, self._batcher, self._listener = front, batcher, listener
+        self._signals, self._timing, self._greeting = signals, timing, greeting
+        self.watchdog = Watchdog(timing.hang_seconds)
+        self._fed, self._steps = time.monotonic(), 0
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # the main thread raises it: it would wait for ever else
+            self.error = error
+        finally:
+            self._batcher.stop(drain=False)
+
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._server.serve([self._listener]))
+        try:
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(START_SECONDS)
+            if not serving.done():
+                print(f"{self._greeting} {url_of(self._listener)}/v1", flush=True)
+            await self._watch(serving)
+            if not serving.done():
+                await self._drain()
+        finally:
+            self._server.should_exit = True
+            await serving
+
+    async def _watch(self, serving: "asyncio.Task[None]") -> None:
+        """Until a signal: reports."""
+        reported = time.monotonic()
+        while self._signals.caught is None and not serving.done():
+            await self._look()
+            if self._timing.report_seconds and time.monotonic() - reported >= self._timing.report_seconds:
+                reported = time.monotonic()
+                self.report()
+
+    async def _drain(self) -> None:
+        self._front.stopping = True
+        print(f"stopping by {self._signals.caught}: no new requests", flush=True)
+        await self._wait_for_idle(self._timing.drain_seconds)
+        self._front.cancel_all()
+        await self._wait_for_idle(LAST_WORDS_SECONDS)
+
+    async def _wait_for_idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._front.idle and time.monotonic() < deadline:
+            await self._look()
+
+    async def _look(self) -> None:
+        """After a while, whether the batch has come further, if it has anything to do."""
+        await asyncio.sleep(LOOK_SECONDS)
+        steps = self._batcher.stats().steps
+        if time.monotonic() - self._fed >= FEED_SECONDS and (self._front.idle or steps != self._steps):
+            self.watchdog.feed()
+            self._fed, self._steps = time.monotonic(), steps
+
+    def report(self) -> None:
+        line = self._front.statistics.report()
+        if line is not None:
+            print(line, flush=True)
+
+
+def run_server(
+    app: ASGIApp, front: Front, batcher: Batcher, listener: socket.socket, timing: Timing, greeting: str
+) -> None:
+    """Serve `app` until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
+    with StopSignals() as signals:
+        thread = HttpThread(app, front, batcher, listener, signals, timing, greeting)
+        thread.start()
+        batcher.run()
+        thread.join()
+        thread.watchdog.stop()
+        if thread.error is not None:
+            raise thread.error
+        thread.report()
