@@ -166,18 +166,18 @@ class Batcher:
 
     def _admit(self) -> bool:
         """Wait for something to do; let requests leave and join. Whether there is a step to make; else all is over."""
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 gone = self._leave()
                 self._join()
                 self._stats = self._new_stats()
                 over = self._stopping and not self._running
-                if gone or self._running or over:
-                    break
-                self._lock.wait()
-        for request in gone:
-            request.on_event(request.ended("cancelled"))
-        return bool(self._running) or (not over and self._admit())
+                if not (gone or self._running or over):
+                    self._lock.wait()
+            for request in gone:
+                request.on_event(request.ended("cancelled"))
+            if self._running or over:
+                return bool(self._running)
 
     def _leave(self) -> list[Running]:
         """Take those out that were cancelled, and give back their pages."""

@@ -210,6 +210,24 @@ def test_cancelling_frees_pages_for_others() -> None:
     assert there.batcher.stats().requests_cancelled == 2
 
 
+def test_requests_that_are_cancelled_before_they_run() -> None:
+    there = Listening()
+    left = 2000  # more than a stack has room for
+
+    def ask_and_cancel(event: Event) -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            there.batcher.cancel(there.submit((5,), GREEDY, ask_and_cancel))
+        else:
+            there.batcher.stop()
+
+    there.batcher.cancel(there.submit((5,), GREEDY, ask_and_cancel))
+    there.batcher.run()
+    assert there.batcher.stats().requests_cancelled == 2000
+    assert there.batcher.stats().steps == 0
+
+
 def test_the_context_is_the_end() -> None:
     there = Listening()
     full = there.submit((8,) * (CONTEXT - 2), replace(GREEDY, max_tokens=9))
