@@ -31,16 +31,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def read(name: str, folder: Path) -> dict[str, Any]:
     """The curve of a run, and the sizes of its model."""
+    from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer
     from mpi4dl.models.experts import Experts
     from mpi4dl.runtime import build
     from mpi4dl.runtime.config import parse as parse_config
-    from mpi4dl.runtime.texts import open_text_alone
+    from mpi4dl.runtime.texts import TOKENIZER
 
     config = parse_config(["--config", str(folder / "config.toml")])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["phase"] == "train"]
     validations = [record for record in records if record["phase"] == "validation"]
-    model = build.build_model(config, open_text_alone(config).number_of_classes(config), 0)
+    in_bytes = config.data.tokenizer == "bytes"
+    tokenizer = ByteTokenizer() if in_bytes else BPETokenizer.load(folder / TOKENIZER)
+    model = build.build_model(config, tokenizer.vocabulary, 0)
     whole = sum(p.numel() for p in model.parameters())
     idle = 0
     top_k = config.model.model_options.get("top_k", 2)
