@@ -99,3 +99,27 @@ def test_the_benchmark_of_sums_finds_two_nodes(cluster: Cluster, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("half of the ranks on either of two nodes\n4 ranks, float32: microseconds\n")
     assert "two-level" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_tokens_cross_the_network_to_their_experts(cluster: Cluster, tmp_path: Path) -> None:
+    """Over two nodes of two ranks a journey is two, which adds up in another order than over one node."""
+    options = "num_layers=2,hidden=32,num_heads=2,num_experts=8"
+    flags = ("--text", "stdlib", "--model", "gpt", "--model-options", options, "--context", "32", "--batch-size", "8")
+    flags += (
+        "--experts",
+        "4",
+        "--max-steps",
+        "3",
+        "--val-fraction",
+        "0.01",
+        "--eval-every",
+        "none",
+        "--no-tensorboard",
+    )
+    over_two = cluster.run(2, *TRAIN, *flags, "--run-folder", str(tmp_path / "two"))
+    assert over_two.returncode == 0, over_two.stderr
+    assert train_command(4, *flags, "--run-folder", str(tmp_path / "one")).code == 0
+    two, one = (load_file(tmp_path / run / WEIGHTS) for run in ("two", "one"))
+    for value in two:
+        torch.testing.assert_close(two[value], one[value], rtol=1e-4, atol=1e-5)
