@@ -87,6 +87,7 @@ def test_the_all_reduce_by_hand_sums(ranks: Ranks) -> None:
     assert ranks(3).run(raw_body) == [[3.0] * 3] * 3
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--ranks", "2,4", "--sizes", "4,2048", "--iterations", "2", "--rounds", "1", "--out", str(out)]

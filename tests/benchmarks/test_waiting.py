@@ -42,6 +42,7 @@ def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest
     assert_refused(parse, flags, message, capsys)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "waiting"
     flags = ["--kilobytes", "1,4", "--iterations", "3", "--wait-seconds", "0.1", "--train-seconds", "0.1"]

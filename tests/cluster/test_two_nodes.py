@@ -25,7 +25,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in ("replicas", "zero") else ()) for name in PLANS]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "stages" else ()) for name in PLANS]
 )
 def test_two_nodes_train_as_one(cluster: Cluster, tmp_path: Path, name: str) -> None:
     flags = (*RUN, *PLANS[name])

@@ -78,7 +78,15 @@ CASES = {
 ARRANGEMENTS = [Arrangement(2, 2), Arrangement(1, 2, batch=2), Arrangement(4, 1, style="uneven")]
 
 
-@pytest.mark.parametrize("arrangement", [*ARRANGEMENTS, Arrangement(2, 2, style="wide")], ids=str)
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ARRANGEMENTS[:2]),
+        ARRANGEMENTS[2],
+        Arrangement(2, 2, style="wide"),
+    ],
+    ids=str,
+)
 def test_extrema_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
 
