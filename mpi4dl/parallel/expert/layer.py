@@ -1,7 +1,7 @@
 """A layer of experts over ranks: the layer as it is, called with the tokens that come to the experts that a rank has.
 
-Any module with forward(x (.., C), chosen (.., k), weights (.., k)) that takes the number of experts for "none of them"
-can be one, such as Mixtral's: what it is given is told in its own numbers, and how it multiplies is its own matter.
+Any module with forward(x (R, C), chosen (R, k), weights (R, k)) can be one, such as Mixtral's: it is given a row for
+each choice of one of its experts, k = 1, in its own numbers, and how it multiplies is its own matter.
 
     experts(2)                    rank 0: experts 0 1      rank 1: experts 2 3      of two ranks with different tokens
     tensor(2), parts of experts   rank 0: half of each     rank 1: half of each     of two ranks with the same tokens,
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import even_cuts
-from mpi4dl.parallel.expert.travel import NOBODY, Work, by_nodes, through
+from mpi4dl.parallel.expert.travel import NOBODY, Work, by_nodes, foresee, through
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.imaginary import Ledger
 from mpi4dl.parallel.spatial.rules.pointwise import align
@@ -37,7 +37,7 @@ class Residence:
             shares = torch.where(shares % columns == number, shares // columns, NOBODY)
         self.owners = torch.cat([shares, torch.tensor([NOBODY])])
         comm = grid.among_experts()
-        self.real = not isinstance(comm, Ledger)
+        self.comm, self.real = comm, not isinstance(comm, Ledger)
         self.paths: list[tuple[Tensor, Communicator]] = [(self.owners, comm)] if self.real else []
         two = by_nodes(self.owners, comm.nodes(), comm)
         if two is not None:
@@ -45,19 +45,45 @@ class Residence:
         self.numbers = torch.full((num_experts + 1,), len(self.own))  # as this rank's part of the layer knows them
         self.numbers[self.own.start : self.own.stop] = torch.arange(len(self.own))
 
-    def work(self, run: Work, pieces: int) -> Work:
-        """`run` on the ranks that have the experts, as seen by the rank that has the tokens."""
+    def work(self, run: Work, parameters: Sequence[Tensor], pieces: int) -> Work:
+        """`run` on the ranks that have the experts, whose `parameters` it has, as seen by the rank with the tokens."""
 
         def here(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            if self.real:
-                return run(x, self.numbers.to(x.device)[chosen], weights)
-            slots = torch.arange(chosen.numel(), device=x.device)  # of others nothing comes: as many as go to them
-            return run(x, (slots % len(self.own)).view(chosen.shape), weights)
+            if x.is_meta or not self.real:
+                if not self.real:
+                    foresee(x, weights, self.owners, self.comm, pieces)
+                slots = torch.arange(chosen.numel(), device=x.device)  # of others comes nothing: as many as go to them
+                return run(x, (slots % len(self.own)).view(chosen.shape), weights)
+            own = self.numbers.to(x.device)[chosen]
+            token, choice = (own < len(self.own)).nonzero(as_tuple=True)
+            if not len(token):
+                nothing: Tensor = _Nothing.apply(x, weights, *parameters)
+                return nothing
+            made = run(x[token], own[token, choice][:, None], weights[token, choice][:, None])
+            return torch.zeros_like(x).index_add(0, token, made.to(x.dtype))
 
         found: Work = here
         for owners, comm in reversed(self.paths):
             found = _on(owners, comm, found, pieces if owners is self.paths[0][0] else 1)
         return found
+
+
+class _Nothing(torch.autograd.Function):
+    """What experts make that nobody chose: zeros, and of their parameters too, as they are of one process.
+
+    Without a graph behind it this rank would not take part when gradients travel back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, *parameters)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(value) if needed else None for value, needed in pairs)
 
 
 def _on(owners: Tensor, comm: Communicator, work: Work, pieces: int) -> Work:
@@ -75,12 +101,11 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
             made: Tensor = kind.forward(self, x, chosen, weights)
             return made
 
-        return _on_grid(residence.work(run, grid.pieces), x, chosen, weights, grid)
+        own = tuple(self.parameters())
+        return _on_grid(residence.work(run, own, grid.pieces), x, chosen, weights, grid)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     module.num_experts = len(residence.own)  # type: ignore[assignment]
-    if hasattr(module, "_is_expert_parallel"):  # of transformers: there are choices of experts that are elsewhere
-        module._is_expert_parallel = True  # type: ignore[assignment]
 
 
 def _on_grid(work: Work, x: Any, chosen: Any, weights: Any, grid: Grid) -> Tensor:

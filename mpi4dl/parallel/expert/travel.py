@@ -15,6 +15,7 @@ of the rows, whose adjoint goes the other way. A batch in pieces overlaps: while
 Lepikhin et al. 2020, "GShard", https://arxiv.org/abs/2006.16668.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -129,6 +130,25 @@ def through(
     for trip, back in zip(trips, backs, strict=True):
         total = total.index_add(0, trip.source, trip.back.end(back))
     return total
+
+
+def foresee(x: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, pieces: int) -> None:
+    """Exchange with the ranks of `comm`, which only counts, what `through` would if all choices were as likely.
+
+    A token's k of E experts differ, so that a rank with e of them is met by 1 - C(E - e, k) / C(E, k) of tokens.
+    """
+    num_experts, k = len(owners) - 1, weights.shape[1]
+    none = {
+        rank: math.comb(num_experts - int((owners == rank).sum()), k) / math.comb(num_experts, k)
+        for rank in range(comm.size)
+        if rank != comm.rank
+    }
+    both = torch.cat([x, weights.to(x.dtype)], 1).detach()
+    comm.iexchange([Piece(rank, both.new_zeros(pieces, dtype=torch.int64)) for rank in none], [], 0)
+    for start, stop in pairwise(even_cuts(len(x), pieces)):
+        there = {rank: both[start : start + round((stop - start) * (1 - share))] for rank, share in none.items()}
+        for change in (lambda rows: rows[:, :k].to(torch.int32), lambda rows: rows, lambda rows: rows[:, :-k]):
+            comm.iexchange([Piece(rank, change(rows)) for rank, rows in there.items()], [], 0)
 
 
 class _Trip:

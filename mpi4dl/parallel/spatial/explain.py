@@ -102,6 +102,14 @@ class _Recorder(TorchFunctionMode):
         self.path = path
         self.operators: list[Operator] = []
 
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note what a module sent by itself, in none of its functions; and leave it."""
+        noted = {count: sum(getattr(operator, count) for operator in self.operators) for count in COUNTS}
+        counts = {count: self.ledger.counts[count] - noted[count] for count in COUNTS}
+        if isinstance(output, Tensor) and any(counts.values()):
+            self.operators.append(Operator(self.path[-1], type(module).__name__, tuple(output.shape), **counts))
+        self.path.pop()
+
     def __torch_function__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -151,6 +159,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..
     most = Explanation()
     for rank in range(grid.size):
         imaginary = imaginary_grid(grid.shape, rank)
+        imaginary.arranged_like(grid)
         part = held(model, imaginary)
         operators, saved = _forward(part, _on_meta(part), shape, imaginary)
         most.halos = _halos(part, imaginary)
@@ -185,12 +194,11 @@ def _forward(
             saved[storage._cdata] = storage
         return tensor
 
-    hooks = []
+    hooks, recorder = [], _Recorder(grid.comm, path)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
-        hooks.append(module.register_forward_hook(lambda *_: path.pop() and None))
+        hooks.append(module.register_forward_hook(recorder.leave))
     try:
-        recorder = _Recorder(grid.comm, path)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), recorder:
             torch.func.functional_call(model, values, (x,))
     finally:

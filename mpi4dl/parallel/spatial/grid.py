@@ -161,6 +161,11 @@ class Grid:
         features = (0, 1) if self.features is None else (self.coordinates[self.features], self.shape[self.features])
         return PartPlace(features, (self.coordinates[BATCH] // self.ways % self.experts, self.experts))
 
+    def arranged_like(self, other: "Grid") -> None:
+        """Let the ranks share tokens and experts as those of another grid of this shape do."""
+        self.shares_tokens, self.experts, self.ways = other.shares_tokens, other.experts, other.ways
+        self.pieces = other.pieces
+
     def among_experts(self) -> Communicator:
         """The ranks that share out experts with this one, in the order of their parts. Collective."""
         replica, way = divmod(self.coordinates[BATCH], self.ways)

@@ -141,13 +141,27 @@ OWN: Styles = MappingProxyType(
         "blocks.*.feed_forward.experts.output?": "row",
     }
 )
+EXPERTS: Styles = MappingProxyType(
+    {
+        "experts": "experts",
+        "experts.gate_up_proj": "gated-column",
+        "experts.down_proj": "row",
+        "shared_expert.gate_proj?": "column",
+        "shared_expert.up_proj?": "column",
+        "shared_expert.down_proj?": "row",
+    }
+)  # of transformers' models, in the layer that has them
 MIXTRAL: Styles = MappingProxyType(
     {
         **{name: style for name, style in LLAMA.items() if ".mlp." not in name},
-        "model.layers.*.mlp.experts": "experts",
-        "model.layers.*.mlp.experts.gate_up_proj": "gated-column",
-        "model.layers.*.mlp.experts.down_proj": "row",
+        **{f"model.layers.*.mlp.{name}": style for name, style in EXPERTS.items()},
     }
+)
+SPARSE_LLAMA: Styles = MappingProxyType(
+    {**MIXTRAL, **{f"{name}?": style for name, style in LLAMA.items() if ".mlp." in name}}
+)  # whose blocks may be dense ones too
+GRANITE_MOE: Styles = MappingProxyType(
+    {name.replace(".mlp.", ".block_sparse_moe."): style for name, style in MIXTRAL.items()}
 )
 VISION_TRANSFORMER: Styles = MappingProxyType(
     {
@@ -187,6 +201,10 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
         "MixtralForCausalLM": MIXTRAL,
+        "OlmoeForCausalLM": MIXTRAL,
+        "GraniteMoeForCausalLM": GRANITE_MOE,
+        "Qwen2MoeForCausalLM": SPARSE_LLAMA,
+        "Qwen3MoeForCausalLM": SPARSE_LLAMA,
         "BertForMaskedLM": BERT,
         "VisionTransformer": VISION_TRANSFORMER,
         "SwinTransformer": SWIN,
@@ -242,6 +260,8 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
         for name, cut in _cuts_of(model, styles, degrees.features).items():
             if name.rpartition(".")[0] not in layers or not degrees.whole_experts:
                 found[name] = (cut,)
+        for path in () if degrees.whole_experts else layers:
+            _check_parts(path, modules[path], found)
     if count > 1:
         for path in layers:
             for name, _ in modules[path].named_parameters():
@@ -265,6 +285,25 @@ def _num_experts(path: str, module: nn.Module) -> int:
             f"{path} is to be experts, but its parameters do not have num_experts as their first dim: {number}, {first}"
         )
     return int(first.pop())
+
+
+def _check_parts(path: str, module: nn.Module, cuts: Mapping[str, Cuts]) -> None:
+    """Refuse parts of experts that would not add up to what whole ones make: all are cut along the same features."""
+    widths = {}
+    for name, parameter in module.named_parameters():
+        if f"{path}.{name}" not in cuts:
+            raise ValueError(
+                f"{path}.{name} is whole, but ranks of --tensor that have parts of experts add up what these make: "
+                "give it the style column, gated-column or row, or let ranks have whole experts (--moe expert)"
+            )
+        (cut,) = cuts[f"{path}.{name}"]
+        widths[name] = parameter.shape[cut.dim] // cut.outer
+    if len(set(widths.values())) > 1:
+        found = ", ".join(f"{number} of {name}" for name, number in widths.items())
+        raise ValueError(
+            f"{path} is cut along different features, {found}: parts of experts are cut where one product meets the "
+            "next (gated-column for two in one), or let ranks have whole experts (--moe expert)"
+        )
 
 
 def _cuts_of(model: nn.Module, styles: Styles, num_ranks: int) -> dict[str, Cut]:

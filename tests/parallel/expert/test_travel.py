@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
-from mpi4dl.parallel.expert.layer import Residence
+from mpi4dl.parallel.expert.layer import Residence, lay_over
 from mpi4dl.parallel.expert.travel import NOBODY, Journey, Traffic, through
 from mpi4dl.parallel.spatial.grid import Grid
 from tests.pool.ranks import Ranks
@@ -65,7 +65,7 @@ def compare(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> N
     for (name, _), part in zip(list(own.named_parameters()), parts, strict=True):
         own._parameters[name] = part
     own.num_experts = len(residence.own)
-    made = residence.work(own, pieces)(x, chosen, weights)
+    made = residence.work(own, parts, pieces)(x, chosen, weights)
     assert torch.allclose(made, whole, rtol=0, atol=EXACT)
     found = torch.autograd.grad(made.square().sum(), (x, weights, *parts))
     for one, other in zip(found, expected, strict=False):
@@ -130,6 +130,44 @@ def bytes_sent(comm: Communicator) -> None:
 
 def test_two_messages_of_d_for_each_token(ranks: Ranks) -> None:
     ranks(2).run(bytes_sent)
+
+
+class Loop(nn.Module):
+    """Experts one by one, of which those that nobody chose leave nothing to differentiate; it knows no other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.runs = 4, 0
+        self.matrices = nn.Parameter(torch.arange(4.0 * HIDDEN**2, dtype=torch.float64).view(4, HIDDEN, HIDDEN).cos())
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.runs += 1
+        made = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            token, choice = (chosen == expert).nonzero(as_tuple=True)
+            made = made.index_add(0, token, x[token] @ self.matrices[expert] * weights[token, choice, None])
+        return made
+
+
+def of_rank_0_alone(comm: Communicator) -> None:
+    grid = Grid(comm, tokens=1, batch=comm.size)
+    grid.experts = comm.size
+    plain, layer = Loop(), Loop()
+    layer.matrices = nn.Parameter(layer.matrices.detach()[2 * comm.rank :][:2])
+    lay_over(layer, 4, ("experts",), grid)
+    x, _, weights = tokens_of(comm.rank)
+    chosen = torch.tensor([[0, 1]] * len(x))
+    for module in (plain, layer):
+        (module(x, chosen, weights).sum() + weights.sum()).backward()
+    expected = comm.all_reduce(plain.matrices.grad)[2 * comm.rank :][:2]
+    assert layer.matrices.grad is not None
+    assert torch.allclose(layer.matrices.grad, expected, rtol=0, atol=EXACT)
+    assert layer.runs == (comm.rank == 0)
+    assert not expected.any() or comm.rank == 0
+
+
+def test_ranks_whose_experts_nobody_chose_have_zeros_and_take_part(ranks: Ranks) -> None:
+    ranks(2).run(of_rank_0_alone)
 
 
 def test_tokens_without_any_expert_stay_where_they_are() -> None:

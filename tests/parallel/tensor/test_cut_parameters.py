@@ -1,5 +1,6 @@
 """Layers whose parameters are cut over ranks, against plain PyTorch: outputs, and gradients of parts."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,3 +151,21 @@ def test_what_cannot_be_cut(name: str) -> None:
     kv_heads, styles, num_ranks, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         cutting_of(build(kv_heads), styles, Degrees(num_ranks))
+
+
+def test_parts_of_experts_that_would_not_add_up() -> None:
+    """All ranks would add the same bias, or have the gates of some features and the values of others."""
+    model = nn.Module()
+    model.experts = nn.Module()
+    sizes = {"gate_up": (4, 2 * 6, 5), "down": (4, 5, 6), "bias": (4, 5)}
+    for name, size in sizes.items():
+        setattr(model.experts, name, nn.Parameter(torch.zeros(size)))
+    model.experts.num_experts = 4  # type: ignore[assignment]
+    styles = {"experts": "experts", "experts.gate_up": "column", "experts.down": "row"}
+    with pytest.raises(ValueError, match=re.escape("experts.bias is whole, but ranks of --tensor that have parts")):
+        cutting_of(model, styles, Degrees(2))
+    assert cutting_of(model, styles, Degrees(2, 1, whole_experts=True))
+    del model.experts.bias
+    with pytest.raises(ValueError, match="along different features, 12 of gate_up, 6 of down"):
+        cutting_of(model, styles, Degrees(2))
+    assert cutting_of(model, styles | {"experts.gate_up": "gated-column"}, Degrees(2))

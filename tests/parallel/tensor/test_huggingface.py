@@ -1,9 +1,10 @@
 """Models of Hugging Face's transformers as they are, from small configurations: exact on parts and in stages.
 
-Norms of Llama and Mixtral, and its router, compute in float32 whatever the model's type, so they round where float64
-does not. For both sides alike they compute in float64 here.
+Norms of Llama and its kin, and routers, compute in float32 whatever the model's type, so they round where float64 does
+not. For both sides alike they compute in float64 here.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import LLAMA, Styles
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close
 
@@ -31,13 +33,21 @@ from transformers import (  # noqa: E402
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
-from transformers.models.llama import modeling_llama  # noqa: E402
-from transformers.models.mixtral import modeling_mixtral  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 VOCABULARY, LENGTH, BATCH, STEPS = 23, 7, 4, 5
@@ -52,11 +62,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **COMMON)),
     "bert": lambda: BertForMaskedLM(BertConfig(max_position_embeddings=16, **SIZES, **NO_DROPOUT, **COMMON)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_key_value_heads=2, num_local_experts=4, **SIZES, **COMMON)),
+}
+MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SPARSE)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(num_experts=4, **SPARSE)),
+    "granite": lambda: GraniteMoeForCausalLM(GraniteMoeConfig(num_local_experts=4, **SPARSE)),
+    "qwen2": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(num_experts=4, shared_expert_intermediate_size=16, **SPARSE)),
+    "qwen3": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=5, mlp_only_layers=[0], **SPARSE)),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(num_local_experts=4, head_dim=6, sliding_window=4, **SPARSE)),
 }
 COMMON = WORDS | {"use_cache": False}
-BLOCKS = {"gpt2": "transformer.h.1", "llama": "model.layers.1", "bert": "bert.encoder.layer.1"}
-BLOCKS["mixtral"] = BLOCKS["llama"]
+SPARSE: dict[str, Any] = SIZES | COMMON | {
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 12
+}  # fmt: skip
+WHOLE_EXPERTS = {"model.layers.*.mlp.experts": "experts"}  # of gpt-oss, whose experts have no style in parts
+STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS | {k: v for k, v in LLAMA.items() if ".mlp." not in k}}
+BLOCKS = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
@@ -78,18 +99,17 @@ OF_EXPERTS = {
 
 
 @contextmanager
-def precise() -> Iterator[None]:
-    """Within this context what Llama's code calls float32 is float64."""
+def precise(model: nn.Module) -> Iterator[None]:
+    """Within this context what the code of this model calls float32 is float64."""
 
     class Precise:
-        float32 = torch.float64
+        float32 = float = torch.float64
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_llama, "torch", Precise())
-        patch.setattr(modeling_mixtral, "torch", Precise())
+        patch.setattr(sys.modules[type(model).__module__], "torch", Precise())
         patch.setattr(Tensor, "float", Tensor.double)
         yield
 
@@ -97,13 +117,13 @@ def precise() -> Iterator[None]:
 def build(name: str, balanced: bool = False) -> nn.Module:
     """`balanced`: the loss has a penalty of a batch's routing, which is another one of microbatches."""
     torch.manual_seed(0)
-    model = MODELS[name]().double()
-    if name == "mixtral":
+    model = (MODELS | MODELS_OF_EXPERTS)[name]().double()
+    if name in MODELS_OF_EXPERTS:
         model.set_experts_implementation("eager")  # the others have no float64
-        model.config.output_router_logits = balanced
-    for module in model.modules():  # biases begin as zeros
-        if isinstance(getattr(module, "bias", None), nn.Parameter):
-            nn.init.normal_(module.bias, std=0.1)
+        model.config.output_router_logits = balanced and name == "mixtral"
+    for path, p in model.named_parameters():  # biases begin as zeros, and routers may
+        if path.endswith("bias") or not p.any():
+            nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -119,7 +139,7 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def train(comm: Communicator, name: str, plan: Plan) -> None:
-    with precise():
+    with precise(build(name)):
         compare(comm, name, plan)
 
 
@@ -134,13 +154,14 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    styles = STYLES.get(name)
     if plan.num_stages == 1:
-        held = Held.whole(build(name, balanced), plan, comm)
+        held = Held.whole(build(name, balanced), plan, comm, styles=styles)
     else:
         atoms = Cuttable(build(name)).names
-        counts = (atoms.index(BLOCKS[name]), len(atoms) - atoms.index(BLOCKS[name]))
-        held = split(lambda: build(name), plan, comm, balance=counts, image=(BATCH, LENGTH))
-    assert bool(held.cutting) == (plan.cuts_parameters or name == "mixtral")
+        counts = (first := atoms.index(BLOCKS.get(name, "model.layers.1")), len(atoms) - first)
+        held = split(lambda: build(name), plan, comm, balance=counts, image=(BATCH, LENGTH), styles=styles)
+    assert bool(held.cutting) == (plan.cuts_parameters or name in MODELS_OF_EXPERTS)
     engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
     for batch, loss in zip(batches(), losses, strict=True):
         boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
@@ -157,9 +178,13 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
             assert_close(found, p.grad, EXACT, f"{key}.grad")
 
 
-@pytest.mark.parametrize("plan", OF_EXPERTS)
-def test_five_steps_of_experts(ranks: Ranks, plan: str) -> None:
-    ranks(OF_EXPERTS[plan].num_ranks).run(train, "mixtral", OF_EXPERTS[plan])
+@pytest.mark.parametrize("plan", PLANS | OF_EXPERTS)
+@pytest.mark.parametrize("name", MODELS_OF_EXPERTS)
+def test_five_steps_of_experts(ranks: Ranks, name: str, plan: str) -> None:
+    chosen = (PLANS | OF_EXPERTS)[plan]
+    if name in STYLES and chosen.tensor > 1:
+        chosen = replace(chosen, moe="expert")
+    ranks(chosen.num_ranks).run(train, name, chosen)
 
 
 @pytest.mark.parametrize("plan", PLANS)
