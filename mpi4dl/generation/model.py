@@ -49,12 +49,12 @@ class PagedModel:
             layer.past = LayerCache(self._step)
         # An expert has no capacity that a token's neighbours could fill, and no product of fewer rows than others.
         routers = [m for m in held.modules() if isinstance(m, Router)]
-        experts = [m for m in held.modules() if isinstance(m, Experts)]
+        self._experts = [(experts, experts.fewest_rows) for experts in held.modules() if isinstance(experts, Experts)]
         self._capacities = [(router, router.capacity_factor) for router in routers]
         for router in routers:
             router.capacity_factor = None
-        for each in experts:
-            each.fewest_rows = ROWS_OF_PRODUCTS
+        for experts, _ in self._experts:
+            experts.fewest_rows = ROWS_OF_PRODUCTS
         self._modes = held.training
         held.eval()
         self._executor = Executor(held, comm, nullcontext, 0)
@@ -68,6 +68,8 @@ class PagedModel:
             layer.past = None
         for router, capacity in self._capacities:
             router.capacity_factor = capacity
+        for experts, fewest in self._experts:
+            experts.fewest_rows = fewest
         self.held.train(self._modes)
 
     def run(self, portions: Sequence[TokenPortion]) -> Tensor | None:

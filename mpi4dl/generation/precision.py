@@ -1,9 +1,10 @@
-"""Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers.
+"""Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
 
     int8    a scale for each output      int4    a scale and an offset for each 32 inputs of an output
 
-Only matrices of linear layers become integers, as `QuantizedWeight`; all else is bfloat16. The products are PyTorch's
-own, in bfloat16, of a fixed number of rows at a time: so no request's depend on how many others there are.
+Only matrices of linear layers and of experts become integers, as `QuantizedWeight` and `QuantizedExperts`; all else, as
+routers, is bfloat16. The products are PyTorch's own, in bfloat16, of a fixed number of rows at a time: so no request's
+depend on how many others there are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpi4dl.generation.packing import ROWS_OF_PRODUCTS
+from mpi4dl.models.experts import Experts
 from mpi4dl.parallel.pipeline.held import Held
 
 Precision = Literal["fp32", "bf16", "int8", "int4"]
@@ -52,6 +54,10 @@ class QuantizedWeight(Tensor):
         scales = F.pad(torch.stack([steps, middle], 2), (0, 0, 0, 0, 0, missing))
         return cls(weight.shape, bits, packed, scales.transpose(0, 1).contiguous())
 
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,12 +77,58 @@ class QuantizedWeight(Tensor):
         raise NotImplementedError(f"{function} of a weight of integers: only linear layers can use it")
 
 
+class QuantizedExperts(Tensor):
+    """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
+
+    matrices: tuple[QuantizedWeight, ...]
+
+    @staticmethod
+    def __new__(cls, matrices: Sequence[QuantizedWeight]) -> "QuantizedExperts":
+        shape, device = (len(matrices), *matrices[0].shape), matrices[0].device
+        # Of no type that rows have: groups of rows are then multiplied by one matrix after the other.
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.int8, device=device)
+        self.matrices = tuple(matrices)
+        return self
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int) -> "QuantizedExperts":
+        """The nearest matrices of so many bits."""
+        return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is Tensor.unbind:
+            return args[0].matrices
+        if function is Tensor.detach:
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{function} of experts of integers: only their layer can use them")
+
+
+def bytes_of(weight: Tensor) -> int:
+    """The memory of a weight of whatever precision."""
+    return weight.num_bytes if isinstance(weight, QuantizedWeight | QuantizedExperts) else weight.nbytes
+
+
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """x W' + b, for x of whatever number of rows, by blocks of 8."""
     rows = x.reshape(-1, x.shape[-1])
     padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_OF_PRODUCTS))
     found = torch.cat([_product(block, weight) for block in padded.split(ROWS_OF_PRODUCTS)])
-    found = found[: len(rows), : weight.shape[0]].reshape(*x.shape[:-1], -1)
+    found = found[: len(rows), : weight.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
     return found if bias is None else found + bias
 
 
@@ -99,15 +151,24 @@ def lower_weights(held: Held, precision: Precision) -> None:
         return
     bits = int(precision.removeprefix("int"))
     known: dict[int, nn.Parameter] = {}
-    for name, module in held.named_modules():
-        if isinstance(module, nn.Linear):
-            whole = module._parameters["weight"]  # this rank's part, if it is cut
-            assert whole is not None
-            if bits == 4 and whole.shape[1] % GROUP:
+    for path, module in held.named_modules():
+        for name in _matrices_of(module):
+            whole = module._parameters.get(name)  # this rank's part, if it is cut
+            if whole is None:
+                continue
+            if bits == 4 and whole.shape[-1] % GROUP:
                 raise ValueError(
-                    f"{name} has {whole.shape[1]} inputs on a rank, but --precision int4 takes multiples of {GROUP}: "
+                    f"{path} has {whole.shape[-1]} inputs on a rank, but --precision int4 takes multiples of {GROUP}: "
                     "use int8, or fewer ranks for --tensor"
                 )
             if id(whole) not in known:
-                known[id(whole)] = nn.Parameter(QuantizedWeight.of(whole, bits), requires_grad=False)
-            module._parameters["weight"] = known[id(whole)]
+                kind = QuantizedExperts if isinstance(module, Experts) else QuantizedWeight
+                known[id(whole)] = nn.Parameter(kind.of(whole, bits), requires_grad=False)
+            module._parameters[name] = known[id(whole)]
+
+
+def _matrices_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that become integers."""
+    if isinstance(module, Experts):
+        return "up", "gate", "output"
+    return ("weight",) if isinstance(module, nn.Linear) else ()

@@ -12,7 +12,7 @@ BENCHMARKS = (
         "allreduce",
         "context",
         "data_parallel",
-        "generation",
+        "generate",
         "halo",
         "operators",
         "peers",
