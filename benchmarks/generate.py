@@ -60,13 +60,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = [each for each in options.precision.split(",") if each and each not in PRECISIONS]
     if unknown:
         parser.error(f"--precision {options.precision}: {unknown[0]} is none of {', '.join(PRECISIONS)}")
-    options.given, options.rates = argv, rates
+    options.rates = rates
     return options
 
 
-def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """A job for each number of ranks, which serves by all ways; or for each precision."""
-    common = ["-m", "benchmarks.generate", *options.given, "--worker"]
+def contestants(options: argparse.Namespace, flags: list[str]) -> list[Contestant]:
+    """A job for each number of ranks, which serves by all ways, or for each precision; each is told all flags."""
+    common = ["-m", "benchmarks.generate", *flags, "--worker"]
     if options.precision:
         return [Contestant(precision, 1, [*common, precision]) for precision in options.precision.split(",")]
     return [Contestant("tensor", ranks, [*common, "fp32"]) for ranks in numbers(options.ranks)]
@@ -194,6 +194,7 @@ def draw_precisions(rows: list[dict[str, Any]], title: str) -> Any:
         for name, value in zip(names, losses, strict=True):
             loss.annotate(f"{value:.4f}", (name, value), (0, 7), textcoords="offset points", ha="center", fontsize=8)
         loss.margins(0.2)
+        loss.ticklabel_format(axis="y", useOffset=False)
     loss.set_ylabel("validation loss, bits a byte")
     for place, way in enumerate((ALONE, CONTINUOUS)):
         own = [pair[place] for pair in found]
@@ -202,6 +203,7 @@ def draw_precisions(rows: list[dict[str, Any]], title: str) -> Any:
         speed.bar(places, speeds, 0.4, yerr=bars, capsize=3, color=COLOURS[way], label=way)
     speed.set_xticks(range(len(names)), names)
     speed.set_ylabel("tokens a second")
+    speed.margins(y=0.35)  # room for the legend
     speed.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -214,7 +216,7 @@ def main() -> None:
 
         worker(options)
         return
-    found = contestants(options)
+    found = contestants(options, sys.argv[1:])
     take_turns(found, options.rounds)
     rows = summarise(found)
     seconds = "seconds of rank 0's work" if options.clock == "cpu" else "seconds"

@@ -94,8 +94,9 @@ def measured(way: str, rate: float | None, seconds: float) -> dict[str, Any]:
 
 
 def test_speeds_are_compared_with_one_after_another_at_the_same_rate(tmp_path: Path) -> None:
-    options = parse(["--ranks", "1,2", "--rates", "4"])
-    found = contestants(options)
+    flags = ["--ranks", "1,2", "--rates", "4"]
+    found = contestants(parse(flags), flags)
+    assert found[1].arguments[2:-2] == flags
     assert [(each.ranks, each.arguments[-1]) for each in found] == [(1, "fp32"), (2, "fp32")]
     seconds = {ALONE: 8.0, STATIC: 4.0, CONTINUOUS: 2.0}
     for each in found:
@@ -111,7 +112,7 @@ def test_speeds_are_compared_with_one_after_another_at_the_same_rate(tmp_path: P
 
 
 def test_precisions_have_their_own_table(tmp_path: Path) -> None:
-    found = contestants(parse(["--precision", "fp32,int4"]))
+    found = contestants(parse(["--precision", "fp32,int4"]), [])
     assert [(each.name, each.ranks, each.arguments[-1]) for each in found] == [("fp32", 1, "fp32"), ("int4", 1, "int4")]
     for each in found:
         results = [measured(ALONE, None, 4.0), measured(CONTINUOUS, None, 1.0)]
