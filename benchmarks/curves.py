@@ -2,7 +2,7 @@
 
     make moe
     mpirun -n 4 python -m mpi4dl.train --config examples/gpt_moe.toml --experts 1 --data 4 \\
-        --model-options num_layers=4,hidden=64,num_heads=4,ff_dim=264 --run-folder runs/dense
+        --model-options num_layers=2,hidden=32,num_heads=2,ff_dim=144 --run-folder runs/dense
     python -m benchmarks.curves "mixture of experts=runs/gpt-DATE-TIME" dense=runs/dense
 
 Active parameters are those that a token meets: of experts as many as are chosen for it.
@@ -80,7 +80,7 @@ def draw(runs: list[dict[str, Any]]) -> Any:
     """Losses of all steps, and of the second half alone, where they are close to each other."""
     figure, plots = pyplot().subplots(1, 2, figsize=(9.5, 3.8))
     for run in runs:
-        label = f"{run['name']}: {run['active'] / 1e6:.2f} of {run['parameters'] / 1e6:.2f} million parameters active"
+        label = f"{run['name']}: {run['active']:,} of {run['parameters']:,} parameters active"
         half = len(run["steps"]) // 2
         for plot, start in zip(plots, (0, half), strict=True):
             plot.plot(run["steps"][start:], run["losses"][start:], lw=1.4, label=label)
