@@ -152,7 +152,7 @@ def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
     from mpi4dl.parallel.costs.prices import Clockwork
     from mpi4dl.runtime.dry_run import build_forecaster
     from mpi4dl.runtime.ranked import ranked
-    from mpi4dl.runtime.search import candidates, search, tensor_degrees
+    from mpi4dl.runtime.search import candidates, degrees_of, search
 
     num_ranks, asked = config.searched.ranks, config.searched.memory
     if num_ranks is None:
@@ -167,7 +167,7 @@ def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
     clockwork = replace(Clockwork.of_user(), rank_gflops=config.shown.rank_gflops)
     with as_a_rank(config, num_ranks) as device:
         forecaster = build_forecaster(config, num_classes, channels, clockwork, torch.device(device))
-        degrees = tensor_degrees(forecaster.cuttable.model, together, forecaster.styles)
+        degrees = degrees_of(forecaster.cuttable.model, num_ranks, together, forecaster.styles)
         plans = candidates(num_ranks, len(forecaster.cuttable), forecaster.image, degrees)
         found = search(forecaster, plans, float("inf") if asked is None else asked)
     return ranked(found, num_ranks, asked, flags, None if config.data.text is None else config.data.context)

@@ -1,6 +1,6 @@
 """Which plan trains most samples a second on so many ranks, of those that fit into their memory: all are simulated.
 
-candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor, but for those that are pointless
+candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor x experts, but for what is pointless
 search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
 """
 
@@ -25,22 +25,25 @@ LEAST_SECONDS = 0.4  # for one of them
 BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
 
 
-def candidates(num_ranks: int, num_atoms: int, image: Sequence[int], degrees: Iterable[int] = (1,)) -> Iterator[Plan]:
+def candidates(
+    num_ranks: int, num_atoms: int, image: Sequence[int], degrees: Iterable[Degrees] = (Degrees(),)
+) -> Iterator[Plan]:
     """The plans for so many ranks and batches of this shape, (N, C, H, W), or (N, T) of tokens.
 
-    `degrees` are by how many ranks the parameters of layers can be shared: neighbours, and so on one node.
+    `degrees` are by how many ranks the parameters of layers, and experts, can be shared.
 
     Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
     1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
     """
     batch_size, size = image[0], space_of(image)
     powers = [m for m in map(lambda e: 2**e, range(10)) if m <= min(batch_size, MOST_MICROBATCHES)]
-    for tensor in (degree for degree in degrees if num_ranks % degree == 0):
-        for data in _divisors(num_ranks // tensor):
-            for places in _places(num_ranks // (tensor * data), min(num_atoms, MOST_STAGES), len(size)):
+    for tensor, experts, _ in degrees:
+        each, rest = divmod(num_ranks, tensor * experts)
+        for data in _divisors(each) if rest == 0 else ():
+            for places in _places(each // data, min(num_atoms, MOST_STAGES), len(size)):
                 for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
                     with suppress(ValueError):
-                        plan = Plan(places, data=data, tensor=tensor, **options)  # type: ignore[arg-type]
+                        plan = Plan(places, data=data, tensor=tensor, experts=experts, **options)  # type: ignore[arg-type]
                         if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
                             yield plan
 
@@ -81,14 +84,16 @@ def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[
     yield from ({"microbatches": microbatches, **each} for each in found)
 
 
-def tensor_degrees(model: nn.Module, num_ranks: int, styles: Styles | None = None) -> list[int]:
-    """By how many of so many ranks, which are on one node, the parameters of a model can be shared: 1, and others."""
-    found = [1]
-    for degree in _divisors(num_ranks)[1:]:
-        with suppress(ValueError):  # no table for such models, or too few heads
-            cutting_of(model, styles, Degrees(degree))
-            found.append(degree)
-    return found
+def degrees_of(
+    model: nn.Module, num_ranks: int, ranks_per_node: int, styles: Styles | None = None
+) -> Iterator[Degrees]:
+    """By how many of so many ranks a model's parameters can be shared, if they are on one node, and its experts."""
+    for tensor in _divisors(ranks_per_node):
+        for experts in _divisors(num_ranks // tensor):
+            degrees = Degrees(tensor, experts)
+            with suppress(ValueError):  # no table for such models, too few heads, or no experts
+                cutting_of(model, styles, degrees)
+                yield degrees
 
 
 class Ranking(NamedTuple):

@@ -15,12 +15,13 @@ from mpi4dl.parallel.costs.remembered import Remembered
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Degrees
 from mpi4dl.runtime.anatomy import OF_TENSORS
 from mpi4dl.runtime.build import build_plan
 from mpi4dl.runtime.config import parse
 from mpi4dl.runtime.outlook import Forecaster
 from mpi4dl.runtime.ranked import ranked, without_plan
-from mpi4dl.runtime.search import candidates, search
+from mpi4dl.runtime.search import candidates, degrees_of, search
 
 IMAGE = (8, 3, 32, 32)
 
@@ -59,6 +60,18 @@ def test_the_kinds_of_plans_are_among_them() -> None:
         Plan(((1, 1),) * 4, microbatches=2, bidirectional=1),
         Plan(((1, 1),) * 2, data=2, microbatches=4, schedule="interleaved", chunks=2),
     } <= plans
+
+
+def test_experts_are_shared_by_as_many_ranks_as_can() -> None:
+    sizes = {"vocabulary": 8, "num_layers": 2, "num_heads": 2, "hidden": 8}
+    dense, sparse = models.build("gpt", **sizes), models.build("gpt", num_experts=3, **sizes)
+    alone = [Degrees(), Degrees(2)]
+    assert list(degrees_of(dense, 4, 2)) == alone
+    assert list(degrees_of(sparse, 4, 2)) == [Degrees(), Degrees(1, 2), Degrees(2), Degrees(2, 2)]
+    plans = set(candidates(4, 11, (8, 16), degrees_of(sparse, 4, 2)))
+    assert {Plan(((1,),), experts=2, data=2), Plan(((1,),), experts=2, tensor=2), Plan(((4,),))} <= plans
+    assert Plan(((1,), (1,)), experts=2, microbatches=2) in plans
+    assert all(plan.problem(4, (16,), 8) is None for plan in plans)
 
 
 def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
