@@ -197,7 +197,8 @@ def _forward(
     hooks, recorder = [], _Recorder(grid.comm, path)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
-        hooks.append(module.register_forward_hook(recorder.leave))
+        # A function is no other one in a copy of the module, as rehearsals make; a method would have another recorder.
+        hooks.append(module.register_forward_hook(lambda *args: recorder.leave(*args)))
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), recorder:
             torch.func.functional_call(model, values, (x,))
