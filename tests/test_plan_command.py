@@ -202,6 +202,7 @@ def test_the_search_names_plans_that_can_be_started(capsys: pytest.CaptureFixtur
     assert {"--data 2", "--tiles 1x2", "--stages 2"} <= {flag for flag in FOUND for one in commands if flag in one}
 
 
+@pytest.mark.exhaustive
 def test_ranks_and_memory_are_enough_to_be_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """What does not fit as it is does so recomputed or streamed: on shapes, whatever the size of the image."""
     size = ["--model-options", "num_filters=4", "--image-size", "16384", "--batch-size", "1"]

@@ -204,9 +204,10 @@ def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
     ("task", "plan"),
     [
         (TORCHVISION, Plan((VERTICAL, VERTICAL, ONE), microbatches=2)),
-        (
+        pytest.param(
             Task("densenet121", (71, 45), batch=8).with_engine(clip_norm=1.0),
             Plan((ONE, ONE, ONE), microbatches=2),
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=label,

@@ -106,6 +106,7 @@ def test_a_run_killed_in_the_backward_pass_of_a_visit_goes_on_to_the_last_bit(
     assert_the_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_patches_by_every_plan(ranks: Ranks, slides: Path, tmp_path: Path) -> None:
     losses = []
     for plan in ("", "--tiles 1x2 --stream-segments 3", "--tiles 1x2 --data 2 --aggregator gated-attention --zero 1"):

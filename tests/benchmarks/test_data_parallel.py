@@ -64,6 +64,7 @@ def test_nothing_is_measured_where_a_contestant_trains_otherwise(ranks: Ranks) -
     assert "ours, norm per rank: the loss of step 1 is" in first
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     command = [python(), "-m", "benchmarks.data_parallel", *TINY, "--out", str(out)]

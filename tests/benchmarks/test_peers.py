@@ -139,6 +139,7 @@ def test_side_by_side_stand_those_who_train_alike() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--quick", "--models", "transformer", "--ranks", "2", "--methods", "1f1b"]

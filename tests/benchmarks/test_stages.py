@@ -180,6 +180,7 @@ def test_a_layer_sleeps_forward_and_for_either_gradient() -> None:
     assert time.perf_counter() - middle > 0.3
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out, timeline = tmp_path / "new" / "v1.5", tmp_path / "other" / "timeline.png"
     done = run("--models", "resnet_v2", "--out", str(out), "--timeline", str(timeline))

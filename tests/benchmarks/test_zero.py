@@ -87,6 +87,7 @@ def test_live_tensors_count_each_storage_once() -> None:
     assert live.num_bytes([None, before]) == before.nbytes
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--features", "32", "--layers", "1", "--steps", "1", "--rounds", "1", "--variants", "ZeRO-1"]

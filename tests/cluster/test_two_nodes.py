@@ -78,6 +78,7 @@ def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_pa
     assert error.count("Traceback") <= 1, error
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_of_sums_finds_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """The node that ranks see is their own, so that two levels are two."""
     flags = (

@@ -18,6 +18,8 @@ COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [*REALS, *INTEGERS, *COMPLEX, torch.bool]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
 
+FEW_RANKS = [1, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (2, 3)), 4]
+
 
 def sample(dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> Tensor:
     """Small integers, which every dtype holds exactly, other ones on every rank."""
@@ -75,7 +77,7 @@ def move_everything(comm: Communicator, max_message_bytes: int) -> int:
     return compared
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", FEW_RANKS)
 @pytest.mark.parametrize("max_message_bytes", [1 << 30, 10])
 def test_everything_arrives_as_it_was_sent(ranks: Ranks, num_ranks: int, max_message_bytes: int) -> None:
     assert min(ranks(num_ranks).run(move_everything, max_message_bytes)) > 1000
@@ -112,7 +114,7 @@ def reduce_everything(comm: Communicator, max_reduction_bytes: int) -> int:
     return compared
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", FEW_RANKS)
 @pytest.mark.parametrize("max_reduction_bytes", [1 << 21, 10])
 def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, max_reduction_bytes: int) -> None:
     assert min(ranks(num_ranks).run(reduce_everything, max_reduction_bytes)) > 500

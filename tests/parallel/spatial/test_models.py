@@ -160,7 +160,7 @@ def test_other_sizes(ranks: Ranks, name: str, size: tuple[int, int]) -> None:
 
 
 # Smooth ones: where a ReLU's input is zero to rounding, plain PyTorch differs from itself as much.
-@pytest.mark.parametrize("name", ["convnext_tiny", "efficientnet_b0"])
+@pytest.mark.parametrize("name", [pytest.param("convnext_tiny", marks=pytest.mark.exhaustive), "efficientnet_b0"])
 def test_single_precision(ranks: Ranks, name: str) -> None:
     check(ranks, name, SIZE, (2, 2), dtype=torch.float32)
 

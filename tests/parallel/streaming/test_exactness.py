@@ -46,7 +46,7 @@ def test_segments(ranks: Ranks, name: str) -> None:
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
 
 
-@pytest.mark.parametrize("name", ["one rank", "two stages"])
+@pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
 def test_with_recomputation(ranks: Ranks, name: str) -> None:
     """Blocks are computed again within visits; in backward they come to their rounds once more."""
     options = (("num_filters", 4),)
