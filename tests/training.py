@@ -413,6 +413,26 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str, r
     assert error <= tolerance * float(expected.double().abs().max()) + rounding, f"{name} is wrong by {error}"
 
 
+def assert_learnt_alike(engine: Engine, expected: nn.Module) -> None:
+    """All ranks together have the state, and had the last gradients, of a plain model. Collective."""
+    gradients, state = engine.gather_gradients(), engine.gather_state()
+    engine.check_replicas()
+    if engine.comm.rank:
+        return
+    assert state is not None
+    assert gradients is not None
+    assert list(state) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        assert_close(state[name], value, EXACT, name)
+    assert list(gradients) == [name for name, p in expected.named_parameters() if p.requires_grad]
+    for name, p in expected.named_parameters():
+        if p.requires_grad:
+            found = gradients[name]
+            assert found is not None
+            assert p.grad is not None
+            assert_close(found, p.grad, EXACT, f"{name}.grad")
+
+
 def check(ranks: Ranks, task: Task, plan: Plan) -> None:
     """The task by this plan equals the plain loop, and all ranks that hold a value end with the same bits of it."""
     outcomes = ranks(plan.num_ranks).run(train, task, plan)

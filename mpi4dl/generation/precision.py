@@ -7,8 +7,8 @@ routers, is bfloat16. The products are PyTorch's own, in bfloat16, of a fixed nu
 depend on how many others there are.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,35 @@ GROUP = 32  # inputs that share a scale in 4 bits
 OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
-class QuantizedWeight(Tensor):
+class Quantized(Tensor):
+    """What stands for a tensor of floating point, and can be used by the functions of `uses` alone."""
+
+    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in cls.uses:
+            return cls.uses[function](*args, **kwargs or {})
+        if function in (Tensor.view_as, Tensor.detach):
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
+
+
+class QuantizedWeight(Quantized):
     """A matrix (outputs, inputs) of integers, to be multiplied with by F.linear and not to be looked at otherwise."""
 
     bits: int
@@ -58,26 +86,8 @@ class QuantizedWeight(Tensor):
     def num_bytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is F.linear:
-            return _linear(*args, **kwargs or {})
-        if function is Tensor.view_as or function is Tensor.detach:
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{function} of a weight of integers: only linear layers can use it")
-
-
-class QuantizedExperts(Tensor):
+class QuantizedExperts(Quantized):
     """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
 
     matrices: tuple[QuantizedWeight, ...]
@@ -99,28 +109,10 @@ class QuantizedExperts(Tensor):
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for matrix in self.matrices)
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is Tensor.unbind:
-            return args[0].matrices
-        if function is Tensor.detach:
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{function} of experts of integers: only their layer can use them")
-
 
 def bytes_of(weight: Tensor) -> int:
     """The memory of a weight of whatever precision."""
-    return weight.num_bytes if isinstance(weight, QuantizedWeight | QuantizedExperts) else weight.nbytes
+    return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -130,6 +122,10 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
     found = torch.cat([_product(block, weight) for block in padded.split(ROWS_OF_PRODUCTS)])
     found = found[: len(rows), : weight.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
     return found if bias is None else found + bias
+
+
+QuantizedWeight.uses = {F.linear: _linear}
+QuantizedExperts.uses = {Tensor.unbind: lambda weight, dim=0: weight.matrices}
 
 
 def _product(rows: Tensor, weight: QuantizedWeight) -> Tensor:

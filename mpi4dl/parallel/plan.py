@@ -14,12 +14,11 @@ from functools import cached_property
 from itertools import groupby, zip_longest
 from math import prod
 from types import MappingProxyType
-from typing import TypeVar
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table
 from mpi4dl.parallel.tensor.styles import Degrees
@@ -27,7 +26,6 @@ from mpi4dl.parallel.tensor.styles import Degrees
 ZERO_STAGES = (0, 1, 2, 3)
 Part = Mapping[str, int]  # the number of a rank along the axes over which a parameter is cut
 NO_PART: Part = MappingProxyType({})
-GridT = TypeVar("GridT", bound=Grid)
 MOE = ("tensor", "expert")
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
 
@@ -50,7 +48,9 @@ class Plan:
     `tiles` so many times (interleaved schedule), and there are len(tiles) x `chunks` of them. `zero` is the ZeRO stage:
     what the ranks that hold the same parameters share out, instead of each having all of it. Each place of a grid has
     `tensor` ranks, neighbours, which share the layers' parameters and features; with `sequence` also the tokens of what
-    each of them would have whole between such layers.
+    each of them would have whole between such layers. `data` x `experts` replicas share the batch, and `experts` of
+    them the experts of each layer, to which tokens travel in `moe_pieces`; ranks of `tensor` have parts of experts, or
+    whole ones (`moe` is "tensor" or "expert").
 
     Raises ValueError where these cannot be together.
     """
@@ -338,13 +338,14 @@ class Plan:
 
     def grid_of(self, stage: int, comm: Communicator) -> Grid:
         """The grid of a stage, of which `comm` are all ranks."""
-        return self.arranged(stage, Grid.of(comm, self.shape(stage), self.tracks_batch(stage)))
-
-    def arranged(self, stage: int, grid: GridT) -> GridT:
-        """A grid of a stage's shape, as its ranks work together."""
-        grid.shares_tokens = self.sequence
-        grid.experts, grid.ways, grid.pieces = self.experts, self.batch_ways[stage % len(self.tiles)], self.moe_pieces
+        grid = Grid.of(comm, self.shape(stage), self.tracks_batch(stage))
+        grid.arrangement = self.arrangement(stage)
         return grid
+
+    def arrangement(self, stage: int) -> Arrangement:
+        """What ranks of a stage share beside tensors."""
+        ways = self.batch_ways[stage % len(self.tiles)]
+        return Arrangement(self.sequence, self.experts, ways, self.moe_pieces)
 
     def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.

@@ -6,6 +6,7 @@ A step's last microbatch is looked at. Loads make a picture: a row for each laye
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -79,18 +80,11 @@ def _counts(router: Router) -> Tensor:
     chosen, scores = router.last
     alike = 1  # ranks that have the same tokens
     if isinstance(chosen, SpatialTensor):
-        layout = chosen.layout
-        alike = layout.grid.size // max(1, _sharers(layout))
+        sides = zip(chosen.layout.dims, chosen.layout.grid.shape, strict=True)
+        alike = chosen.layout.grid.size // prod(parts for dim, parts in sides if dim is not None)
         chosen, scores = chosen.local, scores.local if isinstance(scores, SpatialTensor) else scores
     counts = torch.bincount(chosen.flatten().cpu(), minlength=router.num_experts + 1).double()
     scores = scores.double().cpu()
     surprise = -torch.special.xlogy(scores, scores).sum()
     tokens = float(scores.numel() // router.num_experts)
     return torch.cat([counts, torch.tensor([float(surprise), tokens], dtype=torch.float64)]) / alike
-
-
-def _sharers(layout: Any) -> int:
-    number = 1
-    for dim, parts in zip(layout.dims, layout.grid.shape, strict=True):
-        number *= parts if dim is not None else 1
-    return number

@@ -44,7 +44,7 @@ def test_experts_have_the_products_of_their_matrices(bits: int) -> None:
     first, _, last = (QuantizedWeight.of(matrix, bits) for matrix in weight)
     assert torch.equal(found, torch.cat([F.linear(rows[:2], first), F.linear(rows[2:], last)]))
     assert bytes_of(experts) == 3 * bytes_of(first) < weight.nbytes / 2
-    with pytest.raises(NotImplementedError, match="only their layer can use them"):
+    with pytest.raises(TypeError, match="only the layer whose weight it is can use it"):
         experts.add(1)
 
 

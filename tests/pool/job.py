@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,20 @@ class Finished(NamedTuple):
     stdout: str
     stderr: str
     seconds: float
+
+
+def start(command: Sequence[str], folder: Path = ROOT) -> subprocess.Popen[str]:
+    """A job in a session of its own, in `folder`, whose ranks have one thread each and find this project."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def mpirun(
@@ -37,16 +52,7 @@ def mpirun(
     """
     command = [launcher(), "-n", str(num_ranks), python(), *arguments]
     begin = time.monotonic()
-    job = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    job = start(command, folder)
     printed = ""
     while sends is not None and job.stdout is not None and (line := job.stdout.readline()):
         printed += line

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,8 +13,9 @@ import httpx
 import openai
 
 from tests.pool import zygote
+from tests.pool.job import start
 from tests.pool.ranks import Ranks
-from tests.pool.zygote import ROOT, launcher
+from tests.pool.zygote import launcher
 
 CONTEXT = 2048
 PATIENCE_SECONDS = 600.0
@@ -67,16 +67,7 @@ class Server:
     def __init__(self, num_ranks: int, run: Path, *flags: str, forked: bool = True) -> None:
         python = zygote.python() if forked else sys.executable
         command = [launcher(), "-n", str(num_ranks), python, "-m", "mpi4dl.serve", str(run), *FLAGS, *flags]
-        self.job = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.job = start(command)
         self.said, self.complained = "", ""
         self.url = ""
         self._greeted = threading.Event()

@@ -124,8 +124,8 @@ def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
         "model": print_of(cuttable),
         "image": list(site.image),
         "grid": list(site.shape),
-        "modes": [site.tracks_batch, site.plain, site.sequence],
-        "cuts": [repr(site.cutting), site.experts, site.ways],
+        "modes": [site.tracks_batch, site.plain],
+        "cuts": [repr(site.cutting), *site.arrangement],
     }
 
 

@@ -24,7 +24,7 @@ from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
@@ -44,7 +44,7 @@ class Site(NamedTuple):
     """Where atoms run: `shape` is the grid of their stage; `plain`: on plain tensors.
 
     `image` is the shape of a microbatch, (N, C, H, W), or (N, T) of tokens, over all ranks. `cutting` says which
-    parameters are cut, and with `sequence` who shares these shares tokens.
+    parameters are cut, and `arrangement` what ranks share beside.
     """
 
     image: tuple[int, ...]
@@ -52,15 +52,12 @@ class Site(NamedTuple):
     tracks_batch: bool
     plain: bool
     cutting: Cutting = NOT_CUT
-    sequence: bool = False
-    experts: int = 1
-    ways: int = 1
+    arrangement: Arrangement = Arrangement()
 
     @classmethod
     def of(cls, plan: Plan, stage: int, image: tuple[int, ...], cutting: Cutting = NOT_CUT) -> "Site":
-        batch = plan.experts, plan.shape(stage).batch // plan.replicas
         place = image, plan.shape(stage), plan.tracks_batch(stage), plan.is_plain(stage)
-        return cls(*place, cutting, plan.sequence, *batch)
+        return cls(*place, cutting, plan.arrangement(stage))
 
     @property
     def pixels(self) -> int:
@@ -251,7 +248,7 @@ def _counts(grid: Grid) -> dict[str, int]:
 def imagined(site: Site) -> ImaginaryGrid:
     """As the rank in the middle sees it, who has most neighbours."""
     grid = imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
-    grid.shares_tokens, grid.experts, grid.ways = site.sequence, site.experts, site.ways
+    grid.arrangement = site.arrangement
     return grid
 
 

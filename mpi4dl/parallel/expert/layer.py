@@ -102,7 +102,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
             return made
 
         own = tuple(self.parameters())
-        return _on_grid(residence.work(run, own, grid.pieces), x, chosen, weights, grid)
+        return _on_grid(residence.work(run, own, grid.arrangement.pieces), x, chosen, weights, grid)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     module.num_experts = len(residence.own)  # type: ignore[assignment]

@@ -159,7 +159,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..
     most = Explanation()
     for rank in range(grid.size):
         imaginary = imaginary_grid(grid.shape, rank)
-        imaginary.arranged_like(grid)
+        imaginary.arrangement = grid.arrangement
         part = held(model, imaginary)
         operators, saved = _forward(part, _on_meta(part), shape, imaginary)
         most.halos = _halos(part, imaginary)

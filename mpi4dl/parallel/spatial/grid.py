@@ -34,6 +34,19 @@ class PartPlace(NamedTuple):
         return index, count
 
 
+class Arrangement(NamedTuple):
+    """What ranks of a grid share beside tensors of images.
+
+    `shares_tokens`: sums over the axis of features leave each rank some of the tokens (`sums`). Of ranks along the
+    batch, where each replica has so many `ways`, `experts` share experts; tokens travel to them in `pieces`.
+    """
+
+    shares_tokens: bool = False
+    experts: int = 1
+    ways: int = 1
+    pieces: int = 1
+
+
 class Grid:
     """A grid of ranks, all those of `comm`: `batch` of them share the batch, and so many each axis of space.
 
@@ -104,10 +117,8 @@ class Grid:
         self.tracks_batch = tracks_batch or shape.batch > 1
         self.coordinates = shape.coordinates(comm.rank)
         self.foresight = Foresight()
-        self.shares_tokens = False  # whether sums over the axis of features leave each rank some of the tokens (`sums`)
+        self.arrangement = Arrangement()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
-        self.experts, self.ways = 1, 1  # of ranks along the batch: how many share experts, and the ways of each replica
-        self.pieces = 1  # in which tokens travel to experts
         self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
         # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
         self.choices: WeakKeyDictionary[Any, dict[Any, HaloChoice]] | None = WeakKeyDictionary()
@@ -159,18 +170,15 @@ class Grid:
     def place(self) -> PartPlace:
         """Which part of parameters this rank has."""
         features = (0, 1) if self.features is None else (self.coordinates[self.features], self.shape[self.features])
-        return PartPlace(features, (self.coordinates[BATCH] // self.ways % self.experts, self.experts))
-
-    def arranged_like(self, other: "Grid") -> None:
-        """Let the ranks share tokens and experts as those of another grid of this shape do."""
-        self.shares_tokens, self.experts, self.ways = other.shares_tokens, other.experts, other.ways
-        self.pieces = other.pieces
+        experts, ways = self.arrangement.experts, self.arrangement.ways
+        return PartPlace(features, (self.coordinates[BATCH] // ways % experts, experts))
 
     def among_experts(self) -> Communicator:
         """The ranks that share out experts with this one, in the order of their parts. Collective."""
-        replica, way = divmod(self.coordinates[BATCH], self.ways)
-        color = self.shape.number((replica // self.experts * self.ways + way, *self.coordinates[BATCH + 1 :]))
-        return self.comm.split(color, replica % self.experts)
+        experts, ways = self.arrangement.experts, self.arrangement.ways
+        replica, way = divmod(self.coordinates[BATCH], ways)
+        color = self.shape.number((replica // experts * ways + way, *self.coordinates[BATCH + 1 :]))
+        return self.comm.split(color, replica % experts)
 
     def ranks_along(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of `along(axes)`, by their numbers in the grid."""

@@ -69,7 +69,7 @@ def tokens_shared(layout: Layout, shape: Sequence[int], dim: int) -> Layout | No
     rows may be those of several sequences.
     """
     grid = layout.grid
-    if not grid.shares_tokens or dim < 1 or layout.flat or layout.wide:
+    if not grid.arrangement.shares_tokens or dim < 1 or layout.flat or layout.wide:
         return None
     features, parts = grid.axes[-1], grid.shape[-1]
     others = [axis for axis, known in enumerate(layout.dims) if known == dim and grid.shape[axis] > 1]
@@ -91,7 +91,7 @@ def share_alike(operands: Sequence[Tensor], keep_first: bool) -> Sequence[Tensor
     That is the dim of it in the largest operand, or in the first that has it if that is to stay as it is. If it is that
     of tokens, of which another axis has some too, ranks take their shares of what they have of them.
     """
-    shared = [x for x in operands if isinstance(x, SpatialTensor) and x.layout.grid.shares_tokens]
+    shared = [x for x in operands if isinstance(x, SpatialTensor) and x.layout.grid.arrangement.shares_tokens]
     having = [x for x in shared if x.layout.dims[-1] is not None]
     if not having:
         return operands

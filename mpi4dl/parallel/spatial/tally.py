@@ -51,7 +51,7 @@ def tally(run: Callable[[ImaginaryGrid], Any], grid: Grid, norms_bring_halos: bo
     Where norms bring halos, it is what `run` does in its second step, when they know of which.
     """
     middle = imaginary_grid(grid.shape, rank_in_the_middle(grid.shape), grid.tracks_batch)
-    middle.arranged_like(grid)
+    middle.arrangement = grid.arrangement
     middle.choices = None
     middle.foresight.everywhere, middle.foresight.steps = norms_bring_halos, True
     for _ in range(1 + norms_bring_halos):

@@ -1,7 +1,8 @@
 """Five steps with experts on several ranks, and the same steps of the plain model in one process: they should agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.training import EXACT, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS = 23, 8, 4, 5
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
@@ -98,16 +99,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
         tiles = [batch[:, :-1][slice(*box.batch), slice(*box.space[0])] for box in boxes]
         assert engine.step(tiles, batch[:, 1:], (LENGTH,)).loss == pytest.approx(loss, rel=EXACT)
-    gradients, state = engine.gather_gradients(), engine.gather_state()
-    engine.check_replicas()
-    if gradients is not None and state is not None:
-        for key, value in expected.state_dict().items():
-            assert_close(state[key], value, EXACT, key)
-        for key, p in expected.named_parameters():
-            found = gradients[key]
-            assert found is not None
-            assert p.grad is not None
-            assert_close(found, p.grad, EXACT, f"{key}.grad")
+    assert_learnt_alike(engine, expected)
 
 
 @pytest.mark.parametrize(("name", "plan"), SHORT)
@@ -115,10 +107,14 @@ def test_five_steps(ranks: Ranks, name: str, plan: str) -> None:
     ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])
 
 
+def possible() -> Iterator[tuple[str, str]]:
+    """Of GEMS the bias is refused, since it moves as the model runs; and a stage has a block at least."""
+    for name, plan in product(MODELS, PLANS):
+        if PLANS[plan].num_stages <= MODELS[name].get("num_layers", 2) and (name, plan) != ("bias", "experts 2, GEMS"):
+            yield name, plan
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "plan"), possible())
 def test_five_steps_of_all(ranks: Ranks, name: str, plan: str) -> None:
-    if PLANS[plan].num_stages > MODELS[name].get("num_layers", 2) or (name, plan) == ("bias", "experts 2, GEMS"):
-        pytest.skip("not possible together")
     ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])

@@ -11,7 +11,7 @@ from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
 from mpi4dl.parallel.expert.layer import Residence, lay_over
 from mpi4dl.parallel.expert.travel import NOBODY, Journey, Traffic, through
-from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
 from tests.training import EXACT
 
@@ -49,7 +49,7 @@ def counted(comm: Communicator) -> list[int]:
 
 def compare(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> None:
     grid = Grid(comm, tokens=1, batch=comm.size)
-    grid.experts, grid.pieces = comm.size, pieces
+    grid.arrangement = Arrangement(experts=comm.size, pieces=pieces)
     if nodes is not None:
         Communicator.nodes = lambda self: nodes  # type: ignore[method-assign]
     residence = Residence(EXPERTS, ("experts",), grid)
@@ -151,7 +151,7 @@ class Loop(nn.Module):
 
 def of_rank_0_alone(comm: Communicator) -> None:
     grid = Grid(comm, tokens=1, batch=comm.size)
-    grid.experts = comm.size
+    grid.arrangement = Arrangement(experts=comm.size)
     plain, layer = Loop(), Loop()
     layer.matrices = nn.Parameter(layer.matrices.detach()[2 * comm.rank :][:2])
     lay_over(layer, 4, ("experts",), grid)

@@ -17,7 +17,7 @@ from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.training import EXACT, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 23, 7, 8, 5, 0.5
 SIZES = {"vocabulary": VOCABULARY, "context": LENGTH, "num_layers": 2, "hidden": 24, "num_heads": 4}
@@ -92,29 +92,12 @@ def steps(engine: Engine, some: slice) -> list[tuple[float, float]]:
     return found
 
 
-def compare(engine: Engine, expected: nn.Module) -> None:
-    gradients, state = engine.gather_gradients(), engine.gather_state()
-    engine.check_replicas()
-    if engine.comm.rank == 0:
-        assert state is not None
-        assert gradients is not None
-        assert list(state) == list(expected.state_dict())
-        for name, value in expected.state_dict().items():
-            assert_close(state[name], value, EXACT, name)
-        assert list(gradients) == [name for name, p in expected.named_parameters() if p.requires_grad]
-        for name, p in expected.named_parameters():
-            if p.requires_grad:
-                found = gradients[name]
-                assert found is not None
-                assert_close(found, p.grad, EXACT, name)
-
-
 def train(comm: Communicator, name: str, plan: Plan, options: dict[str, Any]) -> None:
     losses, expected = plainly(name, options)
     engine = engine_of(comm, name, plan, options)
     for ours, theirs in zip(steps(engine, slice(None)), losses, strict=True):
         assert ours == pytest.approx(theirs, rel=EXACT)
-    compare(engine, expected)
+    assert_learnt_alike(engine, expected)
 
 
 TWO = Plan(((1,), (1,)), microbatches=2)
@@ -169,7 +152,7 @@ def go_on(comm: Communicator, begun: Plan, ended: Plan, folder: Path) -> None:
         checkpoints.load(engine, newest)
     for ours, theirs in zip(steps(engine, slice(2, None)), losses[2:], strict=True):
         assert ours == pytest.approx(theirs, rel=EXACT)
-    compare(engine, expected)
+    assert_learnt_alike(engine, expected)
 
 
 HANDED = {

@@ -23,7 +23,7 @@ from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import LLAMA, Styles
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.training import EXACT, assert_learnt_alike
 
 import_torchvision()
 pytest.importorskip("transformers")
@@ -167,15 +167,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
         tiles = [batch[:, :-1][slice(*box.batch), slice(*box.space[0])] for box in boxes]
         assert engine.step(tiles, batch[:, 1:], (LENGTH,)).loss == pytest.approx(loss, rel=EXACT)
-    gradients, state = engine.gather_gradients(), engine.gather_state()
-    engine.check_replicas()
-    if gradients is not None and state is not None:
-        for key, p in expected.named_parameters():
-            assert_close(state[key], p.detach(), EXACT, key)
-            found = gradients[key]
-            assert found is not None
-            assert p.grad is not None
-            assert_close(found, p.grad, EXACT, f"{key}.grad")
+    assert_learnt_alike(engine, expected)
 
 
 @pytest.mark.parametrize("plan", PLANS | OF_EXPERTS)

@@ -15,7 +15,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.training import EXACT, assert_learnt_alike
 
 import_torchvision()
 
@@ -84,15 +84,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         (mine,) = engine.reads(BATCH, SIZE)
         assert engine.step([x[slice(*mine.box.batch)]], targets, SIZE).loss == pytest.approx(loss.item(), rel=EXACT)
     assert len(held.layouts) >= 12  # of both blocks: those of queries and outputs, and of the layers between
-    gradients, state = engine.gather_gradients(), engine.gather_state()
-    for key, p in plain.named_parameters() if gradients is not None and state is not None else ():
-        assert gradients is not None
-        assert state is not None
-        found = gradients[key]
-        assert found is not None
-        assert p.grad is not None
-        assert_close(found, p.grad, EXACT, f"{key}.grad")
-        assert_close(state[key], p.detach(), EXACT, key)
+    assert_learnt_alike(engine, plain)
 
 
 @pytest.mark.parametrize(
