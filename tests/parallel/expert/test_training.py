@@ -115,6 +115,6 @@ def possible() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "plan"), possible())
+@pytest.mark.parametrize(("name", "plan"), tuple(possible()))
 def test_five_steps_of_all(ranks: Ranks, name: str, plan: str) -> None:
     ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])
