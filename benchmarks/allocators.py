@@ -1,6 +1,6 @@
 """Allocators of memory that contestants are given: settings of the C library's, and libraries that replace it.
 
-default     the C library's, as it is                    keep      freed memory stays (mpi4dl.runtime.memory)
+default     the C library's, as it is                    keep      freed memory stays (mpi4dl._memory)
 return      large tensors give theirs back at once       tcmalloc, jemalloc, or NAME=/path/lib.so: preloaded
 """
 
@@ -90,7 +90,7 @@ def least_memory(contestants: Sequence[Contestant]) -> float:
 
 def use(name: str) -> None:
     """Set this process's C library so; what is preloaded is there already."""
-    from mpi4dl.runtime.memory import keep_freed_memory
+    from mpi4dl._memory import keep_freed_memory
 
     if name in ("keep", "return"):
         keep_freed_memory(name == "keep")

@@ -109,8 +109,8 @@ def worker(options: argparse.Namespace) -> None:
     """All contests on these ranks; an answer has the microseconds by dtype, size in KB and contestant."""
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     keep_freed_memory()
     comm = world()

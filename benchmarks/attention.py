@@ -54,9 +54,9 @@ def worker(options: argparse.Namespace) -> None:
     import torch
     from torch.nn import functional as F
 
+    from mpi4dl._memory import MemoryMeter, keep_freed_memory
     from mpi4dl.comm import world
     from mpi4dl.parallel import spatial
-    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory
 
     comm = world() if options.worker != "plain" else None
     keep_freed_memory(False)  # what is resident is then what is in use

@@ -33,9 +33,9 @@ def read(name: str, folder: Path) -> dict[str, Any]:
     """The curve of a run, and the sizes of its model."""
     from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer
     from mpi4dl.models.experts import Experts
-    from mpi4dl.runtime import build
-    from mpi4dl.runtime.config import parse as parse_config
-    from mpi4dl.runtime.texts import TOKENIZER
+    from mpi4dl.options import build
+    from mpi4dl.options.config import parse as parse_config
+    from mpi4dl.trainer.texts import TOKENIZER
 
     config = parse_config(["--config", str(folder / "config.toml")])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -171,9 +171,9 @@ def worker(options: argparse.Namespace) -> None:
     """All contests on these ranks; an answer has the seconds of a step by contestant."""
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     import_torchvision()
     keep_freed_memory()

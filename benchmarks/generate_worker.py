@@ -24,7 +24,7 @@ from mpi4dl.generation.pages import pages_for
 from mpi4dl.generation.precision import Precision, bytes_of, lower_weights
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.held import Held
-from mpi4dl.runtime.texts import open_texts
+from mpi4dl.trainer.texts import open_texts
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -82,9 +82,9 @@ def worker(options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.meter import Meter
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     import_torchvision()
     keep_freed_memory(True)

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from benchmarks.report import publish, pyplot
 from mpi4dl.comm import world
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.runtime import build
-from mpi4dl.runtime.config import Config, parse
-from mpi4dl.runtime.texts import Texts, open_texts
+from mpi4dl.options import build
+from mpi4dl.options.config import Config, parse
+from mpi4dl.trainer.texts import Texts, open_texts
 
 
 def parse_flags() -> argparse.Namespace:

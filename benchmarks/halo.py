@@ -264,9 +264,9 @@ def worker(options: argparse.Namespace) -> None:
     """All contests on one grid; an answer has per size and measure the microseconds of ours and of the other."""
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
     from mpi4dl.parallel import spatial
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     keep_freed_memory()
     comm = world()

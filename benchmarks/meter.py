@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from mpi4dl._memory import MemoryMeter, load_libraries
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.sentry import Waits
-from mpi4dl.runtime.memory import MemoryMeter, load_libraries
 
 
 class ClockedWaits(Waits):

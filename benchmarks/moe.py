@@ -191,8 +191,8 @@ def worker(options: argparse.Namespace) -> None:
     """An answer has seconds and CPU seconds of a pass, its bytes and what they should be, and what came out."""
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     keep_freed_memory()
     comm = world()

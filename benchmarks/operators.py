@@ -114,9 +114,9 @@ def worker(options: argparse.Namespace) -> None:
     """All operators on the grid; an answer has by operator, contestant and pass the CPU milliseconds."""
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm import world
     from mpi4dl.parallel import spatial
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     keep_freed_memory()
     torch.set_num_threads(1)

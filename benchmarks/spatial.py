@@ -62,7 +62,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def model_of(options: argparse.Namespace) -> Any:
     """The model, of 10 classes; a vision transformer is made for the size of the images."""
     from mpi4dl import models
-    from mpi4dl.runtime.kinds import KEYWORDS
+    from mpi4dl.options.kinds import KEYWORDS
 
     size = sides(options.size)
     own = {"image_size": size[0]} if options.model.startswith("vit_") else {}

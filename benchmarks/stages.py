@@ -71,8 +71,8 @@ def worker(options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.meter import Meter
+    from mpi4dl._memory import ActivationMeter
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import ActivationMeter
 
     model, size, name = options.worker
     case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]

@@ -139,7 +139,7 @@ class Ours:
         from mpi4dl.engine import Engine
         from mpi4dl.parallel.pipeline.held import Held
         from mpi4dl.parallel.plan import Plan
-        from mpi4dl.runtime.losses import token_loss
+        from mpi4dl.tasks.losses import token_loss
 
         more: dict[str, Any] = {"sequence": True} if sequence and comm.size > 1 else {}
         plan = Plan(((1,),), tensor=comm.size, **more)
@@ -247,8 +247,8 @@ def worker(options: argparse.Namespace) -> None:
     """An answer has the seconds of a step, the peak of memory, first losses, and what was added up over features."""
     import torch
 
+    from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.comm import world
-    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
 
     keep_freed_memory()
     comm, way = world(), options.worker

@@ -96,7 +96,7 @@ def time_steps(options: argparse.Namespace, comm: "Communicator", names: list[st
     import torch
 
     from benchmarks.zero_variants import VARIANTS, plain
-    from mpi4dl.runtime.memory import keep_freed_memory
+    from mpi4dl._memory import keep_freed_memory
 
     keep_freed_memory()
     task, expected = task_of(options), []
@@ -120,7 +120,7 @@ def measure_memory(options: argparse.Namespace, comm: "Communicator", name: str)
 
     from benchmarks.live import LiveTensors
     from benchmarks.zero_variants import VARIANTS, Task
-    from mpi4dl.runtime.memory import MemoryMeter
+    from mpi4dl._memory import MemoryMeter
 
     variant = VARIANTS[name]
     variant.make(Task(8, 1, 1, 16, comm.size), comm).step()  # PyTorch loads what it needs

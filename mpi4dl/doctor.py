@@ -35,7 +35,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     import torch
 
     from mpi4dl import __version__
-    from mpi4dl.runtime.wording import counted
+    from mpi4dl._wording import counted
 
     comm.node.share_cores()
     node = comm.node

@@ -38,10 +38,10 @@ def export(source: Path, out: Path) -> list[str]:
     """
     import torch
 
-    from mpi4dl.runtime.checkpoint.manifest import CLASSES, MODEL, candidates_at
-    from mpi4dl.runtime.checkpoint.node import Damaged
-    from mpi4dl.runtime.checkpoint.saved import newest_whole
-    from mpi4dl.runtime.checkpoint.storage import Extent, Reader, Spec, StorageLayout, write
+    from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at
+    from mpi4dl.checkpoints.node import Damaged
+    from mpi4dl.checkpoints.saved import newest_whole
+    from mpi4dl.checkpoints.storage import Extent, Reader, Spec, StorageLayout, write
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")

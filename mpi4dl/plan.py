@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi4dl.runtime.config import Config, ConfigError, to_toml
-from mpi4dl.runtime.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
-from mpi4dl.runtime.options import option, parse_options
+from mpi4dl.options.config import Config, ConfigError, to_toml
+from mpi4dl.options.declare import option, parse_options
+from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 
 if TYPE_CHECKING:
-    from mpi4dl.runtime.images import Images
-    from mpi4dl.runtime.overview import Overview
-    from mpi4dl.runtime.texts import Texts
+    from mpi4dl.forecast.overview import Overview
+    from mpi4dl.trainer.images import Images
+    from mpi4dl.trainer.texts import Texts
 
 USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = (
@@ -104,10 +104,10 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     import torch
     from torch import nn
 
+    from mpi4dl.forecast.dry_run import look_ahead, require_rules
+    from mpi4dl.options import build
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.runtime import build
-    from mpi4dl.runtime.dry_run import look_ahead, require_rules
-    from mpi4dl.runtime.visiting import stream_of
+    from mpi4dl.trainer.visiting import stream_of
 
     plan = build.build_plan(config)
     build.check_text(config, plan)
@@ -149,10 +149,10 @@ def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
     import torch
 
+    from mpi4dl.forecast.dry_run import build_forecaster
+    from mpi4dl.forecast.ranked import ranked
+    from mpi4dl.forecast.search import candidates, degrees_of, search
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.runtime.dry_run import build_forecaster
-    from mpi4dl.runtime.ranked import ranked
-    from mpi4dl.runtime.search import candidates, degrees_of, search
 
     num_ranks, asked = config.searched.ranks, config.searched.memory
     if num_ranks is None:
@@ -175,8 +175,8 @@ def searched(config: PlanConfig, flags: Sequence[str]) -> list[str]:
 
 def opened(config: Config) -> "Images | Texts":
     """What is trained on. Raises ValueError and OSError."""
-    from mpi4dl.runtime.images import open_alone
-    from mpi4dl.runtime.texts import open_text_alone
+    from mpi4dl.trainer.images import open_alone
+    from mpi4dl.trainer.texts import open_text_alone
 
     return open_alone(config) if config.data.text is None else open_text_alone(config)
 
@@ -189,8 +189,8 @@ def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
     """
     import torch
 
+    from mpi4dl._memory import keep_freed_memory
     from mpi4dl.comm.node import cores
-    from mpi4dl.runtime.memory import keep_freed_memory
 
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, cores() // num_ranks))

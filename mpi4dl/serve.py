@@ -16,11 +16,11 @@ from mpi4dl.comm import guard
 if __name__ == "__main__":
     guard.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
-from mpi4dl.runtime.files import read_regular
-from mpi4dl.runtime.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
-from mpi4dl.runtime.options import ConfigError, option, parse_options, shared_options
-from mpi4dl.runtime.stopping import StopSignals, die_by_ctrl_c
+from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options
+from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
+from mpi4dl.trainer.stopping import StopSignals, die_by_ctrl_c
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator

@@ -13,9 +13,9 @@ from mpi4dl.comm import guard
 if __name__ == "__main__":
     guard.arm()  # before anything else that may fail on one rank alone
 
-from mpi4dl.runtime.config import Config, ConfigError, hang_timeout, parse, shared_options, to_toml
-from mpi4dl.runtime.memory import within_limits
-from mpi4dl.runtime.stopping import die_by_ctrl_c
+from mpi4dl._memory import within_limits
+from mpi4dl.options.config import Config, ConfigError, hang_timeout, parse, shared_options, to_toml
+from mpi4dl.trainer.stopping import die_by_ctrl_c
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -52,16 +52,16 @@ def train(comm: "Communicator", argv: Sequence[str]) -> None:
         print(to_toml(config) if comm.rank == 0 else "", end="")
         return
 
+    from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
     from mpi4dl.engine import Engine
-    from mpi4dl.run import TrainingRun
-    from mpi4dl.runtime import build
-    from mpi4dl.runtime.images import open_images
-    from mpi4dl.runtime.losses import classification_loss, token_loss
-    from mpi4dl.runtime.memory import MemoryMeter, keep_freed_memory, load_libraries
-    from mpi4dl.runtime.patience import Patience
-    from mpi4dl.runtime.resuming import as_it_was_cut
-    from mpi4dl.runtime.texts import open_texts
-    from mpi4dl.runtime.visiting import stream_of
+    from mpi4dl.options import build
+    from mpi4dl.tasks.losses import classification_loss, token_loss
+    from mpi4dl.trainer.images import open_images
+    from mpi4dl.trainer.patience import Patience
+    from mpi4dl.trainer.resuming import as_it_was_cut
+    from mpi4dl.trainer.run import TrainingRun
+    from mpi4dl.trainer.texts import open_texts
+    from mpi4dl.trainer.visiting import stream_of
 
     with comm.together((ValueError,)):
         plan = build.build_plan(config)

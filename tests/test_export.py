@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.export import export, main
-from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT

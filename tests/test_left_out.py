@@ -9,7 +9,7 @@ from mpi4dl.datasets import Batch
 from mpi4dl.engine import Engine, Evaluation, StepResult
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.bad_images import BadImages
+from mpi4dl.trainer.bad_images import BadImages
 from tests.pool.ranks import Ranks
 from tests.training import Task, assert_close, batch_of, build, model_of, optimizer_of, tiles_of
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.forecast import dry_run
+from mpi4dl.options.config import parse
 from mpi4dl.plan import main, training_flags
-from mpi4dl.runtime import dry_run, images
-from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
+from mpi4dl.trainer import images
 from tests.commands import write_images
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import python

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mpi4dl.options.build import build_plan
+from mpi4dl.options.config import Config
+from mpi4dl.options.declare import parse_options
 from mpi4dl.plan import PlanConfig
-from mpi4dl.runtime.build import build_plan
-from mpi4dl.runtime.config import Config
-from mpi4dl.runtime.options import parse_options
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpi4dl import models
-from mpi4dl.runtime import build
-from mpi4dl.runtime.config import Config, parse
+from mpi4dl.options import build
+from mpi4dl.options.config import Config, parse
 from tests.pool.zygote import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*.toml"))

@@ -35,9 +35,9 @@ PHASES = {
     "reads": ("mpi4dl.datasets.loader", "Loader", "epoch", 1),
     "steps": ("mpi4dl.engine", "Engine", "step", 2),
     "updates": ("torch.optim", "SGD", "step", 2),
-    "saves": ("mpi4dl.runtime.checkpoint", "Checkpoints", "save", 1),
+    "saves": ("mpi4dl.checkpoints", "Checkpoints", "save", 1),
     "validates": ("mpi4dl.engine", "Engine", "evaluate", 1),
-    "ends": ("mpi4dl.runtime.folder", "RunFolder", "unlock", 1),
+    "ends": ("mpi4dl.trainer.folder", "RunFolder", "unlock", 1),
 }
 WAYS = {
     "raises": "raise RuntimeError('no such luck')",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.runtime.build import build_plan
-from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
-from mpi4dl.runtime.config import parse
+from mpi4dl.options.build import build_plan
+from mpi4dl.options.config import parse
 from mpi4dl.train import train
 from tests.commands import read_metrics, refusal
 from tests.interrupted import WEIGHTS, assert_the_same_run, flags_of
@@ -41,7 +41,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 from mpi4dl import train
 from mpi4dl.comm import world
-from mpi4dl.runtime.checkpoint import storage
+from mpi4dl.checkpoints import storage
 
 moment, rank, during = int(sys.argv.pop()), int(sys.argv.pop()), sys.argv.pop()
 left = moment if world().rank == rank else -1
@@ -65,7 +65,7 @@ train.main()
 FULL = """
 import resource, signal, threading
 from mpi4dl import engine, train
-from mpi4dl.runtime.checkpoint import writer
+from mpi4dl.checkpoints import writer
 
 write, step, ended = writer.Writing._run, engine.Engine.step, threading.Event()
 

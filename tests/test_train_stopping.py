@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation, StepResult
-from mpi4dl.runtime.checkpoint.manifest import checkpoints_in
 from mpi4dl.train import train
 from tests.interrupted import WEIGHTS, assert_the_same_run, flags_of
 from tests.pool.job import mpirun
@@ -21,7 +21,7 @@ from tests.pool.ranks import Ranks
 HEARS = """
 import time
 from mpi4dl import engine, train
-from mpi4dl.runtime.stopping import StopSignals
+from mpi4dl.trainer.stopping import StopSignals
 
 heard, remember, step = [], StopSignals._remember, engine.Engine.step
 

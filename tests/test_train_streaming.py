@@ -7,8 +7,8 @@ import pytest
 import tifffile
 
 from mpi4dl.comm import Communicator, Refusal, world
-from mpi4dl.runtime import build
-from mpi4dl.runtime.config import parse
+from mpi4dl.options import build
+from mpi4dl.options.config import parse
 from mpi4dl.train import train
 from tests.commands import losses_of, read_metrics
 from tests.interrupted import assert_the_same_run

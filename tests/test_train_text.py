@@ -15,8 +15,8 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.text import ByteTokenizer, TokenDataset, encode_corpus, find_documents, split_documents
 from mpi4dl.datasets.text.batches import TokenBatches
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.runtime import build
-from mpi4dl.runtime.config import parse
+from mpi4dl.options import build
+from mpi4dl.options.config import parse
 from mpi4dl.train import train
 from tests.commands import losses_of, read_metrics
 from tests.pool.ranks import Ranks

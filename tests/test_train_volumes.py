@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Tiling
+from mpi4dl.options import build
+from mpi4dl.options.config import parse
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime import build
-from mpi4dl.runtime.config import parse
 from mpi4dl.train import train
 from tests.commands import losses_of, truncate
 from tests.pool.ranks import Ranks

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
+from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
 from tests.parallel.replicas.test_trial import Clipping
 from tests.pool.ranks import Ranks
 from tests.training import assert_close

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
 from tests.pool.ranks import Ranks
 from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
 

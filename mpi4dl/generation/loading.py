@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mpi4dl.checkpoints.checkpoints import refusing
+from mpi4dl.checkpoints.manifest import MODEL, candidates_at
+from mpi4dl.checkpoints.saved import newest_whole
+from mpi4dl.checkpoints.storage import Reader
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.generation.batcher import Batcher
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.generation.precision import lower_weights
+from mpi4dl.options import build
+from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.parallel.pipeline.held import Held
-from mpi4dl.runtime import build
-from mpi4dl.runtime.checkpoint.checkpoints import refusing
-from mpi4dl.runtime.checkpoint.manifest import MODEL, candidates_at
-from mpi4dl.runtime.checkpoint.saved import newest_whole
-from mpi4dl.runtime.checkpoint.storage import Reader
-from mpi4dl.runtime.config import Config, ConfigError, parse
-from mpi4dl.runtime.texts import TOKENIZER
+from mpi4dl.trainer.texts import TOKENIZER
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine.batch import spread
 from mpi4dl.generation.cache import LayerCache, PagedStep, PageSizes
 from mpi4dl.generation.packing import ROWS_OF_PRODUCTS, Packed, TokenPortion, pack
 from mpi4dl.models.experts import Experts, Router
@@ -16,7 +17,6 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.runtime.batch import spread
 
 
 class PagedModel:

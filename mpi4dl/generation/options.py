@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mpi4dl.runtime.kinds import COUNT, choice, optional
-from mpi4dl.runtime.options import option
+from mpi4dl.options.declare import option
+from mpi4dl.options.kinds import COUNT, choice, optional
 
 if TYPE_CHECKING:
     from mpi4dl.parallel.plan import Plan

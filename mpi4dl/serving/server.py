@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from mpi4dl.comm.guard import Watchdog
 from mpi4dl.generation.batcher import Batcher
-from mpi4dl.runtime.stopping import StopSignals
 from mpi4dl.serving.front import Front
+from mpi4dl.trainer.stopping import StopSignals
 
 START_SECONDS, LOOK_SECONDS = 0.01, 0.1
 FEED_SECONDS = 1.0

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.curves import as_table, draw, parse, read
 from mpi4dl.models.gpt import GPT
-from mpi4dl.runtime.config import Config, to_toml
-from mpi4dl.runtime.config import parse as parse_config
+from mpi4dl.options.config import Config, to_toml
+from mpi4dl.options.config import parse as parse_config
 from tests.benchmarks.checks import assert_refused
 
 SIZES = "num_layers=2,hidden=16,num_heads=2"

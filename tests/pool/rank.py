@@ -21,9 +21,9 @@ from typing import Any, TextIO
 import torch
 from mpi4py import MPI
 
+from mpi4dl._memory import keep_freed_memory
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import Node
-from mpi4dl.runtime.memory import keep_freed_memory
 from tests.pool.ranks import Report, Request
 
 ORPHAN_SECONDS = 30.0

@@ -10,11 +10,11 @@ import httpx
 import openai
 
 from mpi4dl.datasets.text import ByteTokenizer
-from mpi4dl.runtime.stopping import StopSignals
 from mpi4dl.serving.app import make_app
 from mpi4dl.serving.front import Front, Limits
 from mpi4dl.serving.server import HttpThread, Timing, bind, url_of
 from mpi4dl.serving.statistics import ServingStatistics
+from mpi4dl.trainer.stopping import StopSignals
 from tests.serving.standin import StandIn
 
 CONTEXT = 64

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
@@ -13,7 +14,6 @@ from mpi4dl.parallel.pipeline.balance import count_bytes
 from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.memory import ActivationMeter
 from tests.pool.ranks import Ranks
 
 SIZE, BATCH_SIZE = (64, 64), 4

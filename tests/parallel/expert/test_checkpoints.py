@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.checkpoint import Checkpoints, save_model
-from mpi4dl.runtime.losses import token_loss
+from mpi4dl.tasks.losses import token_loss
 from tests.parallel.expert.test_training import (
     BATCH,
     LENGTH,

@@ -15,7 +15,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.losses import token_loss
+from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_learnt_alike
 

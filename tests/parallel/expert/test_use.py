@@ -11,8 +11,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.losses import classification_loss
-from mpi4dl.runtime.routing import ExpertUse, expert_use
+from mpi4dl.tasks.losses import classification_loss
+from mpi4dl.trainer.routing import ExpertUse, expert_use
 from tests.parallel.expert.test_training import optimizer_of
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_close

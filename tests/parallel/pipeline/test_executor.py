@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
-from mpi4dl.runtime.memory import ActivationMeter
 from tests.pool.ranks import Ranks
 from tests.training import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl import models
+from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.checkpoint.checkpoints import Checkpoints
 from tests.pool.ranks import Ranks
 from tests.training import EXACT, assert_learnt_alike
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.runtime.checkpoint import Checkpoints, save_model
 from tests.parallel.tensor.test_cut_parameters import HEADS, build
 from tests.parallel.tensor.test_training import LENGTH, ONE, STEPS, batches, engine_of, plainly, step
 from tests.pool.ranks import Ranks

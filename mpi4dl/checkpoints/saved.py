@@ -1,0 +1,151 @@
+"""A checkpoint that is there: whether it is whole, and what it holds, every field looked at before any is used."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpi4dl._files import read_regular
+from mpi4dl.checkpoints.foreseen import Foreseen
+from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER, STATE, read_manifest, step_of
+from mpi4dl.checkpoints.node import LARGEST, MOST, Damaged, Machine, Unreadable, parse
+from mpi4dl.checkpoints.plain import decode
+from mpi4dl.checkpoints.randomness import Randomness
+from mpi4dl.checkpoints.storage import Reader, StorageLayout, verify
+
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+
+
+class Saved:
+    """A checkpoint, opened for reading; its values are read when they are wanted, all else is here.
+
+    `ranks` are the random states of the ranks that wrote it, `foreseen` is what their norms had learned, `extra` what
+    the training loop wanted to be kept, and `groups` are the options of the optimizer's groups. Raises OSError, and
+    Damaged if it is not of one piece.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        state = parse(read_regular(path / STATE), STATE)
+        self.step = state.at("step").integer()
+        if step_of(path) not in (None, self.step):
+            raise Damaged(f"{STATE} is of step {self.step}")
+        self.plan = state.at("plan").text()
+        self.seed = state.at("seed").integer(-MOST - 1, LARGEST)
+        self.num_runs = state.at("num_runs").integer()
+        self.scaler = state.at("scaler").optional(_scaler)
+        optimizer = state.at("optimizer")
+        self.optimizer_class = optimizer.at("class").text()
+        self.groups = [_options(group) for group in optimizer.at("groups").items()]
+        self.extra = _options(state.at("extra"))
+        self.ranks = [Randomness(rank) for rank in state.at("ranks").items()]
+        self.foreseen = [Foreseen(rank.at("norms")) for rank in state.at("ranks").items()]
+        if not self.ranks:
+            raise state.at("ranks").wrong("the random states of at least one rank")
+        self.model = Reader(path / MODEL)
+        try:
+            self.optimizer = Reader(path / OPTIMIZER)
+        except BaseException:
+            self.model.close()
+            raise
+        try:
+            self._check_slots(optimizer.at("slots"))
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_slots(self, slots: Machine) -> None:
+        """The optimizer's values are those that were written, each of a value of the model."""
+        there, written = self.optimizer.layout.specs, slots.entries()
+        for key in (*written, *there):
+            if key not in there or key not in written:
+                raise Damaged(f"{OPTIMIZER} has {'no ' if key in written else ''}{key!r}, unlike what {STATE} says")
+            if written[key].plain != [there[key].name, *there[key].shape]:
+                raise Damaged(f"{OPTIMIZER} has {key!r} as {there[key]}, unlike what {STATE} says")
+            if key.partition("/")[2] not in self.model.layout.specs:
+                raise Damaged(f"{OPTIMIZER} has {key!r}, which is of no value of the model")
+
+    def __enter__(self) -> "Saved":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.model.close()
+        self.optimizer.close()
+
+
+def slots_of(layout: StorageLayout) -> dict[str, list[Any]]:
+    """What state.json says of the optimizer's values: dtype and shape of each."""
+    return {key: [spec.name, *spec.shape] for key, spec in layout.specs.items()}
+
+
+def _scaler(node: Machine) -> tuple[float, int]:
+    """The scale of an fp16 loss, and the steps since it was changed."""
+    scale = node.at("scale").number()
+    if not scale > 0:
+        raise node.at("scale").wrong("a number greater than 0")
+    return scale, node.at("finite_steps").integer()
+
+
+def _options(node: Machine) -> dict[str, Any]:
+    found = decode(node)
+    if not isinstance(found, dict):
+        raise node.wrong("a dict")
+    return found
+
+
+def check(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Look at all of a checkpoint but the checksums, and at part number `part` of those out of `parts`.
+
+    Raises Damaged unless it is whole, and Unreadable where that cannot be seen.
+    """
+    try:
+        manifest = read_manifest(path)
+        for name, written in manifest.items():
+            if not (path / name).is_file():
+                raise Damaged(f"{name} is missing")
+            size = (path / name).stat().st_size
+            if size != written.size:
+                raise Damaged(f"{name} has {size:,} bytes instead of {written.size:,}")
+        for name, written in manifest.items():
+            verify(path / name, written.ranges[part::parts])
+        Saved(path).close()
+    except OSError as error:
+        where = "" if error.filename is None else f"{Path(error.filename).name}: "
+        raise Unreadable(f"{where}{error.strerror or error}") from None
+
+
+def newest_whole(candidates: Sequence[Path], comm: "Communicator | None" = None) -> tuple[Path | None, list[str]]:
+    """The first of these checkpoints that is whole, and what is wrong with those before it. Collective over `comm`.
+
+    Each rank of `comm` verifies a share of every checkpoint; `candidates` of rank 0 count.
+
+    Raises:
+        Unreadable: the first of them that is not damaged cannot be read, which says nothing against it; on all ranks.
+    """
+    skipped: list[str] = []
+    for path in candidates if comm is None else comm.broadcast_object(list(candidates)):
+        try:
+            require_whole(path, comm)
+        except Damaged as damaged:
+            skipped.append(str(damaged))
+            continue
+        return path, skipped
+    return None, skipped
+
+
+def require_whole(path: Path, comm: "Communicator | None" = None) -> None:
+    """Raise Damaged unless a checkpoint is whole, or Unreadable, with its path, on all ranks alike. Collective."""
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    mine: ValueError | None = None
+    try:
+        check(path, rank, size)
+    except (Damaged, Unreadable) as found:
+        mine = found
+    problems = [mine] if comm is None else comm.all_gather_object(mine)
+    for kind, rule in ((Unreadable, "; nothing was changed: mend that, or name another checkpoint"), (Damaged, "")):
+        for problem in problems:
+            if isinstance(problem, kind):
+                raise kind(f"{path}: {problem}{rule}")

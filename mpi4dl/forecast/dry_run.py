@@ -1,0 +1,161 @@
+"""What training would take, said without training: parameters, activations, messages, the timeline."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpi4dl._wording import counted
+from mpi4dl.engine.precision import AUTOCAST
+from mpi4dl.forecast.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
+from mpi4dl.forecast.outlook import Forecaster
+from mpi4dl.forecast.overview import Overview, overview, samples_in_words, samples_of
+from mpi4dl.options.build import bag_options, build_model, build_optimizer, engine_options, tensor_styles
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.inputs import batch_shape
+from mpi4dl.parallel.pipeline.split import outline
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.choice import Wanted
+from mpi4dl.parallel.tensor.cutting import with_cuts
+from mpi4dl.tasks.losses import require_logits
+
+
+def title(config: Config, engine: Any) -> str:
+    """What is trained, and how, in one line."""
+    shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
+    return (
+        f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
+        f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
+        f"{engine.device.type}"
+    )
+
+
+def batch_of(config: Config, channels: int) -> tuple[int, ...]:
+    """The shape of a batch of images of so many channels, or of tokens, which have none."""
+    return batch_shape(config.data.batch_size, channels, config.data.image_size)
+
+
+def without_effect(config: Config, engine: Any) -> list[str]:
+    """What to say of options that were given and change nothing here."""
+    chosen, plan = config.parallel, engine.plan
+    shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
+    found = []
+    if chosen.offload == "cpu" and engine.device.type == "cpu":
+        found.append("--offload cpu has no effect: the model is on the CPU itself; --offload disk saves memory there")
+    if chosen.zero and not shared:
+        found.append(
+            f"--zero {chosen.zero} has no effect: no two ranks hold the same weights; --data and --tiles make such"
+        )
+    if chosen.zero and shared and chosen.allreduce != "auto":
+        found.append(f"--allreduce {chosen.allreduce} has no effect: --zero {chosen.zero} shares gradients out instead")
+    if chosen.balance != "auto" and plan.num_stages == 1:
+        found.append("--balance has no effect: the model is in one stage; --stages says in how many")
+    return found
+
+
+def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> Overview:
+    """What training by this configuration would be; `options` are others of `overview`.
+
+    Of patches it is one visit: an image that has just so many of them for each rank.
+    """
+    chosen = engine_options(config)
+    shown, bags = config, bag_options(config, plan)
+    if bags is not None:
+        rows, cols = plan.shape(0).space
+        patch = config.model.patches or 1
+        visit = replace(
+            config.data, image_size=(rows * patch, cols * patch * bags.at_once), batch_size=plan.shape(0).batch
+        )
+        shown = replace(config, data=visit, model=replace(config.model, min_tissue=0.0))
+        options["stream"] = None
+    found = overview(
+        config.model.model,
+        lambda: build_model(shown, num_classes, channels),
+        plan,
+        batch_of(shown, channels),
+        optimizer=partial(build_optimizer, config),
+        accept=require_logits if config.data.text is None else lambda outputs: None,
+        allocator=allocator_of(config, str(options.get("device", "cpu"))),
+        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        styles=tensor_styles(config),
+        **options,
+    )
+    if bags is None:
+        return found
+    remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
+    return replace(found, image=batch_of(config, channels), remark=remark)
+
+
+def allocator_of(config: Config, device: str) -> Allocator:
+    """Who gives out memory there, as the flags choose it."""
+    if device.startswith("cuda"):
+        return OF_TENSORS
+    return HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
+
+
+def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
+    """Raise ValueError if a model in one stage calls what has no rule, on tiles or a batch that ranks share.
+
+    A model in several stages is not looked at: which of its stages share what is known to their ranks.
+    """
+    if plan.num_stages > 1 or plan.is_plain(0) or config.model.patches is not None:
+        return
+    batch = batch_of(config, channels)
+    try:
+        model = outline(lambda: build_model(config, num_classes, channels)).train()
+        cuts = planned_cuts(model, plan, tensor_styles(config))
+        spatial.require_rules(
+            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)
+        )
+    except (spatial.NoRule, ValueError) as problem:
+        raise ValueError(f"--model {config.model.model}: {problem}") from problem
+
+
+def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
+    """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
+    held = engine.held
+    clockwork, balance = Clockwork.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
+    found = look_ahead(
+        config, held.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=held.stream
+    )
+    yield title(config, engine)
+    if engine.plan.num_stages == 1 and config.model.patches is None:
+        model = held.modules_of[0]
+        if held.cutting:  # of which the rank has no more than its part
+            model = outline(lambda: build_model(config, num_classes, channels))
+        try:
+            as_held = partial(with_cuts, cutting=held.cutting)
+            yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
+        except spatial.NoRule as problem:
+            raise ValueError(f"--model {config.model.model}: {problem}") from problem
+        yield from (*found.sums(), *found.streaming(), *found.memory())
+    elif config.model.patches is not None:
+        yield from (*found.streaming(), *found.memory())
+    else:
+        yield from (*found.stages(), *found.sums(), *found.images())
+        yield from (*found.streaming(), *found.memory(), *found.ranks())
+
+
+def build_forecaster(
+    config: Config, num_classes: int, channels: int, clockwork: Clockwork, device: torch.device
+) -> Forecaster:
+    """What foresees plans of this configuration. Raises ValueError where they are not of whole images."""
+    if config.model.patches is not None:
+        raise ConfigError(f"plans are searched for models that see whole images, not --patches {config.model.patches}")
+    chosen = engine_options(config)
+    return Forecaster(
+        lambda: build_model(config, num_classes, channels),
+        batch_of(config, channels),
+        clockwork,
+        device,
+        partial(build_optimizer, config),
+        allocator_of(config, device.type),
+        AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
+        tensor_styles(config),
+    )

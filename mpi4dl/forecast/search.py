@@ -1,0 +1,123 @@
+"""Which plan trains most samples a second on so many ranks, of those that fit into their memory: all are simulated.
+
+candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor x experts, but for what is pointless
+search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from mpi4dl.forecast.outlook import Forecaster, Outlook
+from mpi4dl.parallel.inputs import space_of
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
+
+MOST_STAGES = 8
+MOST_MICROBATCHES = 16
+CHUNKS = 2
+COUNTED_SAMPLES = 2  # batch norm of a single value is refused
+TIMING_SECONDS = 40.0  # for all shapes of tiles together
+LEAST_SECONDS = 0.4  # for one of them
+BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
+
+
+def candidates(
+    num_ranks: int, num_atoms: int, image: Sequence[int], degrees: Iterable[Degrees] = (Degrees(),)
+) -> Iterator[Plan]:
+    """The plans for so many ranks and batches of this shape, (N, C, H, W), or (N, T) of tokens.
+
+    `degrees` are by how many ranks the parameters of layers, and experts, can be shared.
+
+    Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
+    1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
+    """
+    batch_size, size = image[0], space_of(image)
+    powers = [m for m in map(lambda e: 2**e, range(10)) if m <= min(batch_size, MOST_MICROBATCHES)]
+    for tensor, experts, _ in degrees:
+        each, rest = divmod(num_ranks, tensor * experts)
+        for data in _divisors(each) if rest == 0 else ():
+            for places in _places(each // data, min(num_atoms, MOST_STAGES), len(size)):
+                for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
+                    with suppress(ValueError):
+                        plan = Plan(places, data=data, tensor=tensor, experts=experts, **options)  # type: ignore[arg-type]
+                        if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
+                            yield plan
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Grids of the stages of one replica: the first few on many tiles, the others on fewer."""
+    for stages in range(1, min(num_ranks, most_stages) + 1):
+        seen = set()
+        for first in range(1, stages + 1):
+            for few in range(1, num_ranks // stages + 1):
+                many, rest = divmod(num_ranks - few * (stages - first), first)
+                numbers = (many,) * first + (few,) * (stages - first)
+                if rest == 0 and many >= few and numbers not in seen:
+                    seen.add(numbers)
+                    yield tuple(_grid(number, dims) for number in numbers)
+
+
+def _grid(number: int, dims: int) -> tuple[int, ...]:
+    """So many tiles, as square as can be; of volumes the depth stays whole, of sequences there is but one way."""
+    if dims == 1:
+        return (number,)
+    rows = max(n for n in _divisors(number) if n * n <= number)
+    return (*(1,) * (dims - 2), rows, number // rows)
+
+
+def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, object]]:
+    found: list[dict[str, object]] = [{}]
+    if stages > 1:
+        found.append({"bidirectional": 1})
+    if stages > 1 and microbatches > 1:
+        found.append({"schedule": "zero-bubble"})
+        if CHUNKS * stages <= num_atoms:
+            found.append({"schedule": "interleaved", "chunks": CHUNKS})
+    yield from ({"microbatches": microbatches, **each} for each in found)
+
+
+def degrees_of(
+    model: nn.Module, num_ranks: int, ranks_per_node: int, styles: Styles | None = None
+) -> Iterator[Degrees]:
+    """By how many of so many ranks a model's parameters can be shared, if they are on one node, and its experts."""
+    for tensor in _divisors(ranks_per_node):
+        for experts in _divisors(num_ranks // tensor):
+            degrees = Degrees(tensor, experts)
+            with suppress(ValueError):  # no table for such models, too few heads, or no experts
+                cutting_of(model, styles, degrees)
+                yield degrees
+
+
+class Ranking(NamedTuple):
+    """The plans that fit, the best first, and how many were looked at."""
+
+    best: tuple[Outlook, ...]
+    num_plans: int
+    num_too_large: int
+    smallest: Outlook
+
+
+def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = float("inf")) -> Ranking:
+    """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
+    asked = list(plans)
+    shapes = {site for plan in asked for site in forecaster.sites(plan)}
+    seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
+    forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
+    found = []
+    for plan in asked:
+        with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
+            found.append(forecaster.outlook(plan, most_bytes))
+    if not found:
+        raise ValueError("no plan is for so many ranks and such batches: raise --batch-size, or choose fewer --ranks")
+    fitting = sorted(
+        (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
+    )
+    return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))

@@ -1,0 +1,219 @@
+"""Options as dataclass fields: each is at once a flag, a key of a TOML file, a line of the help, and a check.
+
+A section is a frozen dataclass whose fields are made by `option`, a config is a frozen dataclass of sections, and the
+functions here work on any such config. The name of an option is unique over all sections.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+from mpi4dl._files import read_regular
+from mpi4dl.options.kinds import BOOLEAN, Kind, dump
+
+T = TypeVar("T")
+
+CLOSE = 0.75  # of 1 for equal names: a slip of the pen, not another word
+
+
+class ConfigError(ValueError):
+    """What the user asked for cannot be done; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, as declared; `per_rank` ones may differ from rank to rank, `flag_only` ones are no key of a file."""
+
+    name: str
+    section: str
+    default: Any
+    help: str
+    kind: Kind
+    per_rank: bool
+    flag_only: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_shown(self) -> str:
+        raw = self.kind.raw(self.default)
+        return raw if isinstance(raw, str) and raw else dump(raw)
+
+
+def option(default: Any, help: str, kind: Kind, *, per_rank: bool = False, flag_only: bool = False) -> Any:
+    """Declare a field of a section."""
+    metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def options_of(config_type: type) -> dict[str, Option]:
+    """All options of a config by name, in the order of their declaration."""
+    options: dict[str, Option] = {}
+    for section, section_type in get_type_hints(config_type).items():
+        for leaf in fields(section_type):
+            assert leaf.name not in options, f"{leaf.name} is declared twice"
+            default = leaf.default if leaf.default_factory is MISSING else leaf.default_factory()
+            options[leaf.name] = Option(leaf.name, section, default, **leaf.metadata)
+    return options
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists every flag")
+
+
+def _parser(config_type: type, usage: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="read options from a TOML file; flags override it")
+    groups: dict[str, Any] = {}
+    for item in options_of(config_type).values():
+        if item.section not in groups:
+            groups[item.section] = parser.add_argument_group(item.section)
+        text = f"{item.help} (default: {item.default_shown})".replace("%", "%%")
+        if item.kind is BOOLEAN:
+            groups[item.section].add_argument(item.flag, help=text, action=argparse.BooleanOptionalAction)
+        else:
+            groups[item.section].add_argument(item.flag, help=text, metavar=item.kind.metavar)
+    return parser
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: `; did you mean ...?`, or nothing where no known name is close.
+
+    Dashes in front are no part of a name: all flags have them.
+    """
+    candidates = {candidate.lower().lstrip("-"): candidate for candidate in known}
+    wanted = name.lower().lstrip("-")
+    close = [candidates[match] for match in difflib.get_close_matches(wanted, candidates, n=1, cutoff=CLOSE)]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _refuse_unknown_argument(argument: str, options: dict[str, Option]) -> NoReturn:
+    name = argument.split("=")[0]
+    if not name.startswith("-"):
+        raise ConfigError(f"the argument {argument!r} belongs to no flag; values follow their flag, as in --epochs 3")
+    flags = ["--help", "--config"]
+    for item in options.values():
+        flags += [item.flag, item.flag.replace("--", "--no-", 1)] if item.kind is BOOLEAN else [item.flag]
+    raise ConfigError(f"there is no flag {name}{nearest(name, flags) or '; --help lists every flag'}")
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _shown(value: Any) -> str:
+    return dump(value) if isinstance(value, bool | int | float | str | list | dict) else str(value)
+
+
+def _value_from_flag(item: Option, given: Any) -> Any:
+    try:
+        return item.kind.check(item.kind.read(given) if isinstance(given, str) else given)
+    except ValueError:
+        raise ConfigError(f"{item.flag} is {given!r}, but must be {item.kind.wanted}") from None
+
+
+def _value_from_file(item: Option, raw: Any, file: str) -> Any:
+    try:
+        return item.kind.check(raw)
+    except ValueError:
+        found = f"{_shown(raw)} ({_type_name(raw)})"
+        message = f"{file}: {item.name} in [{item.section}] is {found}, but must be {item.kind.wanted}"
+        raise ConfigError(message) from None
+
+
+def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(read_regular(Path(path)).decode())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    allowed = {name: item for name, item in options.items() if not item.flag_only}
+    sections = list(dict.fromkeys(item.section for item in options.values()))
+    values: dict[str, Any] = {}
+    for section, table in tables.items():
+        if section not in sections:
+            if section in allowed and not isinstance(table, dict):
+                raise ConfigError(f"{path}: the key {section} belongs in the section [{allowed[section].section}]")
+            hint = nearest(section, sections) or f"; the sections are {', '.join(sections)}"
+            raise ConfigError(f"{path}: there is no section [{section}]{hint}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
+        for name, raw in table.items():
+            if name in allowed and allowed[name].section == section:
+                values[name] = _value_from_file(allowed[name], raw, path)
+            elif name in allowed:
+                raise ConfigError(f"{path}: the key {name} belongs in [{allowed[name].section}], not [{section}]")
+            elif name in options:
+                raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
+            else:
+                raise ConfigError(f"{path}: there is no key {name} in [{section}]{nearest(name, allowed)}")
+    return values
+
+
+def parse_options(config_type: type[T], argv: Sequence[str], usage: str, description: str) -> T:
+    """Defaults, overridden by the file that `--config` names, overridden by flags.
+
+    Raises ConfigError for whatever is unknown, of the wrong type, or out of range. Only `--help` exits.
+    """
+    options = options_of(config_type)
+    given, unknown = _parser(config_type, usage, description).parse_known_args(list(argv))
+    if unknown:
+        _refuse_unknown_argument(unknown[0], options)
+    flags = vars(given)
+    file = flags.pop("config", None)
+    values = {} if file is None else _values_from_file(file, options)
+    values |= {name: _value_from_flag(options[name], text) for name, text in flags.items()}
+    sections = {}
+    for section, section_type in get_type_hints(config_type).items():
+        sections[section] = section_type(**{n: v for n, v in values.items() if options[n].section == section})
+    return config_type(**sections)
+
+
+def to_toml(config: Any) -> str:
+    """Write every option but the `flag_only` ones, section by section; reading it back gives the same values."""
+    lines: list[str] = []
+    section = ""
+    for item in options_of(type(config)).values():
+        if item.section != section:
+            lines += [""] * bool(lines) + [f"[{item.section}]"]
+            section = item.section
+        if not item.flag_only:
+            lines.append(f"{item.name} = {dump(item.kind.raw(getattr(getattr(config, section), item.name)))}")
+    return "\n".join(lines) + "\n"
+
+
+def with_options(config: T, values: Mapping[str, str]) -> T:
+    """The config with other values for the options of these flags, as `shared_options` gives them.
+
+    Raises ConfigError for what no such option can be.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for item in options_of(type(config)).values():
+        if item.flag in values:
+            try:
+                value = item.kind.check(tomllib.loads(f"value = {values[item.flag]}")["value"])
+            except (ValueError, RecursionError):
+                raise ConfigError(f"{item.flag} is {values[item.flag]!r}, but must be {item.kind.wanted}") from None
+            sections.setdefault(item.section, {})[item.name] = value
+    changed = {name: replace(getattr(config, name), **found) for name, found in sections.items()}
+    return replace(config, **changed)  # type: ignore[type-var]
+
+
+def shared_options(config: Any) -> dict[str, str]:
+    """Every option that all ranks must agree on, by its flag, as it would be written."""
+    return {
+        item.flag: dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))
+        for item in options_of(type(config)).values()
+        if not item.per_rank
+    }

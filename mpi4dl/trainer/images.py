@@ -1,0 +1,230 @@
+"""The images of a run: listed by rank 0 for all, seen alike by all ranks, and described to the reader."""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4dl import datasets
+from mpi4dl._wording import counted
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.arrays import ArrayDataset
+from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.layout import parts
+from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.view import Fit
+from mpi4dl.geometry import Box
+from mpi4dl.options.build import build_datasets, build_views, number_of_classes
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.trainer.image_lists import ImageLists
+
+LOOKED_AT = 8
+MOST_CLASSES = 20
+# What Pillow takes for a slide rather than a picture begins here too: 8192 x 8192 px.
+SLIDE_PIXELS = 1 << 26
+
+Pair = tuple[Named, Named]
+BoxesOf = Callable[[int], Sequence[Box]]
+
+
+class Images(NamedTuple):
+    """What is trained on and validated with, how it is brought to the image size, and what there is to say of it."""
+
+    training: Named
+    validation: Named
+    fit: Fit
+    remarks: tuple[str, ...]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.training.classes
+
+    @property
+    def channels(self) -> int:
+        return self.training.channels
+
+    def number_of_classes(self, config: Config) -> int:
+        """What was asked for, or else as many as there are. Raises ConfigError if that is too few."""
+        return number_of_classes(config, self.classes)
+
+    def bits_per_byte(self, loss: float) -> None:
+        """Images are no text."""
+
+    def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
+        """What reads the boxes of a rank of both; they report what they cannot read. Raises ValueError as Loader."""
+        views, data = build_views(config, self.training.channels, self.fit), config.data
+        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
+        common |= {"on_bad_image": "report", "lazy": config.visits}
+        return (
+            Loader(self.training, views[0], data.batch_size, training, shuffle=True, drop_last=True, **common),
+            Loader(self.validation, views[1], data.batch_size, validation, **common),
+        )
+
+    def record(self, comm: Communicator, folder: Path) -> None:
+        """Keep the lists in the folder of a run. Collective. Raises Refusal on all ranks if they cannot be written."""
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                ImageLists.of(self.training, self.validation, self.fit).write(folder)
+
+
+def open_images(comm: Communicator, config: Config) -> Images:
+    """The images that a configuration names, the same on all ranks. Collective.
+
+    Raises Refusal on all ranks if there are none such, or if a rank sees other files than rank 0.
+    """
+    recorded = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            recorded = ImageLists.before(config)
+    known = None if recorded is None else recorded.validating()
+    training, validation = shared(comm, lambda: build_datasets(config, known))
+    described = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            described = _describe(config, training, validation, recorded)
+    fit, remarks = comm.broadcast_object(described)
+    return Images(training, validation, fit, remarks)
+
+
+def open_alone(config: Config) -> Images:
+    """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
+    training, validation = build_datasets(config)
+    fit, remarks = _describe(config, training, validation, None)
+    return Images(training, validation, fit, remarks)
+
+
+def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:
+    """`mpi4dl.datasets.open` for all ranks of a job, which then have the same images. Collective; raises Refusal."""
+    return shared(comm, lambda: datasets.open(source, **options))
+
+
+def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
+    """The training and validation images that `open_pair` finds on rank 0, on all ranks. Collective.
+
+    Files are listed once, and each rank takes the print of some, by which all know them again. What is in memory is
+    read by each rank, and compared.
+    """
+    kinds = (datasets.DatasetError, OSError)
+    pair: Pair | None = None
+    with comm.together(kinds):
+        if comm.rank == 0:
+            pair = open_pair()
+    if comm.size == 1:
+        assert pair is not None
+        return pair
+    found = comm.broadcast_object(None if pair is None or _arrays(pair) else pair)
+    with comm.together(kinds):
+        pair = pair or found or open_pair()
+    assert pair is not None
+    who = f"on rank {comm.rank} ({platform.node()})"
+    digests = comm.broadcast_object([array.digest() for array in _arrays(pair)])
+    with comm.together(kinds):
+        if [array.digest() for array in _arrays(pair)] != digests:
+            raise datasets.DatasetError(f"the images {who} are not those of rank 0: all ranks must see the same files")
+    for folder in _folders(pair):
+        with comm.together(kinds):
+            mine = folder.prints(slice(comm.rank, None, comm.size), who)
+        prints: list[int | None] = [None] * len(folder)
+        for rank, theirs in enumerate(comm.all_gather_object(mine)):
+            prints[rank :: comm.size] = theirs
+        folder.expect(prints)
+    return pair
+
+
+def _wholes(pair: Pair) -> list[Any]:
+    """The datasets that the two are parts of, each once."""
+    wholes = [dataset.whole if isinstance(dataset, Subset) else dataset for dataset in pair]
+    return wholes[:1] if wholes[0] is wholes[1] else wholes
+
+
+def _arrays(pair: Pair) -> list[ArrayDataset]:
+    return [whole for whole in _wholes(pair) if isinstance(whole, ArrayDataset)]
+
+
+def _folders(pair: Pair) -> list[ImageFolder]:
+    return [whole for whole in _wholes(pair) if isinstance(whole, ImageFolder)]
+
+
+def _describe(
+    config: Config, training: Named, validation: Named, recorded: ImageLists | None
+) -> tuple[Fit, tuple[str, ...]]:
+    sizes = list(_sizes(training))
+    fit = _fit(config.data.fit, sizes, recorded)
+    remarks = [_classes(training, validation), *_folders_read(config.data.images)]
+    remarks.append(_shown(config, fit, sizes, len(training)))
+    if recorded is not None:
+        remarks += recorded.changes(ImageLists.of(training, validation, fit))
+    return fit, tuple(datasets.printable(remark) for remark in remarks)
+
+
+def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
+    """The sizes of some images, from the first to the last; of those that can be read."""
+    count = min(LOOKED_AT, len(dataset))
+    for number in range(count):
+        try:
+            image = dataset.image(number * (len(dataset) - 1) // max(1, count - 1))
+        except datasets.BadImage:
+            continue
+        yield image.size
+
+
+def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | None) -> Fit:
+    """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
+    if asked != "auto":
+        return "crop" if asked == "crop" else "resize"
+    if recorded is not None:
+        return recorded.fit
+    slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
+    if any(slides) and not all(slides):
+        raise ConfigError(
+            f"--fit auto cannot choose for images of {_range(sizes)} px: say --fit resize, or --fit crop for windows "
+            "of the image size"
+        )
+    return "crop" if any(slides) else "resize"
+
+
+def _classes(training: Named, validation: Named) -> str:
+    counts = [[0, 0] for _ in training.classes]
+    for part, dataset in enumerate((training, validation)):
+        for index in range(len(dataset)):
+            counts[dataset.label(index)][part] += 1
+    shown = [f"{name} ({a} + {b})" for name, (a, b) in zip(training.classes, counts, strict=True)][:MOST_CLASSES]
+    if len(counts) > MOST_CLASSES:
+        shown.append(f"... and {len(counts) - MOST_CLASSES} more")
+    return (
+        f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with, in "
+        f"{counted(len(counts), 'class', 'classes')}: {', '.join(shown)}"
+    )
+
+
+def _folders_read(source: str) -> list[str]:
+    path = Path(source).expanduser()
+    found = parts(path) if path.is_dir() and not (path / "batches.meta").exists() else None
+    if found is None:
+        return []
+    unused = f"; {', '.join(found.unused)} beside them not read" if found.unused else ""
+    return [f"trained on {path / found.training}, validated with {path / found.validation}{unused}"]
+
+
+def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: int) -> str:
+    """How images are brought to the image size, in words."""
+    size = config.data.image_size
+    frame = "x".join(map(str, size))
+    what = f"images of {_range(sizes)} px" if sizes else "images"
+    if count > LOOKED_AT:
+        what += f" ({len(sizes)} of {count} looked at)"
+    if sizes and set(sizes) == {size} and not (fit == "resize" and config.data.random_crop):
+        return f"{what} are shown as they are"
+    if fit == "resize":
+        crops = " from random crops, validated whole" if config.data.random_crop else ""
+        return f"{what} are resized to {frame}{crops}; --fit crop would show windows of that size"
+    smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
+    padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
+    return f"{what} are cropped to {frame} at random{padded}; validated on the centre"
+
+
+def _range(sizes: Sequence[tuple[int, ...]]) -> str:
+    least, most = min(sizes, key=prod), max(sizes, key=prod)
+    return "x".join(map(str, least)) + ("" if least == most else " to " + "x".join(map(str, most)))

@@ -1,0 +1,335 @@
+"""A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._memory import MemoryMeter
+from mpi4dl._wording import counted
+from mpi4dl.checkpoints import Checkpoints, load, save_model
+from mpi4dl.checkpoints.manifest import CHECKPOINTS
+from mpi4dl.checkpoints.randomness import put_back
+from mpi4dl.engine import Engine, Evaluation, NotFinite
+from mpi4dl.forecast.dry_run import explain, title, without_effect
+from mpi4dl.forecast.forecast import Forecast, WorkMeter, compared
+from mpi4dl.geometry import Box
+from mpi4dl.options.build import Schedule, number_of_steps
+from mpi4dl.options.config import Config
+from mpi4dl.trainer import resuming
+from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
+from mpi4dl.trainer.images import Images
+from mpi4dl.trainer.interval import LogInterval
+from mpi4dl.trainer.news import News
+from mpi4dl.trainer.patience import Patience
+from mpi4dl.trainer.reading import Divided, Reading
+from mpi4dl.trainer.report import Reporter, ValidationReport, summary
+from mpi4dl.trainer.resuming import options_to_compare
+from mpi4dl.trainer.routing import expert_use
+from mpi4dl.trainer.samples import show_samples
+from mpi4dl.trainer.stopping import Stopped, StopSignals
+from mpi4dl.trainer.texts import Texts
+from mpi4dl.trainer.writing import continued
+
+
+class TrainingRun:
+    """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
+
+    `epoch` counts those that are complete, `batch` the batches of the present one that were used. `due`: what comes
+    behind an epoch, such as its validation, is still to be done; a run that goes on begins with that.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        schedule: Schedule,
+        images: Images | Texts,
+        num_classes: int,
+        patience: Patience,
+        meter: MemoryMeter,
+    ) -> None:
+        self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
+        self.num_classes, self.patience, self.meter = num_classes, patience, meter
+        self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
+        self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
+        self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
+        self.num_steps = number_of_steps(config, len(self.training))
+        schedule.require(self.num_steps)
+        self.options = options_to_compare(config, len(images.training), engine.held.counts)
+        self.epoch, self.batch, self.due = 0, 0, False
+        self.interval = self.new_interval()
+        self.mixed = any(name.endswith(".router.weight") for name in engine.held.shapes)
+        self.work = WorkMeter(engine.comm.node)
+        self.evaluation: Evaluation | None = None
+        self.reporter: Any = None
+        self.folder: Any = None
+        self.checkpoints: Any = None
+        self.signals: Any = None
+        self.closing: Any = None
+        self.argv: Sequence[str] = ()
+
+    def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
+        """Which boxes this rank reads of a batch."""
+        return [read.box for read in self.engine.reads(num_samples, self.size, training)]
+
+    def explain(self) -> None:
+        """Say what training would take. Nothing is trained."""
+        with self.comm.together((ValueError,)):
+            if self.comm.rank == 0:
+                found = explain(self.config, self.engine, self.num_classes, self.channels)
+                print("\n".join((*found, *self.images.remarks)))
+                print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
+
+    def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
+        """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
+        comm, config, self.closing, self.argv = self.comm, self.config, closing, argv
+        origin = resuming.find_origin(comm, config)
+        self.folder = origin.folder
+        closing.callback(self.folder.unlock)
+        if origin.in_place:
+            resuming.lock(comm, origin)
+            self.open_checkpoints()
+        source, remarks = resuming.choose(comm, origin, self.checkpoints)
+        metrics_bytes = 0 if source is None else self.go_on(source, remarks)
+        resuming.record(origin, self.engine.num_steps, self.config, comm, argv)
+        if self.checkpoints is None and config.run.save_every != "none":
+            self.open_checkpoints()
+        self.images.record(comm, self.folder.path)
+        closing.enter_context(self.folder.rank_log(comm.rank))
+        self.signals = closing.enter_context(StopSignals())
+        if comm.rank == 0:
+            if origin.in_place:
+                self.folder.cut_metrics(metrics_bytes)
+            first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
+            reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
+            self.reporter = closing.enter_context(reporter)
+            self.engine.executor.progress = self.progress
+        streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
+        said = (*self.images.remarks, *without_effect(config, self.engine), *filter(None, streamed), *remarks)
+        for line in (title(config, self.engine), *said):
+            self.say(line)
+
+    def open_checkpoints(self) -> None:
+        checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep)
+        self.checkpoints = self.closing.enter_context(checkpoints)
+
+    def go_on(self, source: Path, remarks: list[str]) -> int:
+        """Take everything from a checkpoint; returns how much of metrics.jsonl had been written by then."""
+        there = resuming.Progress.at(source)
+        more = resuming.compare(source, there, self.options)
+        self.config = resuming.with_its_own(self.config, source, there)
+        resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
+        load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
+        self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
+        self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT}
+        self.interval.losses = there.losses
+        self.bad_images.known |= set(there.skipped)
+        self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
+        if self.schedule.scheduler is not None:
+            self.schedule.scheduler.load_state_dict(there.scheduler)
+        self.schedule.require(self.num_steps)
+        remarks += [f"goes on from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
+        return there.metrics_bytes
+
+    def state(self) -> dict[str, Any]:
+        """What `go_on` needs, beside the engine's state."""
+        scheduler = self.schedule.scheduler
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "due": self.due,
+            "losses": self.interval.losses,
+            "skipped": sorted(self.bad_images.known),
+            "evaluation": self.evaluation and asdict(self.evaluation),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "metrics_bytes": self.folder.metrics_bytes,
+            "options": self.options,
+        }
+
+    def save(self) -> None:
+        self.patience.begin("saving")
+        if self.checkpoints is None:
+            self.open_checkpoints()
+        self.checkpoints.save(self.engine, self.state())
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due that --save-every counts in steps."""
+        every = self.config.run.save_every
+        return isinstance(every, int) and step % every == 0
+
+    @property
+    def finished(self) -> bool:
+        return self.engine.num_steps >= self.num_steps
+
+    def progress(self, doing: str) -> None:
+        """A sign of life, and what the step is doing, if that is said."""
+        self.patience.feed()
+        if doing:
+            self.reporter.working(f"step {self.engine.num_steps + 1}: {doing}")
+
+    def say(self, line: str) -> None:
+        if self.reporter is not None:
+            self.reporter.say(line)
+
+    def all_epochs(self) -> None:
+        """Train, save, validate; keep the weights at the end."""
+        began, epochs = time.perf_counter(), self.config.training.epochs
+        try:
+            while self.due or (self.epoch < epochs and (self.batch or not self.finished)):
+                self.one_epoch()
+        except Stopped:
+            self.say(f"stopped by {self.signals.caught or 'a signal'} at step {self.save_now()}")
+            return
+        self.patience.begin("end")
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes)
+        self.write()
+        found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
+        self.compare()
+        self.say(f"done: {found}; see {self.folder.path}")
+
+    def write(self) -> None:
+        """Print what the model goes on with, if it is to. Collective."""
+        data = self.config.data
+        if isinstance(self.images, Texts) and data.prompt is not None:
+            self.patience.begin("writing")
+            tokenizer, seed = self.images.tokenizer, self.config.training.seed
+            with put_back(self.engine.executor):
+                text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
+            self.say(f"what the model goes on with after {data.prompt!r}:\n{text}")
+
+    def compare(self) -> None:
+        """Say of a plan of several stages how the work of each rank was foreseen, and how it was. Collective."""
+        held, plan = self.engine.held, self.engine.plan
+        of_ranks = self.comm.all_gather_object(self.work.worked)
+        if held.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
+            return  # of a GPU, whose work the host does not wait for, it would say nothing
+        forecast = Forecast.of(plan, held.prices, held.counts)
+        for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
+            self.say(line)
+
+    def reading(self, loader: Any, epoch: int, start: int = 0, training: bool = True) -> Reading:
+        """The batches that all ranks can read."""
+
+        def divide(num_samples: int) -> Divided:
+            self.patience.begin("step" if training else "validation")
+            return self.engine.plan.divide(num_samples, training), self.engine.reads(num_samples, self.size, training)
+
+        return Reading(self.comm, loader, epoch, start, self.bad_images, divide, self.own_news)
+
+    def one_epoch(self) -> None:
+        """Train for an epoch, or what is left of it, save, and do what comes behind it."""
+        saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
+        if not self.due:
+            self.train()
+            if self.config.training.check_replicas:
+                self.engine.check_replicas()
+            if self.batch == len(self.training) or not self.finished:  # else it may yet go on to more steps
+                self.epoch, self.batch, self.due = self.epoch + 1, 0, True
+        epoch = self.epoch if self.due else self.epoch + 1
+        last = self.finished or epoch == epochs
+        if saves == "epoch" or self.saves_at(self.engine.num_steps) or (last and saves != "none"):
+            self.save()
+        validated = every is not None and (epoch % every == 0 or last)
+        if validated:
+            self.validate(epoch)
+        self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
+        self.epoch, self.batch, self.due = epoch, 0, False
+        if not last:
+            self.heed(News.of_all(self.comm, self.own_news()))
+
+    def train(self) -> None:
+        """Train for the rest of the epoch, or up to the last step."""
+        self.interval = self.new_interval(self.interval.losses)
+        if self.finished:
+            return
+        reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
+        with self.saved_if_refused():
+            for batch, microbatches in reading:
+                if self.engine.num_steps == 0 and self.config.data.text is None:
+                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
+                tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
+                with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
+                    result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
+                reading.hear(result.told)
+                self.batch = reading.used
+                self.schedule.after_step()
+                self.interval.add(result.loss, len(batch.labels))
+                if self.reporter is not None:
+                    self.reporter.advance(self.engine.num_steps)
+                if self.engine.num_steps % self.config.run.log_interval == 0:
+                    self.report()
+                if self.finished:
+                    break
+                self.heed(reading.news)
+                if self.saves_at(self.engine.num_steps) and self.batch < len(self.training):
+                    self.save()
+        self.report()
+
+    def report(self) -> None:
+        """Say how the steps went since the last report."""
+        found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
+        self.interval = self.new_interval()
+        use = expert_use(self.engine) if self.mixed else None
+        if self.reporter is not None and found is not None:
+            if use is not None:
+                found = replace(found, expert_imbalance=use.imbalance, dropped_tokens=use.dropped)
+                found = replace(found, router_entropy=use.entropy)
+                self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
+            self.reporter.step(found)
+
+    def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
+        data = self.config.data
+        return LogInterval(self.engine, self.training, losses, None if data.text is None else data.context)
+
+    def own_news(self, bad_image: bool = False) -> News:
+        """What this rank has to tell the others."""
+        cannot_save = self.checkpoints is not None and self.checkpoints.failed
+        return News(self.signals.caught is not None, cannot_save, bad_image)
+
+    def heed(self, news: News) -> None:
+        """Raises Stopped if a signal came to any rank, Refusal if a checkpoint cannot be written; on all ranks."""
+        if news.cannot_save:
+            self.checkpoints.wait()
+        if news.stop:
+            raise Stopped
+
+    @contextmanager
+    def saved_if_refused(self) -> Iterator[None]:
+        """Save before the run ends by what all ranks find together: then it costs nothing."""
+        try:
+            yield
+        except (NotFinite, UnreadableImages):
+            if self.engine.num_steps and self.config.run.save_every != "none":
+                self.say(f"saved at step {self.save_now()}")
+            raise
+
+    def save_now(self) -> str:
+        """Save, and return when that is done: after which step, and how to go on."""
+        self.save()
+        self.checkpoints.wait()
+        command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
+        return f"{self.engine.num_steps} of {self.num_steps}; go on with: {command}"
+
+    def validate(self, epoch: int) -> None:
+        """Measure the model on the validation images. If that is broken off, it is as if it had not begun."""
+
+        def batches() -> Iterator[tuple[Any, ...]]:
+            reading = self.reading(self.validation, 0, training=False)
+            for batch, microbatches in reading:
+                self.heed(reading.news)
+                yield batch.tiles, batch.labels, microbatches
+
+        if self.checkpoints is not None:
+            self.checkpoints.wait()  # whatever happens here, the epoch is on disk
+        with self.saved_if_refused(), put_back(self.engine.executor):
+            self.evaluation = found = self.engine.evaluate(batches(), self.size)
+        if self.reporter is not None:
+            bits = self.images.bits_per_byte(found.loss)
+            accuracy = found.accuracy if self.config.data.text is not None else found.accuracy or 0.0
+            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, accuracy, bits))

@@ -1,0 +1,261 @@
+"""mpi4dl.engine: what is not finite, or not alike on all ranks, stops all ranks together with one clear message."""
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine
+from mpi4dl.engine.precision import INITIAL_SCALE
+from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+from tests.training import (
+    BOTH,
+    NUM_CLASSES,
+    SKIPPING,
+    SMALL,
+    TILES_1x2,
+    TILES_2x2,
+    assert_like,
+    batch_of,
+    build,
+    digest_of,
+    model_of,
+    plain,
+    tiles_of,
+    train,
+)
+
+
+def everything(engine: Engine) -> dict[str, Any]:
+    """Digests of all that a step changes on this rank, and the counters."""
+    optimizer, scaler, executor = engine.optimizer, engine.scaler, engine.executor
+    slots = {f"{i} {slot}": v for i, one in optimizer.state_dict()["state"].items() for slot, v in one.items()}
+    return {
+        "model": digest_of(dict(engine.held.state_dict())),
+        "optimizer": digest_of({name: torch.as_tensor(value) for name, value in slots.items()}),
+        "random": digest_of({"state": torch.get_rng_state()}),
+        "counters": (engine.num_steps, executor.num_runs, scaler.scale, scaler.finite_steps, scaler.num_skipped),
+    }
+
+
+def infinite_gradient(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss is 1, and the slope of the root at 0 is infinite."""
+    return (outputs - outputs.detach()).abs().sum().sqrt() + 1.0
+
+
+def refused_step(comm: Communicator, plan: Plan, bad_rank: int | None, options: dict[str, Any]) -> tuple[str, Any, Any]:
+    """A good step; then one where a pixel of one rank's tile, or else the gradient, is not finite."""
+    task = replace(SKIPPING, batch=8)
+    model = split(lambda: model_of(task), plan, comm, image=(8, 3, *task.size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **options)
+    images, targets = batch_of(task, 0)
+    engine.step(tiles_of(images, engine), targets, task.size)
+    tiles = tiles_of(images.clone(), engine)
+    if bad_rank is None:
+        engine.loss = infinite_gradient
+    elif comm.rank == bad_rank:
+        tiles[0][0, 0, 0, 0] = float("nan")
+    before = everything(engine)
+    with pytest.raises(Refusal) as caught:
+        engine.step(tiles, targets, task.size)
+    after = everything(engine)
+    engine.loss = F.cross_entropy
+    engine.step(tiles_of(images, engine), targets, task.size)
+    return str(caught.value), before, after
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (TILES_2x2, {}),
+        (BOTH, {}),
+        (Plan(data=4, zero=3), {}),
+        (Plan(((1, 2), (1, 2)), microbatches=2), {"recompute": True}),
+        (Plan(((1, 1),) * 4, bidirectional=1), {}),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_everything_as_it_was(
+    ranks: Ranks, plan: Plan, options: dict[str, Any]
+) -> None:
+    results = ranks(4).run(refused_step, plan, 0, options)
+    assert len({message for message, _, _ in results}) == 1
+    for message, before, after in results:
+        assert after == before
+        assert re.match(r"step 1: the loss is not finite \(loss nan, gradient norm nan\); the weights are as", message)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_with_everything_as_it_was(ranks: Ranks) -> None:
+    results = ranks(4).run(refused_step, TILES_2x2, None, {})
+    assert len({message for message, _, _ in results}) == 1
+    for message, before, after in results:
+        assert after == before
+        assert re.match(r"step 1: the gradient is not finite \(loss 1.0, gradient norm (nan|inf)\)", message)
+
+
+def overflow_always(comm: Communicator) -> tuple[str, list[bool], float, dict[str, Tensor]]:
+    model, optimizer = build(SKIPPING)
+    engine = Engine(model.float(), TILES_1x2, optimizer, infinite_gradient, comm=comm, precision="fp16")
+    images, targets = batch_of(SKIPPING, 0)
+    tiles = tiles_of(images.float(), engine)
+    skipped = [engine.step(tiles, targets, SKIPPING.size).skipped for _ in range(19)]
+    with pytest.raises(Refusal) as caught:
+        engine.step(tiles, targets, SKIPPING.size)
+    return str(caught.value), skipped, engine.scaler.scale, dict(model.state_dict())
+
+
+def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(ranks: Ranks) -> None:
+    """What is skipped changes batch norms alone, as with PyTorch's GradScaler."""
+    begun = build(SKIPPING)[0].float().state_dict()
+    for message, skipped, scale, state in ranks(2).run(overflow_always):
+        assert message == (
+            "step 19: the gradient of 20 steps in a row was not finite in fp16, down to a loss scale of 0.125; the "
+            "weights are as before them: try --precision bf16 or fp32"
+        )
+        assert skipped == [True] * 19
+        assert scale == INITIAL_SCALE / 2**19
+        for name, value in state.items():
+            if name.endswith("num_batches_tracked"):
+                assert value == 19
+            else:
+                assert torch.equal(value, begun[name]) == ("running" not in name), name
+
+
+def alike(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return build(SMALL)
+
+
+def with_another_width(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4 + comm.rank // 2, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_another_dtype(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(torch.float64 if comm.rank == 1 else torch.float32)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_a_layer_frozen(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3).requires_grad_(comm.rank != 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def with_another_learning_rate(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + comm.rank))
+
+
+def with_another_optimizer(comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    kind = torch.optim.AdamW if comm.rank == 3 else torch.optim.Adam
+    return model, kind(model.parameters(), lr=0.1)
+
+
+Make = Callable[[Communicator], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def refused_engine(comm: Communicator, make: Make, options: dict[str, list[Any]]) -> str:
+    """The message with which an engine is refused whose ranks differ; `options` hold a value for each rank."""
+    model, optimizer = make(comm)
+    mine: dict[str, Any] = {name: values[comm.rank] for name, values in options.items()}
+    with pytest.raises(Refusal) as caught:
+        Engine(model, TILES_2x2, optimizer, F.cross_entropy, comm=comm, **mine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "rank"),
+    [
+        (with_another_width, "model", 2),
+        (with_another_dtype, "model", 1),
+        (with_a_layer_frozen, "model", 1),
+        (with_another_learning_rate, "optimizer", 1),
+        (with_another_optimizer, "optimizer", 3),
+    ],
+)
+def test_ranks_that_were_built_differently_are_refused(ranks: Ranks, make: Make, what: str, rank: int) -> None:
+    (message,) = set(ranks(4).run(refused_engine, make, {}))
+    assert re.match(rf"the ranks were started differently: {what} is .* on rank 0 but .* on rank {rank}: ", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("precision", ["bf16", "bf16", "bf16", "fp32"], "'bf16' on rank 0 but 'fp32' on rank 3"),
+        ("recompute", [False, True, True, True], "False on rank 0 but True on rank 1"),
+        ("clip_norm", [None, None, 1.0, 1.0], "None on rank 0 but 1.0 on rank 2"),
+    ],
+)
+def test_ranks_with_different_settings_are_refused(ranks: Ranks, name: str, values: list[Any], shown: str) -> None:
+    (message,) = set(ranks(4).run(refused_engine, alike, {name: values}))
+    assert message == f"the ranks were started differently: {name} is {shown}: start all ranks with the same command"
+
+
+class Dropping(nn.Module):
+    """Drops a branch for some samples, by numbers that the model draws itself, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kept = (torch.rand(len(x), 1, 1, 1, dtype=x.dtype) < 0.5).to(x.dtype)
+        return self.last((x + self.second(x) * kept).mean((2, 3)))
+
+
+def draw_otherwise(comm: Communicator, plan: Plan, drawing: bool) -> tuple[bool, str]:
+    """Whether a step with the same seed on all ranks is plain PyTorch's; and what is said of one with others."""
+    task = replace(SMALL, batch=7)  # replicas have 4 and 3 of them
+    torch.manual_seed(0)
+    model = Dropping().double() if drawing else model_of(task)
+    plain = copy.deepcopy(model)
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    images, targets = batch_of(task, 0)
+    torch.manual_seed(5)
+    loss = engine.step(tiles_of(images, engine), targets, task.size).loss
+    torch.manual_seed(5)
+    wanted = F.cross_entropy(plain(images), targets).item()
+    torch.manual_seed(comm.rank)
+    before = everything(engine)
+    try:
+        engine.step(tiles_of(images, engine), targets, task.size)
+    except Refusal as refusal:
+        assert everything(engine) == before
+        return abs(loss - wanted) < 1e-12, str(refusal)
+    return abs(loss - wanted) < 1e-12, ""
+
+
+@pytest.mark.parametrize(("plan", "drawing"), [(BOTH, True), (BOTH, False), (Plan(data=4), True)], ids=str)
+def test_ranks_that_share_images_draw_alike(ranks: Ranks, plan: Plan, drawing: bool) -> None:
+    for exact, message in ranks(4).run(draw_otherwise, plan, drawing):
+        assert exact
+        refused = drawing and plan is BOTH
+        assert message.startswith("the model drew other random numbers on some ranks than on others") == refused
+
+
+def unknown_precision(comm: Communicator) -> None:
+    model, optimizer = build(SMALL)
+    with pytest.raises(ValueError, match="precision is 'fp8', but must be one of fp32, bf16, fp16"):
+        Engine(model, TILES_1x2, optimizer, F.cross_entropy, comm=comm, precision="fp8")
+
+
+def test_an_unknown_precision_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(unknown_precision)
+
+
+def test_the_values_of_rank_0_count(ranks: Ranks) -> None:
+    outcomes = ranks(4).run(train, SMALL, BOTH, True)
+    assert all(outcome.digests == outcomes[0].digests for outcome in outcomes)
+    assert_like(outcomes[0], plain(SMALL))

@@ -1,0 +1,191 @@
+"""mpi4dl.engine.recompute: blocks run twice, keep less, and change no number."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4dl import models
+from mpi4dl._torchvision import import_torchvision
+from mpi4dl.comm import Refusal
+from mpi4dl.engine.recompute import recompute_blocks
+from mpi4dl.parallel.blocks import blocks
+
+Make = Callable[[], nn.Module]
+
+
+def small_amoebanet() -> nn.Module:
+    return models.build("amoebanetd", 3, num_layers=3, num_filters=32)
+
+
+def small_densenet() -> nn.Module:
+    """Its dense blocks are lists by type, but have a forward of their own."""
+    return import_torchvision().models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=3)
+
+
+class Cells(nn.Module):
+    """Modules in a ModuleList and in a ModuleDict, called by hand with two inputs, by name and by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(Cell() for _ in range(2))
+        self.named = nn.ModuleDict({"last": Cell()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for cell in self.cells:
+            x, y = cell(x, skip=y)
+        return sum(self.named["last"](x, y))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3, momentum=None)
+        self.instance = nn.InstanceNorm2d(3, track_running_stats=True)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        return self.drop(self.norm(self.conv(x))) + self.instance(skip), x
+
+
+MODELS: dict[str, tuple[Make, int]] = {
+    "small_resnet": (lambda: models.build("small_resnet", 3, num_filters=4), 8),
+    "resnet_v2": (lambda: models.build("resnet_v2", 3, depth=20, num_filters=4), 7),
+    "unet": (lambda: models.build("unet", 3, num_filters=4, depth=2), 4),
+    "amoebanetd": (small_amoebanet, 9),
+    "resnet18": (lambda: models.build("resnet18", 3), 8),
+    "densenet": (small_densenet, 5),
+    "cells": (Cells, 3),
+}
+
+
+def gradients_and_state(model: nn.Module) -> dict[str, Tensor]:
+    """Of two training steps' worth of forward and backward passes, and the outputs' sum."""
+    torch.manual_seed(1)
+    found = {}
+    for step in range(2):
+        x = torch.randn(4, 3, 33, 37, dtype=torch.float64, requires_grad=True)
+        outputs = model(x)
+        outputs = outputs if isinstance(outputs, Tensor) else outputs[0]
+        outputs.square().sum().backward()
+        assert x.grad is not None
+        found |= {f"outputs {step}": outputs.detach(), f"gradient of input {step}": x.grad}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | model.state_dict()
+
+
+@pytest.mark.parametrize(("make", "count"), MODELS.values(), ids=MODELS.keys())
+def test_every_number_is_what_it_was(make: Make, count: int) -> None:
+    torch.manual_seed(0)
+    plain = make().double().train()
+    model = copy.deepcopy(plain)
+    assert recompute_blocks(model) == count
+    expected, found = gradients_and_state(plain), gradients_and_state(model)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """What autograd keeps of a forward pass, parameters and the input aside."""
+    given = {value.untyped_storage().data_ptr() for value in [x, *model.parameters()]}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(x)
+    assert isinstance(outputs, Tensor)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", ["small_resnet", "resnet_v2", "unet"])
+def test_less_than_half_is_kept(name: str) -> None:
+    model, x = MODELS[name][0](), torch.randn(2, 3, 64, 64)
+    before = kept_bytes(model, x)
+    recompute_blocks(model)
+    assert kept_bytes(model, x) < 0.5 * before
+
+
+def counting(model: nn.Module) -> list[str]:
+    """The names of leaves, each time that one runs."""
+    ran: list[str] = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    return ran
+
+
+def test_blocks_run_twice_where_there_are_gradients_frozen_or_not_and_once_otherwise() -> None:
+    model = models.build("small_resnet", 3, num_filters=4)
+    recompute_blocks(model)
+    ran = counting(model)
+    model(torch.randn(2, 3, 40, 40)).sum().backward()
+    assert ran.count("stage1_block1.conv2") == 2
+    ran.clear()
+    model.eval()(torch.randn(2, 3, 40, 40)).sum().backward()
+    assert ran.count("stage1_block1.conv2") == 2
+    ran.clear()
+    with torch.no_grad():
+        model(torch.randn(2, 3, 40, 40))
+    assert ran.count("stage1_block1.conv2") == 1
+
+
+def test_blocks_are_the_outermost_composite_modules_in_a_row() -> None:
+    model = models.build("resnet18", 3)
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[block] for block in blocks(model)] == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    assert blocks(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())) == []
+
+
+class Listed(nn.Module):
+    """Lists in a list: containers without a forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList([nn.Conv2d(3, 3, 1), nn.ReLU()]) for _ in range(2))
+
+
+def test_a_list_has_no_forward_that_could_be_run_again() -> None:
+    assert blocks(Listed()) == []
+
+
+def test_what_is_saved_under_the_models_names_does_not_change() -> None:
+    model = models.build("small_resnet", 3)
+    names: list[Any] = list(model.state_dict())
+    recompute_blocks(model)
+    assert list(model.state_dict()) == names
+
+
+class Shrinking(nn.Conv2d):
+    """Makes its weight smaller each time that it is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("conv", "name"),
+    [
+        (nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 1)), "parametrizations.weight.0._u"),
+        (Shrinking(3, 3, 1), "0.weight"),
+    ],
+)
+def test_a_block_that_changes_what_it_has_is_refused(conv: nn.Module, name: str) -> None:
+    model = nn.Sequential(nn.Sequential(conv, nn.BatchNorm2d(3)), nn.Flatten())
+    recompute_blocks(model)
+    model.eval()(torch.randn(2, 3, 4, 4))
+    with pytest.raises(Refusal, match=f"the model changes {name} as it runs"):
+        model.train()(torch.randn(2, 3, 4, 4))

@@ -1,0 +1,108 @@
+"""The search: which plans are looked at, which of them is best, and the flags that each is started by."""
+
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpi4dl import models
+from mpi4dl.forecast.anatomy import OF_TENSORS
+from mpi4dl.forecast.outlook import Forecaster
+from mpi4dl.forecast.ranked import ranked, without_plan
+from mpi4dl.forecast.search import candidates, degrees_of, search
+from mpi4dl.options.build import build_plan
+from mpi4dl.options.config import parse
+from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.remembered import Remembered
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
+from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Degrees
+
+IMAGE = (8, 3, 32, 32)
+
+
+def build() -> nn.Module:
+    return models.build("small_resnet", 10)
+
+
+def forecaster(tmp_path: Path, tile_seconds: float) -> Forecaster:
+    """An atom takes a second for each sample, shared by all ranks, and so much more on tiles."""
+
+    def time_column(cuttable: Cuttable, site: Site, *_: Any) -> Column:
+        seconds = site.image[0] / site.shape.size + tile_seconds * (prod(site.shape.space) > 1)
+        return tuple(AtomSeconds(seconds, 2 * seconds) for _ in cuttable.names)
+
+    clockwork = Clockwork(Remembered(tmp_path), time_column)
+    optimizer = partial(torch.optim.Adam, lr=0.1)
+    return Forecaster(build, IMAGE, clockwork, torch.device("cpu"), optimizer, OF_TENSORS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_every_candidate_can_be_trained(num_ranks: int) -> None:
+    plans = list(candidates(num_ranks, 11, IMAGE))
+    assert len(set(plans)) == len(plans) > 0
+    assert [plan.problem(num_ranks, IMAGE[2:], IMAGE[0]) for plan in plans] == [None] * len(plans)
+    assert {plan.num_ranks for plan in plans} == {num_ranks}
+
+
+def test_the_kinds_of_plans_are_among_them() -> None:
+    plans = set(candidates(4, 11, IMAGE))
+    assert {
+        Plan(data=4),
+        Plan(((2, 2),)),
+        Plan(((1, 3), (1, 1)), microbatches=4),
+        Plan(((1, 2), (1, 2)), microbatches=2, schedule="zero-bubble"),
+        Plan(((1, 1),) * 4, microbatches=2, bidirectional=1),
+        Plan(((1, 1),) * 2, data=2, microbatches=4, schedule="interleaved", chunks=2),
+    } <= plans
+
+
+def test_experts_are_shared_by_as_many_ranks_as_can() -> None:
+    sizes = {"vocabulary": 8, "num_layers": 2, "num_heads": 2, "hidden": 8}
+    dense, sparse = models.build("gpt", **sizes), models.build("gpt", num_experts=3, **sizes)
+    alone = [Degrees(), Degrees(2)]
+    assert list(degrees_of(dense, 4, 2)) == alone
+    assert list(degrees_of(sparse, 4, 2)) == [Degrees(), Degrees(1, 2), Degrees(2), Degrees(2, 2)]
+    plans = set(candidates(4, 11, (8, 16), degrees_of(sparse, 4, 2)))
+    assert {Plan(((1,),), experts=2, data=2), Plan(((1,),), experts=2, tensor=2), Plan(((4,),))} <= plans
+    assert Plan(((1,), (1,)), experts=2, microbatches=2) in plans
+    assert all(plan.problem(4, (16,), 8) is None for plan in plans)
+
+
+def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
+    plans = [Plan(data=2), Plan(((1, 2),)), Plan(((1, 1), (1, 1)), microbatches=2)]
+    slow_tiles = search(forecaster(tmp_path / "a", 1.0), plans)
+    assert [each.plan for each in slow_tiles.best] == [plans[0], plans[1], plans[2]]
+    assert (slow_tiles.num_plans, slow_tiles.num_too_large) == (3, 0)
+    sizes = {each.plan: each.num_bytes for each in slow_tiles.best}
+    limit = sizes[plans[0]] - 1
+    sharing = search(forecaster(tmp_path / "a", 1.0), plans[:1], limit)
+    assert [each.plan.zero for each in sharing.best] == [1]  # the lowest with which it fits
+    nothing = search(forecaster(tmp_path / "a", 1.0), plans, 1000)
+    assert (nothing.best, nothing.num_too_large) == ((), 3)
+    assert "none fits; the smallest needs" in ranked(nothing, 2, 1000, [])[-1]
+
+
+def test_no_plan_at_all_is_one_message(tmp_path: Path) -> None:
+    small = (1, 3, 2, 2)
+    with pytest.raises(ValueError, match="no plan is for so many ranks and such batches: raise --batch-size"):
+        search(forecaster(tmp_path, 0.0), candidates(61, 3, small))
+
+
+def test_each_plan_is_started_by_flags_that_make_it(tmp_path: Path) -> None:
+    found = search(forecaster(tmp_path, 0.1), candidates(4, 11, IMAGE))
+    for outlook in found.best:
+        assert build_plan(parse(outlook.flags)) == outlook.plan
+    lines = ranked(found, 4, None, ["--model", "small_resnet", "--stages", "3", "--data=2"])
+    assert lines[0] == f"{found.num_plans} plans for 4 ranks looked at"
+    assert lines[-10].startswith("1: mpirun -n 4 python -m mpi4dl.train --model small_resnet ")
+    assert "--stages 3" not in lines[-10]
+
+
+def test_what_the_plan_decides_is_taken_out_of_the_flags() -> None:
+    assert without_plan(["--lr", "1", "--tiles", "2x2", "--zero=3", "--flip"]) == ["--lr", "1", "--flip"]
