@@ -7,7 +7,7 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, spread
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
-from mpi4dl.engine.restoring import Undo, evaluating
+from mpi4dl.engine.restoring import Undo
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.parallel.pipeline.executor import Executor
@@ -37,6 +38,8 @@ from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.replicas.whole import Fragment, assemble
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
+from mpi4dl.tasks.formulas import SummedLoss
+from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
@@ -66,21 +69,13 @@ class NotFinite(Refusal):
     """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over `count` samples; `accuracy` is None where the targets are not one class per sample."""
-
-    loss: float
-    accuracy: float | None
-    count: int
-
-
 class Engine:
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
     stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
-    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
+    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch; one with `sums` and
+    `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole batch instead. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
     of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
     faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm. Modes are the user's: call
@@ -116,6 +111,11 @@ class Engine:
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
+            raise ValueError(
+                f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
+                f"{plan.num_microbatches}: plan one microbatch and no `bidirectional`, or take another loss"
+            )
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
@@ -174,7 +174,7 @@ class Engine:
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
         self._table = plan.table()
-        self._evaluation_table = cache(plan.evaluation_table)
+        self.evaluation_table = cache(plan.evaluation_table)
 
     def _agree_on_model(self, manner: Manner | None, turns: bool, **facts: Any) -> None:
         """Ranks that were started with different models or settings find out before they wait for each other."""
@@ -305,25 +305,31 @@ class Engine:
                 raise Refusal(problem)
         return loss, norm, tuple(rest[2 * len(alike) :])
 
-    def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
-        """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.
+    def evaluate(
+        self,
+        batches: Iterable[tuple[Any, ...]],
+        size: Size | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        measured: Callable[[Any, Any], Any] = measured_as_is,
+    ) -> Evaluation:
+        """Loss, accuracy and metrics over batches, without training; all modules are in evaluation mode meanwhile.
 
-        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches).
+        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches). Metrics, by
+        name, are objects of torchmetrics, or of your own with `update(predictions, targets)` and `compute()`, classes
+        of such, or functions of all predictions and targets. `measured(outputs, targets)` are the predictions, such as
+        `Task.measured`; by itself the main output. Of dense outputs each rank adds its tile.
         """
-        with evaluating(self.held):
-            return self._evaluate(batches, size)
+        return evaluate(self, batches, size, metrics or {}, measured)
 
-    def _evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None) -> Evaluation:
-        count, sums = 0, torch.zeros(3, dtype=torch.float64)
-        for tiles, targets, *rest in batches:
-            batch = BatchFeed(self, tiles, targets, size, rest[0] if rest else None, training=False)
-            self.executor.run(self._evaluation_table(1 + batch.microbatches[-1].number), batch)
-            samples = batch.num_samples
-            count += samples
-            found = [float(batch.total) * samples, batch.correct, float(batch.classified)]
-            sums += torch.tensor(found, dtype=torch.float64)
-        loss, correct, classified = self.comm.all_reduce(sums).tolist()
-        return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
+    def predict(
+        self, batches: Iterable[Any], size: Size | None = None, of: Callable[[Any], Tensor] = main_output
+    ) -> Iterator[BatchOutputs]:
+        """The outputs for batches of images, one by one, without training; all ranks take all of them. Collective.
+
+        A batch is (tiles, number of its samples), or (tiles, number, microbatches), or, on one rank, just the images.
+        `of(outputs)` is what is wanted of them, such as `Task.predictions`; by itself the main output.
+        """
+        return predict(self, batches, size, of)
 
     def shards(self) -> Iterator[Shard]:
         """The trained parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""
