@@ -75,8 +75,8 @@ class OutputPiece(NamedTuple):
 class BatchOutputs:
     """The outputs of the samples with these `numbers`, counted from 0 over all batches, none of them twice.
 
-    `pieces` are this rank's. Of outputs of the whole image, such as logits, rank 0 has all; of dense ones each rank of
-    the last stage has its tile, and nobody more.
+    `pieces` are this rank's. Of logits (N, C), and what has fewer dims, rank 0 has all; others are `dense`: each rank
+    of the last stage has its tile, and nobody more.
     """
 
     numbers: Interval
@@ -86,8 +86,10 @@ class BatchOutputs:
 
     @property
     def whole(self) -> Tensor | None:
-        """(samples, ...) on rank 0, of outputs that are not dense; None elsewhere."""
-        return torch.cat([piece.values for piece in self.pieces]) if self.pieces and not self.dense else None
+        """(samples, ...) on rank 0, of outputs that are not dense, or of all where it is alone; None elsewhere."""
+        if not self.pieces or (self.dense and self.comm.size > 1):
+            return None
+        return torch.cat([piece.values for piece in self.pieces])
 
     def write(self, array: Any) -> None:
         """Put this rank's pieces into what takes `array[where] = values` of NumPy: a memory map, a Zarr or HDF5 file.
@@ -168,8 +170,8 @@ class OutputFeed(InputFeed):
         if not isinstance(wanted, Tensor):
             raise ValueError(f"what `of` takes of the outputs is a {type(wanted).__name__}, but must be a tensor")
         found = owned(wanted, part.grid)
-        self.dense = self.dense or found.dense
-        if found.counts and (found.values.numel() or not found.dense):
+        self.dense = wanted.dim() > 2
+        if found.counts and (found.values.numel() or not self.dense):
             begin = self.first + microbatch.samples.start
             samples = slice(begin + found.where[0].start, begin + found.where[0].stop)
             values = found.values.detach().cpu()

@@ -127,11 +127,20 @@ class Measures:
         try:  # what goes wrong here is told to all ranks at the end
             if part is not None and part.dense:
                 predictions, targets = part.values, part.of_targets(targets)
+                self._require_parts()
                 if not predictions.numel():
                     return
             self._add(*pytree.tree_map(_on_host, (predictions, targets)))
         except Exception as error:
             self.error = error
+
+    def _require_parts(self) -> None:
+        for name, maker in self.makers.items():
+            if isinstance(maker, functools.partial) and maker.func is OfAll:
+                raise Refusal(
+                    f"`metrics` has {name}, a function of all predictions at once, but these are tiles on several "
+                    "ranks: write an object with update(predictions, targets), merge_state(other) and compute()"
+                )
 
     @torch.no_grad()
     def _add(self, predictions: Any, targets: Any) -> None:
@@ -186,7 +195,7 @@ class Measures:
         with _in_double():
             for name, metric in first.items():
                 for other in others:
-                    if not hasattr(metric, "merge_state"):
+                    if not callable(getattr(metric, "merge_state", None)):
                         raise Refusal(
                             f"`metrics` has {name}, to which several ranks added, but {type(metric).__name__} has no "
                             "merge_state(other), which adds up what two of them have seen"

@@ -148,43 +148,49 @@ class AveragePrecisionOfLabels(MultilabelAveragePrecision):
 class RSquared(Metric):
     """1 - (sum of squared errors) / (sum of squared deviations from the mean); the mean over outputs (N, K).
 
-    Means are combined as in Chan et al. 1979, so that nothing cancels where targets are far from 0, as it would in
+    Sums are of targets less the first one, so that nothing cancels where all are far from 0, as it would in
     torchmetrics' R2Score. NaN of fewer than 2 targets; targets that are all alike give 1 if all errors are 0, or 0.
     """
 
     full_state_update = False
     count: Tensor
-    mean: Tensor
+    origin: Tensor
+    sums: Tensor
     squares: Tensor
     errors: Tensor
+    STATES = ("count", "origin", "sums", "squares", "errors")
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("count", "mean", "squares", "errors"):
+        for name in self.STATES:
             self.add_state(name, torch.zeros((), dtype=torch.float64))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         if not targets.numel():
             return
         targets = targets.reshape(len(targets), -1) if targets.dim() < 3 else targets.reshape(-1, 1)
-        mean, errors = targets.mean(0), predictions.reshape(targets.shape) - targets
+        errors, origin = (predictions.reshape(targets.shape) - targets).square().sum(0), targets[0]
+        apart = targets - origin
         count = torch.tensor(float(len(targets)), dtype=torch.float64)
-        self._combine(count, mean, (targets - mean).square().sum(0), errors.square().sum(0))
+        self._combine(count, origin, apart.sum(0), apart.square().sum(0), errors)
 
-    def _combine(self, count: Tensor, mean: Tensor, squares: Tensor, errors: Tensor) -> None:
-        total, apart = self.count + count, mean - self.mean
-        self.squares = self.squares + squares + apart.square() * self.count * count / total
-        self.mean = self.mean + apart * count / total
-        self.errors, self.count = self.errors + errors, total
+    def _combine(self, count: Tensor, origin: Tensor, sums: Tensor, squares: Tensor, errors: Tensor) -> None:
+        if not self.count:
+            self.origin = origin
+        apart = origin - self.origin
+        self.squares = self.squares + squares + 2 * apart * sums + count * apart.square()
+        self.sums, self.errors = self.sums + sums + count * apart, self.errors + errors
+        self.count = self.count + count
 
     def merge_state(self, incoming_state: Any) -> None:
-        self._combine(*(getattr(incoming_state, name) for name in ("count", "mean", "squares", "errors")))
+        self._combine(*(getattr(incoming_state, name) for name in self.STATES))
 
     def compute(self) -> Tensor:
         if self.count < 2:
             return torch.tensor(torch.nan)
-        constant = self.squares == 0
-        found = 1 - self.errors / torch.where(constant, 1, self.squares)
+        deviations = self.squares - self.sums.square() / self.count
+        constant = (self.squares == 0) | (deviations <= 0)
+        found = 1 - self.errors / torch.where(constant, 1, deviations)
         return torch.where(constant, (self.errors == 0).double(), found).mean()
 
 
