@@ -155,7 +155,7 @@ REFUSED = [
     ("--model=no.py:f", "--model no.py:f: there is no file no.py"),
     ("--model={own}:Doubel", "has no Doubel; did you mean Double?"),
     ("--model={own}:number", "is a int, which cannot be called"),
-    ("--model={own}:broken", "NameError: name 'undefined' is not defined (my_scans.py, line 53: return nn.Linear("),
+    ("--model={own}:broken", "NameError: name 'undefined' is not defined (my_scans.py, line 48: return nn.Linear("),
     ("--model={own}:loss", "does not take these arguments: missing a required argument: 'outputs'"),
     ("--model={own}:Steps", "made a Steps, which is no torch.nn.Module"),
     ("--model-options=height=3", "does not take these arguments: got an unexpected keyword argument 'height'"),
