@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.generation.requests import Event, Sampling
-from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options
+from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, SEED, TEXT, Kind, optional
 from mpi4dl.trainer.stopping import die_by_ctrl_c
 
@@ -109,7 +109,7 @@ def generate(comm: "Communicator", argv: Sequence[str]) -> None:
             raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
         config = parse_options(GenerateConfig, argv[1:], USAGE, DESCRIPTION)
         config.choosing.sampling(config.prompts.num_samples - 1)
-    comm.agree(None, source=source, **shared_options(config))
+    comm.agree(None, source=source, **facts(config))
 
     from mpi4dl.generation.loading import find_trained, open_batcher
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
-from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options
+from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
 from mpi4dl.trainer.stopping import StopSignals, die_by_ctrl_c
 
@@ -89,7 +89,7 @@ def serve(comm: "Communicator", argv: Sequence[str]) -> None:
         if source is None:
             raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
         config = parse_options(ServeConfig, argv[1:], USAGE, DESCRIPTION)
-    comm.agree(None, source=source, **shared_options(config))
+    comm.agree(None, source=source, **facts(config))
 
     from mpi4dl.generation.loading import find_trained, open_batcher
 

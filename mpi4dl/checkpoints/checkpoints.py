@@ -156,7 +156,7 @@ class Checkpoints:
             self.comm.barrier()
             left = checkpoints_in(self.folder)
             stays = f"{left[0]} is the newest one" if left else "there is none yet"
-            raise Refusal(f"{refusal}; {stays}, from which --resume goes on once there is room") from error
+            raise Refusal(f"{refusal}; {stays}, from which `resume` goes on once there is room") from error
 
     def load(self, engine: Any, path: Path) -> dict[str, Any]:
         """Go on from one of these checkpoints; returns the `extra` it was saved with. Raises Refusal as `load` does."""
