@@ -75,7 +75,7 @@ def read_table(path: Path, task: str | None = None, columns: Sequence[str] | Non
     for line in lines:
         for name in (file_column, *learnt, *(["split"] if "split" in found else [])):
             if not line.values[name]:
-                raise _wrong(path, line, f"`{name}` is empty")
+                raise _wrong(path, line, f"{name!r} is empty")
     _refuse_twice(path, file_column, lines)
     task = task or _task_told(learnt, lines)
     if task == "classify":
@@ -109,7 +109,7 @@ def _lines(path: Path) -> tuple[str, list[str], list[_Line]]:
     header = [name.casefold() if name.casefold() in (*FILE_COLUMNS, "split", *SURVIVAL) else name for name in header]
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None or "" in header:
-        what = f"two columns `{twice}`" if twice else "a column without a name"
+        what = f"two columns {twice!r}" if twice else "a column without a name"
         raise DatasetError(f"{path}, line {number}: has {what}; {_LAYOUT}")
     named = [name for name in FILE_COLUMNS if name in header]
     if len(named) != 1:
@@ -130,13 +130,13 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     """The columns that are labels."""
     unknown = next((name for name in columns or () if name not in found), None)
     if unknown is not None:
-        raise DatasetError(f"{path}: has no column `{unknown}` of labels, but {', '.join(found) or 'none'}")
+        raise DatasetError(f"{path}: has no column {unknown!r} of labels, but {', '.join(found) or 'none'}")
     if not found:
         raise DatasetError(f"{path}: has no column of labels beside the file names; {_LAYOUT}")
     if task == "survival" or (task is None and columns is None and set(found) == set(SURVIVAL)):
         missing = next((name for name in SURVIVAL if name not in found), None)
         if missing is not None:
-            raise DatasetError(f"{path}: has no column `{missing}`: survival needs time and event")
+            raise DatasetError(f"{path}: has no column {missing!r}: survival needs time and event")
         return SURVIVAL
     learnt = tuple(columns or found)
     if task == "classify" and len(learnt) > 1:
@@ -182,11 +182,11 @@ def _numbers_of(path: Path, learnt: tuple[str, ...], task: str) -> Callable[[_Li
         for name in learnt:
             number, text = _number(line.values[name]), line.values[name]
             if number is None:
-                raise _wrong(path, line, f"`{name}` is {text!r}, but {task} needs a number")
+                raise _wrong(path, line, f"{name!r} is {text!r}, but {task} needs a number")
             if number not in (0, 1) and (task == "multilabel" or name == "event"):
-                raise _wrong(path, line, f"`{name}` is {text!r}, but {task} needs 0 or 1")
+                raise _wrong(path, line, f"{name!r} is {text!r}, but {task} needs 0 or 1")
             if number < 0 and task == "survival":
-                raise _wrong(path, line, f"`{name}` is {text!r}, but no time is negative")
+                raise _wrong(path, line, f"{name!r} is {text!r}, but no time is negative")
             numbers.append(number)
         return tuple(numbers)
 
@@ -199,7 +199,7 @@ def _part(path: Path, line: _Line) -> str:
         if asked.casefold() in names:
             return part
     if asked:
-        raise _wrong(path, line, f"`split` is {asked!r}, but must be train, val or test")
+        raise _wrong(path, line, f"'split' is {asked!r}, but must be train, val or test")
     return ""
 
 

@@ -10,8 +10,8 @@ from mpi4dl import datasets
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
-from mpi4dl.datasets.folder import ImageFolder
 from mpi4dl.datasets.layout import parts
+from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.view import Fit
@@ -158,8 +158,8 @@ def _arrays(pair: Pair) -> list[ArrayDataset]:
     return [whole for whole in _wholes(pair) if isinstance(whole, ArrayDataset)]
 
 
-def _folders(pair: Pair) -> list[ImageFolder]:
-    return [whole for whole in _wholes(pair) if isinstance(whole, ImageFolder)]
+def _folders(pair: Pair) -> list[ListedFiles]:
+    return [files for whole in _wholes(pair) if isinstance(whole, ListedFiles) for files in whole.lists()]
 
 
 def _describe(
