@@ -78,7 +78,40 @@ class MaskImage(Protocol):
 
 
 class Dataset(Protocol):
-    """Labelled images by index. Every rank has the same ones in the same order, and reads only its own boxes."""
+    """Labelled images by index. Every rank has the same ones in the same order, and reads only its own boxes.
+
+    A dataset of your own is any object that answers these, and its images the two questions of `Image`:
+
+        from pathlib import Path
+        import numpy as np
+
+        class Scans:
+            classes = ("healthy", "tumour")
+            channels = 3
+
+            def __init__(self, root):
+                self.paths = sorted(Path(root).glob("*/*.npy"))
+
+            def __len__(self):
+                return len(self.paths)
+
+            def label(self, index):
+                return self.classes.index(self.paths[index].parent.name)
+
+            def image(self, index):
+                return Scan(np.load(self.paths[index], mmap_mode="r"))
+
+        class Scan:
+            def __init__(self, pixels):
+                self.pixels, self.size = pixels, pixels.shape[:2]
+
+            def read(self, rows, cols):
+                return self.pixels[rows.start : rows.stop, cols.start : cols.stop]
+
+    `--dataset my_code.py:Scans --dataset-options root=scans` trains on them. It may say more: `name(index)`, which
+    stays that of a sample when others come or go, so that setting some aside for validation moves no other; `task`,
+    what labels are for (classify, multilabel, regress, survival, segment), if they do not tell.
+    """
 
     @property
     def classes(self) -> tuple[str, ...]: ...

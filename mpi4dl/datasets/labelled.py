@@ -56,6 +56,6 @@ class LabelledFolder(ListedFiles):
         if not all(len(subset) for subset in pair):
             found = ", ".join(sorted(set(self._parts)))
             raise DatasetError(
-                f"{self.root}: the column 'split' has only {found}: it must have train, and val or test; or leave it out"
+                f"{self.root}: the column 'split' has only {found}: it needs train, and val or test; or leave it out"
             )
         return pair[0], pair[1]

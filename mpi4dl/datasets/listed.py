@@ -21,7 +21,7 @@ _SAME_FILES = "all ranks must see the same files, and they must stay as they are
 
 
 class File(NamedTuple):
-    """A file of the list: its path from the folder on, with slashes, its size, or -1, and what is to be learnt of it."""
+    """A file of the list: its path from the folder on, with slashes, its size, or -1, and what is to be learnt."""
 
     name: str
     num_bytes: int

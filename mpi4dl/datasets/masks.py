@@ -102,8 +102,10 @@ def _open_picture(path: Path) -> Stored:
     if kind not in ("PNG", "BMP", "GIF"):
         raise BadImage(path, f"is a {kind} file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel")
     if mode not in _MODES:
-        raise BadImage(path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes")
-    return upright(_StoredPicture(path, size), orientation)  # type: ignore[return-value, arg-type]
+        raise BadImage(
+            path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes"
+        )
+    return upright(_StoredPicture(path, size), orientation)  # type: ignore[return-value]
 
 
 class _StoredPicture:

@@ -1,8 +1,8 @@
 """Mixup: training on weighted means of two images and of their labels, alike on all ranks.
 
 Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018: x = s a + (1 - s) b, with s ~ Beta(alpha, alpha) for
-a batch, and b the images of the batch in another order. The mean of two images is taken pixel by pixel, so whoever reads
-a box of an image reads the same box of its partner, wherever else that lies.
+a batch, and b the images of the batch in another order. The mean is taken pixel by pixel, so whoever reads a box of
+an image reads the same box of its partner, wherever else that lies.
 """
 
 from dataclasses import dataclass

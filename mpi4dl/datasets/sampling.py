@@ -25,7 +25,7 @@ def balanced(labels: Sequence[int], seed: int, epoch: int) -> list[int]:
     random = np.random.default_rng((SHUFFLE_STREAM, seed, epoch))
     of_class = np.asarray(labels)
     classes = random.permutation(np.unique(of_class))
-    drawn = []
+    drawn: list[int] = []
     for place, label in enumerate(classes):
         wanted = (len(of_class) - place + len(classes) - 1) // len(classes)
         members = np.flatnonzero(of_class == label)

@@ -99,8 +99,8 @@ class SegmentedFolder(ListedFiles):
         found = self._values([number * (len(self) - 1) // max(1, count - 1) for number in range(count)])
         if self._ignored == IGNORE_INDEX and found in _BLACK_AND_WHITE:
             raise DatasetError(
-                f"{self.masks.root}: masks hold nothing but 0 and 255, and 255 is ignored: set `ignore_index` to none if "
-                "white is class 1"
+                f"{self.masks.root}: masks hold nothing but 0 and 255, and 255 is ignored: set `ignore_index` to none "
+                "if white is class 1"
             )
 
 

@@ -24,8 +24,9 @@ class Batch:
     `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them; int64
     (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and
     other integers as int64, floating point in its own type, and masks (samples, ..., height, width) as the images are
-    shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports them, maps positions in the global batch to what is wrong with that image,
-    whose tiles are zeros. A position is there only on ranks that hold a part of the image, and perhaps not on all.
+    shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports
+    them, maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is
+    there only on ranks that hold a part of the image, and perhaps not on all.
     `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
     """
 
@@ -44,8 +45,8 @@ class Batch:
 class ShownImages:
     """The images of a dataset as a view shows them.
 
-    With `reports`, what cannot be read is named in the batch, masks too; with `lazy`, tiles are `LazyImages`; by `mixup`
-    samples are mixed, and then one is lost with its partner.
+    With `reports`, what cannot be read is named in the batch, masks too; with `lazy`, tiles are `LazyImages`. By
+    `mixup` samples are mixed, and then one is lost with its partner.
     """
 
     noun = "images"

@@ -232,9 +232,13 @@ def found_in(path: Path, rows: Sequence[Labelled], names: Sequence[str]) -> Iter
         asked = row.name.replace("\\", "/").removeprefix("./")
         found = [asked] if asked in known else by_name.get(asked, [])
         if len(found) != 1:
-            which = "no image" if not found else f"one of {len(found)} images, such as {' and '.join(sorted(found)[:2])}"
+            which = (
+                "no image" if not found else f"one of {len(found)} images, such as {' and '.join(sorted(found)[:2])}"
+            )
             raise DatasetError(f"{path}, line {row.line}: {row.name} is {which} below {path.parent}")
         if found[0] in used:
-            raise DatasetError(f"{path}, line {row.line}: {row.name} is {found[0]}, as line {used[found[0]]} is already")
+            raise DatasetError(
+                f"{path}, line {row.line}: {row.name} is {found[0]}, as line {used[found[0]]} is already"
+            )
         used[found[0]] = row.line
         yield row, found[0]

@@ -49,8 +49,8 @@ class Pointwise:
         made = found if isinstance(found, np.ndarray) else np.asarray(found)
         if made.shape != pixels.shape or made.dtype.kind not in "uf" or (made.dtype.kind == "u" and made.itemsize > 1):
             raise DatasetError(
-                f"the transform {self.name} makes {made.dtype} of shape {made.shape} from a box of shape {pixels.shape}: "
-                "it must make as many pixels, uint8 or floating point"
+                f"the transform {self.name} makes {made.dtype} of shape {made.shape} from a box of shape "
+                f"{pixels.shape}: it must make as many pixels, uint8 or floating point"
             )
         return made if made.dtype == np.uint8 else made.astype(np.float32)
 
@@ -61,7 +61,7 @@ class Pointwise:
         whole = whole if pictures else (whole / 255).astype(np.float32)
         for key in ((), (0, 0, 0)):
             made, half = self(whole.copy(), key), _TRIED_PX // 2
-            boxes = [np.s_[:half], np.s_[half:], np.s_[..., :half, :], np.s_[..., -1:, :]]
+            boxes: list[Any] = [np.s_[:half], np.s_[half:], np.s_[..., :half, :], np.s_[..., -1:, :]]
             if not all(np.array_equal(self(whole[box].copy(), key), made[box], equal_nan=True) for box in boxes):
                 raise DatasetError(
                     f"the transform {self.name} makes of a box of pixels another one than of the whole image: what it "

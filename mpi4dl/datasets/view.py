@@ -19,6 +19,12 @@ Fit = Literal["resize", "crop"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+# By name, (mean, standard deviation) of each of three channels, or of any channel.
+NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
+    "half": ((0.5,), (0.5,)),
+}
+
 MASK_ROWS = 1024  # so many rows of a mask are decoded at once
 
 
@@ -124,7 +130,8 @@ class View:
         ]
         insides = [(found >= 0) & (found < source) for found, source in zip(sources, sides, strict=True)]
         clipped = [np.clip(found, 0, source - 1) for found, source in zip(sources, sides, strict=True)]
-        shown = mask[(Ellipsis, *np.ix_(*clipped))] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
+        places_of: tuple[Any, ...] = (Ellipsis, *np.ix_(*clipped))
+        shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
         inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
         return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
 
