@@ -18,7 +18,7 @@ from mpi4dl.datasets.base import DatasetError
 TASKS = ("classify", "multilabel", "regress")
 
 
-class Mixture(NamedTuple):
+class Blend(NamedTuple):
     """Each sample of a batch counts `share`, and the one at its place in `partners`, a position, the rest."""
 
     share: float
@@ -41,15 +41,15 @@ class Mixup:
         if not self.alpha > 0:
             raise DatasetError(f"mixup={self.alpha}: the parameter of the Beta distribution must be above 0")
 
-    def draw(self, epoch: int, indices: tuple[int, ...]) -> Mixture:
+    def draw(self, epoch: int, indices: tuple[int, ...]) -> Blend:
         """How the batch of these samples is mixed: the same on every rank, and whenever the batch is read."""
         random = np.random.default_rng((MIXUP_STREAM, self.seed, epoch, *indices))
         share = float(random.beta(self.alpha, self.alpha))
-        return Mixture(share, tuple(random.permutation(len(indices)).tolist()))
+        return Blend(share, tuple(random.permutation(len(indices)).tolist()))
 
-    def labels(self, labels: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    def labels(self, labels: torch.Tensor, blend: Blend) -> torch.Tensor:
         """What is to be learnt of the mixed batch: floating point, (N, classes) where labels were classes."""
         if labels.dim() == 1 and not labels.is_floating_point():
             labels = F.one_hot(labels, self.num_classes)
         whole = labels.to(torch.get_default_dtype())
-        return mixture.share * whole + (1.0 - mixture.share) * whole[list(mixture.partners)]
+        return blend.share * whole + (1.0 - blend.share) * whole[list(blend.partners)]

@@ -10,7 +10,7 @@ import torch
 
 from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.lazy import LazyImages
-from mpi4dl.datasets.mixing import Mixture, Mixup
+from mpi4dl.datasets.mixing import Blend, Mixup
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box
 
@@ -61,15 +61,15 @@ class ShownImages:
 
     def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
         """The boxes of these images, and the labels of all of them."""
-        mixture = None if self._mixup is None else self._mixup.draw(epoch, indices)
-        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, mixture)
+        blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend)
         labels = [reading.label(position) for position in range(len(indices))]
         tiles = tuple(self._tile(reading, box, labels) for box in boxes)
         stacked = _stacked(reading.shown(labels), indices)
         errors = reading.errors
-        if self._mixup is not None and mixture is not None:
-            stacked = self._mixup.labels(stacked, mixture)
-            lost = {place: errors[other] for place, other in enumerate(mixture.partners) if other in errors}
+        if self._mixup is not None and blend is not None:
+            stacked = self._mixup.labels(stacked, blend)
+            lost = {place: errors[other] for place, other in enumerate(blend.partners) if other in errors}
             errors = lost | errors
         return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None))
 
@@ -79,24 +79,24 @@ class ShownImages:
         if self._lazy:
             for position in places:
                 reading.open(position, labels)
-                if reading.mixture is not None:
-                    reading.open(reading.mixture.partners[position], labels)
-            partners = () if reading.mixture is None else reading.mixture.partners[slice(*box.batch)]
+                if reading.blend is not None:
+                    reading.open(reading.blend.partners[position], labels)
+            partners = () if reading.blend is None else reading.blend.partners[slice(*box.batch)]
             return LazyImages(
                 self._dataset,
                 self._view,
                 reading.indices[slice(*box.batch)],
                 reading.epoch,
                 partners=tuple(reading.indices[other] for other in partners),
-                share=1.0 if reading.mixture is None else reading.mixture.share,
+                share=1.0 if reading.blend is None else reading.blend.share,
             )
         tile = torch.zeros((samples, self._dataset.channels, *space))
         for position, out in zip(places, tile, strict=False):
             reading.into(out, position, box, labels)
-            if reading.mixture is not None:
+            if reading.blend is not None:
                 partner = torch.zeros_like(out)
-                reading.into(partner, reading.mixture.partners[position], box, labels)
-                out.mul_(reading.mixture.share).add_(partner, alpha=1.0 - reading.mixture.share)
+                reading.into(partner, reading.blend.partners[position], box, labels)
+                out.mul_(reading.blend.share).add_(partner, alpha=1.0 - reading.blend.share)
         return tile
 
 
@@ -110,9 +110,9 @@ class _Reading:
         indices: tuple[int, ...],
         epoch: int,
         reports: bool,
-        mixture: Mixture | None,
+        blend: Blend | None,
     ) -> None:
-        self.indices, self.epoch, self.mixture = indices, epoch, mixture
+        self.indices, self.epoch, self.blend = indices, epoch, blend
         self._dataset, self._view, self._reports = dataset, view, reports
         self.errors: dict[int, str] = {}
         self.problems: list[str] = []

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.adapt: datasets of the user's, as documented; of PyTorch and torchvision; what is wrong with others."""
+"""mpi4dl.datasets.adapt: own datasets, as documented; those of PyTorch and torchvision; what is wrong with others."""
 
 import inspect
 import re
