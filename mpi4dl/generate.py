@@ -21,6 +21,7 @@ from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.generation.requests import Event, Sampling
 from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, SEED, TEXT, Kind, optional
+from mpi4dl.options.words import speaking, spelling
 from mpi4dl.trainer.stopping import die_by_ctrl_c
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     guard.run(begin)
 
 
+@speaking(spelling(GenerateConfig))
 def generate(comm: "Communicator", argv: Sequence[str]) -> None:
     """Load the model, each rank its part, and write what is asked for to standard output, from rank 0."""
     with comm.together((ValueError,)):

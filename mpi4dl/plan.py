@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import option, parse_options
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
+from mpi4dl.options.words import spelling
 
 if TYPE_CHECKING:
     from mpi4dl.forecast.overview import Overview
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         show(list(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as problem:
-        print(f"mpi4dl: {problem}", file=sys.stderr)
+        print(f"mpi4dl: {spelling(PlanConfig)(str(problem))}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 
@@ -91,7 +92,7 @@ def show(argv: Sequence[str]) -> None:
         print("\n".join(searched(config, training_flags(argv))))
         return
     found = planned(config, training_flags(argv))
-    print(found)
+    print(spelling(PlanConfig)(str(found)))
     if timeline is not None:
         draw(found, timeline)
 

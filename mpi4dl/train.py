@@ -14,15 +14,14 @@ if __name__ == "__main__":
 
 from mpi4dl._memory import within_limits
 from mpi4dl.options.config import Config, ConfigError, facts, hang_timeout, parse, to_toml
-from mpi4dl.options.declare import options_of
-from mpi4dl.options.words import as_flags, speaking
+from mpi4dl.options.words import speaking, spelling
 from mpi4dl.trainer.stopping import die_by_ctrl_c
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 
-spell = as_flags(frozenset(options_of(Config)))
+spell = spelling(Config)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpi4dl._wording import counted
+from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.forecast.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
 from mpi4dl.forecast.outlook import Forecaster
@@ -27,7 +28,7 @@ from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.losses import require_logits
 
 
-def title(config: Config, engine: Any) -> str:
+def title(config: Config, engine: Engine) -> str:
     """What is trained, and how, in one line."""
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
@@ -42,7 +43,7 @@ def batch_of(config: Config, channels: int) -> tuple[int, ...]:
     return batch_shape(config.data.batch_size, channels, config.data.image_size)
 
 
-def without_effect(config: Config, engine: Any) -> list[str]:
+def without_effect(config: Config, engine: Engine) -> list[str]:
     """What to say of options that were given and change nothing here."""
     chosen, plan = config.parallel, engine.plan
     shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
@@ -118,7 +119,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         raise ValueError(f"`model` {config.model_name}: {problem}") from problem
 
 
-def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
+def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
     """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
     held = engine.held
     clockwork, balance = Clockwork.of_user(), held.counts if held.plan.num_stages > 1 else "flops"

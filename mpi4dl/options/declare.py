@@ -213,11 +213,9 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
 
 def _value_from_python(item: Option, given: Any) -> Any:
     """As a flag has it, as a file has it, as the program has it, or one entry of the latter."""
-    ways: tuple[Callable[[], Any], ...] = (
-        lambda: item.kind.read(given) if isinstance(given, str) else given,
-        lambda: item.kind.raw(given),
-        lambda: item.kind.raw((given,)),
-    )
+    ways: list[Callable[[], Any]] = [lambda: item.kind.read(given) if isinstance(given, str) else given]
+    if given is None or isinstance(given, tuple | list):
+        ways += [lambda: item.kind.raw(given), lambda: item.kind.raw((given,))]
     for way in ways:
         with suppress(ValueError, TypeError, AttributeError):
             return item.kind.check(way())

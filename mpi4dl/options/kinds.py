@@ -301,23 +301,23 @@ def part_name(part: Any) -> str:
 def _part(value: Any) -> Any:
     if isinstance(value, str):
         return _nonempty_text(value)
-    if value is None or isinstance(value, bool | int | float | list | tuple | dict):
+    if value is None or type(value) in (bool, int, float, list, tuple, dict):
         raise ValueError
     return value
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    given = value.split(",") if isinstance(value, str) else value if type(value) in (list, tuple) else [value]
     return tuple(_part(each.strip() if isinstance(each, str) else each) for each in given if each != "")
 
 
 def _part_or_pair(value: Any) -> Any:
-    return tuple(map(_part, value)) if isinstance(value, list | tuple) and len(value) == 2 else _part(value)
+    return tuple(map(_part, value)) if type(value) in (list, tuple) and len(value) == 2 else _part(value)
 
 
-PART = Kind("a name, or an own one such as my_code.py:build, or from Python the object", "NAME", _part, raw=part_name)
+PART = Kind("a name, or an own one such as my_code.py:build", "NAME", _part, raw=part_name)
 PART_OR_PAIR = Kind(
-    "an own one such as my_code.py:Slides, or from Python the object, or a pair",
+    "an own one such as my_code.py:Slides",
     "NAME",
     _part_or_pair,
     raw=lambda part: " and ".join(map(part_name, part)) if isinstance(part, tuple) else part_name(part),

@@ -4,16 +4,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mpi4dl.options.declare import options_of
+
 NAMED = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 
-def named(flag: str) -> str:
-    """The name of a flag's option, as the library's messages have it; other texts stay as they are."""
-    return "`" + flag[2:].replace("-", "_") + "`" if flag.startswith("--") else flag
-
-
-def as_flags(names: frozenset[str]) -> Callable[[str], str]:
-    """What spells those of these options that a message names as flags."""
+def spelling(config_type: type) -> Callable[[str], str]:
+    """What spells those options of a config that a message names as flags."""
+    names = frozenset(options_of(config_type))
 
     def flag(found: re.Match[str]) -> str:
         return "--" + found[1].replace("_", "-") if found[1] in names else found[0]

@@ -107,7 +107,7 @@ class Trainer:
             schedule = build_schedule(config, optimizer)
         with comm.together((ConfigError, OSError)):
             options = build.engine_options(config)
-        loss = build.build_loss(config, token_loss if text else classification_loss)
+            loss = build.build_loss(config, token_loss if text else classification_loss)
         self.engine = Engine(model, plan, optimizer, loss, comm=comm, **options)
         self.engine.executor.progress = patience.feed
         with comm.together((ValueError,)):

@@ -56,7 +56,7 @@ def test_as_many_classes_as_asked_or_else_as_the_images_have(asked: str, built: 
 
 
 def test_fewer_classes_than_the_images_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--num-classes 2, but the images have 3: a, b, c$"):
+    with pytest.raises(ConfigError, match=r"^`num_classes` 2, but the images have 3: a, b, c$"):
         number_of_classes(configured("--num-classes 2"), ("a", "b", "c"))
 
 
@@ -140,16 +140,16 @@ def test_optimizers_that_need_values_are_built(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer adamw", "--optimizer adamw: torch.optim has no such class; did you mean AdamW?"),
-        ("--optimizer Optimizer", "--optimizer Optimizer: torch.optim has no such class"),
+        ("--optimizer adamw", "`optimizer` adamw: torch.optim has no such class; did you mean AdamW?"),
+        ("--optimizer Optimizer", "`optimizer` Optimizer: torch.optim has no such class"),
         (
             "--optimizer SGD --optimizer-options momentun=0.9",
-            "--optimizer SGD has no option momentun; did you mean momentum?",
+            "`optimizer` SGD has no option momentun; did you mean momentum?",
         ),
-        ("--optimizer SGD --optimizer-options params=3", "--optimizer SGD has no option params"),
-        ("--optimizer SGD --optimizer-options momentum=-1", "--optimizer SGD does not take these options"),
-        ("--optimizer LBFGS", "--optimizer LBFGS cannot make a step here"),
-        ("--optimizer SparseAdam", "--optimizer SparseAdam cannot make a step here"),
+        ("--optimizer SGD --optimizer-options params=3", "`optimizer` SGD has no option params"),
+        ("--optimizer SGD --optimizer-options momentum=-1", "`optimizer` SGD does not take these options"),
+        ("--optimizer LBFGS", "`optimizer` LBFGS cannot make a step here"),
+        ("--optimizer SparseAdam", "`optimizer` SparseAdam cannot make a step here"),
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused(flags: str, message: str) -> None:
@@ -200,9 +200,9 @@ def test_a_plateau_is_not_seen_where_nothing_was_validated() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--low-precision-weights", "--low-precision-weights are kept in the type of --precision: choose bf16 or fp16"),
-        ("--offload-folder {here}", "--offload-folder {here} is for --offload disk, but this is --offload none"),
-        ("--offload disk --offload-folder {here}/no", "--offload-folder {here}/no: no such folder"),
+        ("--low-precision-weights", "`low_precision_weights` are kept in the type of `precision`: choose bf16 or fp16"),
+        ("--offload-folder {here}", "`offload_folder` {here} is for `offload` disk, but this is `offload` none"),
+        ("--offload disk --offload-folder {here}/no", "`offload_folder` {here}/no: no such folder"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, flags: str, message: str) -> None:
@@ -222,12 +222,12 @@ def test_a_schedule_for_a_number_of_steps_says_so() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("StepL --scheduler-options step_size=1", "--scheduler StepL: torch.optim.lr_scheduler has no such class; did"),
-        ("StepLR", "--scheduler StepLR does not take these options {}"),
-        ("StepLR --scheduler-options stepsize=1", "--scheduler StepLR has no option stepsize; did you mean step_size?"),
-        ("StepLR --scheduler-options step_size=a", "--scheduler StepLR cannot go on with {'step_size': 'a'}"),
-        ("LambdaLR --scheduler-options lr_lambda=a", "--scheduler LambdaLR does not take"),
-        (" --scheduler-options gamma=0.5", "--scheduler-options {'gamma': 0.5} are for no --scheduler: name one"),
+        ("StepL --scheduler-options step_size=1", "`scheduler` StepL: torch.optim.lr_scheduler has no such class; did"),
+        ("StepLR", "`scheduler` StepLR does not take these options {}"),
+        ("StepLR --scheduler-options stepsize=1", "`scheduler` StepLR has no option stepsize; did you mean step_size?"),
+        ("StepLR --scheduler-options step_size=a", "`scheduler` StepLR cannot go on with {'step_size': 'a'}"),
+        ("LambdaLR --scheduler-options lr_lambda=a", "`scheduler` LambdaLR does not take"),
+        (" --scheduler-options gamma=0.5", "`scheduler_options` {'gamma': 0.5} are for no `scheduler`: name one"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(flags: str, message: str) -> None:
@@ -272,7 +272,7 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
             raise error
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    assert said(ValueError("too small")) == "Refusal: --model small_resnet: too small"
+    assert said(ValueError("too small")) == "Refusal: `model` small_resnet: too small"
     assert said(DatasetError("no tifffile")) == "Refusal: no tifffile"
     assert said(Refusal("as it is")) == "Refusal: as it is"
     assert said(RuntimeError("out of luck")) == "RuntimeError: out of luck"
