@@ -5,6 +5,7 @@ model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def export(source: Path, out: Path) -> list[str]:
     """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
 
-    Every value has all of its names. Returns what there is to say. Raises ValueError where there are no weights, or
-    only damaged ones, and OSError.
+    Every value has all of its names, and the file says what it is of. Returns what there is to say. Raises ValueError
+    where there are no weights, or only damaged ones, and OSError.
     """
     import torch
 
@@ -42,6 +43,7 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
     from mpi4dl.checkpoints.storage import Extent, Reader, Spec, StorageLayout, write
+    from mpi4dl.trainer.description import FILE, KEY, described_by
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -55,7 +57,13 @@ def export(source: Path, out: Path) -> list[str]:
         raise ValueError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint")
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
-        ties = {name: first for name, first in reader.layout.metadata.items() if name != CLASSES}
+        metadata = reader.layout.metadata
+    ties = {name: first for name, first in metadata.items() if name not in (CLASSES, KEY)}
+    runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
+    described = described_by(next(runs, source))
+    about = {name: metadata[name] for name in (CLASSES, KEY) if name in metadata}
+    if described is not None:
+        about |= {CLASSES: json.dumps(described.classes), KEY: described.text}
     for name, first in ties.items():
         if first not in state or name in state:
             raise Damaged(f"{file}: {name!r} is said to be the same as {first!r}")
@@ -65,9 +73,13 @@ def export(source: Path, out: Path) -> list[str]:
     try:
         if same:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
-                torch.save(state, opened)
+                values = OrderedDict(state)
+                values._metadata = {KEY: about}  # type: ignore[attr-defined]  # where PyTorch has what is not a value
+                torch.save(values, opened)
         else:
-            layout = StorageLayout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()})
+            layout = StorageLayout.of(
+                {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about
+            )
             write(temporary, layout, [Extent(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
         temporary.rename(out)
     finally:

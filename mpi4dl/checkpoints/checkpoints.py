@@ -210,16 +210,17 @@ def load(engine: Kept, path: Path) -> dict[str, Any]:
         return restore(engine, saved)
 
 
-def save_model(engine: Kept, path: Path, classes: Sequence[str] = ()) -> None:
+def save_model(engine: Kept, path: Path, classes: Sequence[str] = (), about: Mapping[str, str] | None = None) -> None:
     """Write the weights alone, as a safetensors file that names what is tied in its metadata. Collective.
 
-    `classes`, the names of what the outputs stand for, are there as JSON.
+    `classes`, the names of what the outputs stand for, are there as JSON, and so is what else there is to say `about`
+    the model.
 
     Raises Refusal on all ranks if it cannot be written; then nothing is there, or the old file is.
     """
     layout, pieces = model_values(engine)
-    if classes:
-        layout = storage.StorageLayout.of(layout.specs, {**layout.metadata, CLASSES: json.dumps(list(classes))})
+    told = {CLASSES: json.dumps(list(classes))} if classes else {}
+    layout = storage.StorageLayout.of(layout.specs, {**layout.metadata, **told, **(about or {})})
     temporary, comm = path.with_name(f"{TEMPORARY}{MODEL}"), engine.comm
     try:
         with comm.together((OSError,)), naming(path):

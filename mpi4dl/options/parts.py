@@ -46,8 +46,8 @@ def load(option: str, part: Any) -> Any:
         raise ConfigError(f"`{option}` {part}: {where} has no {name}{nearest(name, known)}") from None
 
 
-def print_of(part: Any) -> str | None:
-    """A digest of the file that an own part is written in, which all ranks must have alike; None if there is none."""
+def file_of(part: Any) -> str | None:
+    """The file that an own part is written in, by its whole path; None if there is none."""
     if isinstance(part, str):
         if not is_own(part):
             return None
@@ -58,6 +58,12 @@ def print_of(part: Any) -> str | None:
             file = inspect.getsourcefile(part if inspect.isroutine(part) or inspect.isclass(part) else type(part))
         except TypeError:
             file = None
+    return None if file is None else str(Path(file).expanduser().absolute())
+
+
+def print_of(part: Any) -> str | None:
+    """A digest of the file that an own part is written in, which all ranks must have alike; None if there is none."""
+    file = file_of(part)
     try:
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     except OSError:  # written at a prompt, or in a notebook

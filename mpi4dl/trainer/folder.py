@@ -3,6 +3,7 @@
     runs/resnet18-20260131-120000/
         config.toml      every option; `python -m mpi4dl.train --config` repeats the run
         images.json      which images train and which validate
+        model.json       what the model is: all that evaluating and predicting with it need to know
         versions.json    the software, the machine, and the command line
         log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
         metrics.jsonl    one JSON object per line: every report of training and validation
@@ -182,7 +183,7 @@ class MetricsFile:
         self._file = self._path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        line = (json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        line = (json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
         with naming(self._path):
             while line:
                 line = line[self._file.write(line) :]
@@ -191,11 +192,12 @@ class MetricsFile:
         self._file.close()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """What JSON can hold: infinity and not-a-number as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -22,6 +22,7 @@ from mpi4dl.options.config import Config
 from mpi4dl.options.optimizers import Schedule
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
+from mpi4dl.trainer.description import KEY, Description
 from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
@@ -77,6 +78,7 @@ class TrainingRun:
         self.checkpoints: Any = None
         self.signals: Any = None
         self.closing: Any = None
+        self.about: Any = None
 
     def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
         """Which boxes this rank reads of a batch."""
@@ -105,6 +107,10 @@ class TrainingRun:
         if self.checkpoints is None and config.run.save_every != "none":
             self.open_checkpoints()
         self.images.record(comm, self.folder.path)
+        self.about = Description.of(config, self.images, self.num_classes)
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                self.about.write(self.folder.path)
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:
@@ -205,7 +211,7 @@ class TrainingRun:
         self.patience.begin("end")
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes)
+        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes, {KEY: self.about.text})
         self.write()
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()

@@ -1,0 +1,159 @@
+"""What a trained model is, beside its weights: all that is needed to build it, and to show it images as in training.
+
+    model.json                      in the folder of a run, from its start on
+    metadata of model.safetensors   the same text, under the key `mpi4dl`; in weights that are exported too
+
+    {"options": {"model": "\"resnet18\"", "image_size": "\"224x224\"", ...}, "task": "classify", "num_outputs": 2,
+     "classes": ["benign", "tumour"], "channels": 3, "fit": "resize",
+     "own": {"model": {"file": "/home/me/my_code.py", "digest": "0123456789abcdef"}}}
+
+Options are those of a configuration, as a TOML file has them. `own` are files of the user's that the model needs.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._files import naming, read_regular
+from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.datasets.base import task_of
+from mpi4dl.datasets.view import Fit
+from mpi4dl.options import parts
+from mpi4dl.options.config import Config, ConfigError, shared_options
+from mpi4dl.options.declare import options_of, with_options
+
+FILE = "model.json"
+KEY = "mpi4dl"  # of the metadata of weights
+SECTIONS = ("model", "data")
+MORE = ("loss", "loss_options", "stream_norm")
+OF_THE_TASK = ("task", "text")
+OWN = ("model", "transforms")  # what may be code of the user's, by the section that has it
+HOMES = {"model": "model", "transforms": "data"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that was decided about a model and its images when it was trained."""
+
+    options: Mapping[str, str]
+    task: str
+    num_outputs: int
+    classes: tuple[str, ...]
+    channels: int
+    fit: Fit
+    own: Mapping[str, Mapping[str, str | None]]
+
+    @classmethod
+    def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
+        """Of a run that trains on these images, or texts."""
+        wanted = {name for name, item in options_of(Config).items() if item.section in SECTIONS or name in MORE}
+        options = {name: value for name, value in shared_options(config).items() if name in wanted}
+        asked, text = config.data.task, config.data.text is not None
+        told = "language" if text else task_of(images.training)
+        task = asked if text == (asked in ("language", "masked")) and asked != "auto" else told
+        found = {name: _own(getattr(getattr(config, HOMES[name]), name, None)) for name in OWN}
+        return cls(
+            {name: value for name, value in options.items() if name not in OF_THE_TASK},
+            task,
+            num_outputs,
+            tuple(images.classes),
+            images.channels,
+            getattr(images, "fit", "resize"),
+            {name: each for name, each in found.items() if each is not None},
+        )
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, text: str, where: str) -> "Description":
+        """Raises ConfigError for what is no such text; `where` it was found."""
+        try:
+            found = json.loads(text)
+            options = {str(name): str(value) for name, value in found["options"].items()}
+            own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
+            fit: Fit = "crop" if found["fit"] == "crop" else "resize"
+            classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
+            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "
+                "restore it"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Put it into the folder of a run. Raises OSError."""
+        with naming(folder / FILE):
+            write_durably(folder / FILE, self.text.encode())
+
+    def config(self, where: str, **instead: Any) -> Config:
+        """The configuration by which the model is built; `instead` of a part that is the user's own, another one.
+
+        Raises ConfigError if code of the user's is gone, or other than it was.
+        """
+        try:
+            config = with_options(Config(), self.options)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: was trained by another version of mpi4dl: {error}") from None
+        for name in OWN:
+            section = getattr(config, HOMES[name])
+            part = instead.get(name)
+            if part is None and name in self.own:
+                part = self._found(name, getattr(section, name))
+            if part is not None:
+                config = replace(config, **{HOMES[name]: replace(section, **{name: part})})
+        return config
+
+    def _found(self, name: str, text: str) -> str:
+        """Where the code of an own part is now, which is as it was."""
+        then, (where, _, what) = self.own[name], text.rpartition(":")
+        if then["file"] is None or where == "__main__" or not what.isidentifier():
+            raise ConfigError(f"the `{name}` was an object of a program, {text}: pass it again as `{name}`")
+        asked = f"`{name}` {text}"
+        if not where.endswith(".py") and _module_exists(where):
+            parts.load(name, text)
+            candidates = {text: parts.print_of(text)}
+        else:
+            near = [where] if where.endswith(".py") else []
+            candidates = {f"{file}:{what}": parts.print_of(f"{file}:{what}") for file in (*near, then["file"])}
+        there = {part: digest for part, digest in candidates.items() if digest is not None}
+        if not there:
+            raise ConfigError(
+                f"{asked} made the model, but {then['file']} is gone: put it back, or name where it is by `{name}`"
+            )
+        for part, digest in there.items():
+            if digest == then["digest"]:
+                return part
+        part, digest = next(iter(there.items()))
+        raise ConfigError(
+            f"{asked}: {part.rpartition(':')[0]} is not as it was in training (digest {digest} now, {then['digest']} "
+            f"then): put it back as it was, or say `{name}` {part} to take it as it is"
+        )
+
+
+def _own(part: Any) -> dict[str, str | None] | None:
+    """The file of a part of the user's, and its digest; None if it is a name of ours."""
+    if part is None or not parts.is_own(part):
+        return None
+    digest, made = parts.print_of(part), isinstance(part, str) or inspect.isclass(part) or inspect.isroutine(part)
+    # A model that is one already is made by nothing that could be called again.
+    return {"file": parts.file_of(part) if made and digest is not None else None, "digest": digest}
+
+
+def _module_exists(name: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def described_by(folder: Path) -> Description | None:
+    """What the folder of a run says of its model; None if it says nothing. Raises ConfigError, OSError."""
+    path = folder / FILE
+    return Description.read(read_regular(path).decode(), str(path)) if path.is_file() else None
