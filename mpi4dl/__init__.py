@@ -5,6 +5,7 @@ These names are all that most scripts need; each is imported when it is first us
     world           all ranks of the MPI job, or this one process
     tiles           exact spatial parallelism of a model in three calls
     Trainer         what the command mpi4dl.train is, for scripts; Callback, what it tells them
+    TrainedModel    what training left: predict(), evaluate()
     Plan            which rank holds which stage, tile, and replica
     split           a model cut into the stages of a plan
     Engine          a model and a plan become step(), evaluate()
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mpi4dl.checkpoints import Checkpoints
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
+    from mpi4dl.inference.trained_model import TrainedModel
     from mpi4dl.parallel.pipeline.held import split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.tiles import tiles
@@ -33,13 +35,14 @@ _HOMES = {
     "Engine": "mpi4dl.engine",
     "Plan": "mpi4dl.parallel.plan",
     "Refusal": "mpi4dl.comm",
+    "TrainedModel": "mpi4dl.inference.trained_model",
     "Trainer": "mpi4dl.trainer.trainer",
     "split": "mpi4dl.parallel.pipeline.held",
     "tiles": "mpi4dl.parallel.tiles",
     "world": "mpi4dl.comm",
 }
 
-__all__ = ["Callback", "Checkpoints", "Engine", "Plan", "Refusal", "Trainer", "split", "tiles", "world"]
+__all__ = ["Callback", "Checkpoints", "Engine", "Plan", "Refusal", "TrainedModel", "Trainer", "split", "tiles", "world"]
 
 
 def __getattr__(name: str) -> Any:

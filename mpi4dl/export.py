@@ -37,6 +37,8 @@ def export(source: Path, out: Path) -> list[str]:
     Every value has all of its names, and the file says what it is of. Returns what there is to say. Raises ValueError
     where there are no weights, or only damaged ones, and OSError.
     """
+    from collections import OrderedDict
+
     import torch
 
     from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at

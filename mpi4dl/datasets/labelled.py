@@ -10,7 +10,7 @@ from mpi4dl.datasets.table import TABLE, found_in, read_table
 
 
 class LabelledFolder(ListedFiles):
-    """The images that `root/labels.csv`, or another `table`, names, in its order.
+    """The images that `root/labels.csv`, or another `table`, names, in its order; `classes` fixes those of a column.
 
     Attributes:
         task: what their labels are for: classify, multilabel, regress or survival.
@@ -27,9 +27,10 @@ class LabelledFolder(ListedFiles):
         task: str | None = None,
         columns: Sequence[str] | None = None,
         volumes: bool = False,
+        classes: tuple[str, ...] | None = None,
     ) -> None:
         path = table or root / TABLE
-        found = read_table(path, task, columns)
+        found = read_table(path, task, columns, classes)
         listed = {file.relative_to(root).as_posix(): size for file, size in files_below(root, suffixes_of(volumes))}
         rows = list(found_in(path, found.rows, sorted(listed)))
         self.task, self.classes = found.task, found.classes
@@ -59,3 +60,10 @@ class LabelledFolder(ListedFiles):
                 f"{self.root}: the column 'split' has only {found}: it needs train, and val or test; or leave it out"
             )
         return pair[0], pair[1]
+
+    def held_out(self) -> tuple[list[int], str]:
+        """The numbers of the images for tests, or else of those for validation, or of all; and which these are."""
+        for name in ("test", "val"):
+            if name in self._parts:
+                return [i for i, part in enumerate(self._parts) if part == name], f", those of its split {name}"
+        return list(range(len(self))), ""

@@ -60,8 +60,15 @@ class _Line(NamedTuple):
     values: dict[str, str]
 
 
-def read_table(path: Path, task: str | None = None, columns: Sequence[str] | None = None) -> Table:
+def read_table(
+    path: Path,
+    task: str | None = None,
+    columns: Sequence[str] | None = None,
+    classes: tuple[str, ...] | None = None,
+) -> Table:
     """The labels of a table for a task, or for the one that its columns tell; `columns` are those to learn, or all.
+
+    `classes` fixes the classes and their order, for a table that has to agree with that of training.
 
     Labels are indices into the classes of one column, and else numbers, one of each column; of survival (time, event).
 
@@ -79,7 +86,7 @@ def read_table(path: Path, task: str | None = None, columns: Sequence[str] | Non
     _refuse_twice(path, file_column, lines)
     task = task or _task_told(learnt, lines)
     if task == "classify":
-        classes, label = _class_of(path, learnt, lines)
+        classes, label = _class_of(path, learnt, lines, classes)
     else:
         classes, label = learnt, _numbers_of(path, learnt, task)
         classes = ("risk",) if task == "survival" else classes
@@ -164,12 +171,19 @@ def _number(text: str) -> float | None:
 
 
 def _class_of(
-    path: Path, learnt: tuple[str, ...], lines: Sequence[_Line]
+    path: Path, learnt: tuple[str, ...], lines: Sequence[_Line], known: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], Callable[[_Line], Label]]:
     (name,) = learnt
     found = {line.values[name] for line in lines}
     numbered = all(text.isdecimal() for text in found)
     classes = tuple(sorted(found, key=lambda text: (int(text) if numbered else 0, text)))
+    if known is not None:
+        other = next((line for line in lines if line.values[name] not in known), None)
+        if other is not None:
+            raise _wrong(
+                path, other, f"{name!r} is {other.values[name]!r}, but the classes of training are {', '.join(known)}"
+            )
+        classes = known
     if len(classes) < 2:
         raise DatasetError(f"{path}: all images have {name} {classes[0]!r}; a classifier needs two classes or more")
     places = {text: number for number, text in enumerate(classes)}

@@ -219,3 +219,10 @@ def _plain(name: str, value: Any) -> dict[str, Value]:
         return {name: [x for each in value for x in _plain("", each).values()]}
     found = value.tolist() if hasattr(value, "tolist") else value
     return {name: found if isinstance(found, list) else float(found)}
+
+
+def measured_here(metrics: Mapping[str, Any], predictions: Any, targets: Any) -> dict[str, Value]:
+    """Each metric of predictions and targets that this process has all of. NaN if a prediction is not a number."""
+    measures = Measures(metrics, lambda outputs, _: outputs)
+    measures._add(predictions, targets)
+    return dict.fromkeys(metrics, math.nan) if measures.undefined else measures._computed([measures.own])

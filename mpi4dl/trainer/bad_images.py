@@ -14,12 +14,15 @@ class UnreadableImages(Refusal):
 
 
 class BadImages:
-    """`policy` is "error" or "skip"; `known` says what is wrong with the images that were left out."""
+    """`policy` is "error" or "skip"; `known` says what is wrong with the images that were left out, and `of_index` with
+    which. `logs`: each is logged too.
+    """
 
-    def __init__(self, comm: Communicator, policy: str) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator, policy: str, logs: bool = True) -> None:
+        self.comm, self.logs = comm, logs
         self.policy = policy
         self.known: set[str] = set()
+        self.of_index: dict[int, str] = {}
 
     @property
     def skipped(self) -> int:
@@ -44,9 +47,11 @@ class BadImages:
         if self.policy == "error":
             raise UnreadableImages(f"{errors[min(errors)]}; `on_bad_image` skip leaves such images out")
         for position in sorted(errors):
+            self.of_index[batch.indices[position]] = errors[position]
             if errors[position] not in self.known:
                 self.known.add(errors[position])
-                logging.getLogger(__name__).warning("skipped: %s", errors[position])
+                if self.logs:
+                    logging.getLogger(__name__).warning("skipped: %s", errors[position])
         keep = [position for position in range(len(batch.indices)) if position not in errors]
         if not keep:
             return None

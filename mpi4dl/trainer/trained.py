@@ -86,7 +86,7 @@ def description_of(weights: Path, folder: Path) -> Description:
 
 
 @dataclass(frozen=True)
-class Stored:
+class WholeValues:
     """Whole values in a file: their shapes by name, `read(name, start, stop)` of the flattened ones, what is said."""
 
     path: Path
@@ -96,12 +96,12 @@ class Stored:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Stored]:
+def opened(path: Path) -> Iterator[WholeValues]:
     """A file of weights, of safetensors or of torch.save. Raises ValueError, OSError."""
     if path.suffix not in PICKLED:
         with Reader(path) as reader:
             shapes = {name: tuple(spec.shape) for name, spec in reader.layout.specs.items()}
-            yield Stored(path, shapes, reader.read, reader.layout.metadata.get(KEY))
+            yield WholeValues(path, shapes, reader.read, reader.layout.metadata.get(KEY))
         return
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -112,10 +112,10 @@ def opened(path: Path) -> Iterator[Stored]:
         raise ValueError(f"{path}: is no state_dict, as mpi4dl.export writes it")
     about = told.get(KEY, {}).get(KEY) if isinstance(told, Mapping) else None
     shapes = {name: tuple(value.shape) for name, value in state.items()}
-    yield Stored(path, shapes, lambda name, start, stop: state[name].reshape(-1)[start:stop], about)
+    yield WholeValues(path, shapes, lambda name, start, stop: state[name].reshape(-1)[start:stop], about)
 
 
-def load_weights(held: Held, stored: Stored) -> None:
+def load_weights(held: Held, stored: WholeValues) -> None:
     """Read this rank's part of all parameters and buffers. Raises ValueError, OSError."""
     for name, value in _values(held):
         first, shape = held.ties.get(name, name), tuple(held.shapes[name][0])

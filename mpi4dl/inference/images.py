@@ -1,0 +1,190 @@
+"""The images that a trained model looks at: with labels, to be compared with, or any, wherever they lie."""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.arrays import load_npz
+from mpi4dl.datasets.base import DatasetError, task_of
+from mpi4dl.datasets.cifar import is_cifar, load_cifar
+from mpi4dl.datasets.files import open_regular
+from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.labelled import LabelledFolder
+from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders
+from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, files_below, suffixes_of
+from mpi4dl.datasets.segmented import SegmentedFolder, is_segmented
+from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.table import TABLE
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.trainer.description import Description
+from mpi4dl.trainer.images import open_images, shared
+
+LISTS = (".txt", ".lst")
+PATTERN = frozenset("*?[")
+
+
+def open_labelled(comm: Communicator, config: Config, about: Description, source: str | None) -> tuple[Named, str]:
+    """Images with labels of the kind that the model was trained for, the same on all ranks, and which they are.
+
+    Without a `source` they are those that validated. Collective. Raises Refusal on all ranks.
+    """
+    if source is None:
+        found = open_images(comm, config).validation
+        what = f"the {len(found)} images that validated in training"
+    else:
+        told: list[str] = []
+
+        def open_twice() -> tuple[Named, Named]:
+            images, which = _labelled(source, config, about)
+            told.append(which)
+            return images, images
+
+        found, _ = shared(comm, open_twice)
+        what = comm.broadcast_object("".join(told))
+    require_alike(comm, found, about)
+    return found, what
+
+
+def require_alike(comm: Communicator, found: Named, about: Description) -> None:
+    """Raises Refusal on all ranks if labels, or images, are of another kind than in training."""
+    comm.agree(_unlike(found, about))
+
+
+def _unlike(found: Named, about: Description) -> str | None:
+    """What is other than in training, in one sentence."""
+    if task_of(found) != about.task:
+        return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
+    if found.channels != about.channels:
+        return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
+    known = about.classes
+    if about.task != "survival" and known and tuple(found.classes) != known[: len(found.classes)]:
+        return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
+    return None
+
+
+def _labelled(source: str, config: Config, about: Description) -> tuple[Named, str]:
+    """The images of a source, and which of them. Raises DatasetError."""
+    path, volumes, classes = Path(source).expanduser(), len(config.data.image_size) > 2, about.classes
+    if path.suffix == ".npz":
+        training, test = load_npz(path, len(config.data.image_size))
+        arrays = test or training
+        if len(arrays.classes) <= len(classes):  # they are numbers, whatever training called them
+            arrays.classes = classes
+        return arrays, f"{path}: {'x_test' if test else 'x'}"
+    if not volumes and is_cifar(path):
+        return load_cifar(path)[1], f"the test images of {path}"
+    if not path.exists():
+        raise DatasetError(f"{source}: no such file or folder; expected a folder of images with labels, or an .npz")
+    if path.suffix.lower() == ".csv" or (path / TABLE).is_file():
+        root, table = (path, None) if path.is_dir() else (path.parent, path)
+        listed = LabelledFolder(root, table, about.task, _columns(about), volumes, classes)
+        numbers, which = listed.held_out()
+        return Subset(listed, numbers), f"{len(numbers)} images of {table or root / TABLE}{which}"
+    folder, which = _part(path)
+    if about.task == "segment":
+        masked = SegmentedFolder(folder, classes, None, config.data.ignore_index, volumes)
+        return masked, f"{len(masked)} images of {folder}{which}"
+    if about.task != "classify":
+        raise DatasetError(f"{source}: has no {TABLE}, which the labels to {about.task} are in")
+    images = ImageFolder(folder, classes, volumes)
+    return images, f"{len(images)} images of {folder}{which}"
+
+
+def _columns(about: Description) -> tuple[str, ...] | None:
+    """The columns of a table that are numbers to be predicted; None of the one that is the class, or of survival."""
+    return about.classes if about.task in ("multilabel", "regress") else None
+
+
+def _part(path: Path) -> tuple[Path, str]:
+    """The folder to evaluate on: that for tests, of a source of several parts, or for validation."""
+    names = subfolders(path)
+    if is_segmented(path):
+        return path, ""
+    for kind in (TEST, VALIDATION):
+        found = [name for name in names if name.casefold() in kind]
+        if len(found) == 1:
+            return path / found[0], ", of the parts that are there"
+    return path, ""
+
+
+def open_any(comm: Communicator, config: Config, about: Description, source: str) -> "UnlabelledFiles":
+    """Images without labels: all below a folder, one file, what a pattern matches, or a list has, on all ranks.
+
+    Collective. Raises Refusal on all ranks.
+    """
+    found, _ = shared(comm, lambda: 2 * (_listed(source, len(config.data.image_size) > 2),))
+    assert isinstance(found, UnlabelledFiles)
+    if about.channels != found.channels:
+        comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
+    return found
+
+
+class UnlabelledFiles(ListedFiles):
+    """Images of which nothing is known."""
+
+    classes: tuple[str, ...] = ()
+
+    def label(self, index: int) -> Any:
+        return 0
+
+
+def _listed(source: str, volumes: bool) -> UnlabelledFiles:
+    path, suffixes = Path(source).expanduser(), suffixes_of(volumes)
+    what = "volumes" if volumes else "images"
+    if path.is_dir():
+        root, files = path, sorted(files_below(path, suffixes))
+        found = [File(each.relative_to(root).as_posix(), size) for each, size in files]
+        problem = f"{path}: has no {what}, which end in {' '.join(suffixes)}"
+    elif path.suffix.lower() in LISTS and path.is_file():
+        root, found = _from_list(path)
+        problem = f"{path}: names no image; expected the path of one in each line"
+    elif path.is_file():
+        root, found, problem = path.parent, [_file(path.name, path)], ""
+    elif PATTERN & set(source):
+        names = sorted(name for name in glob.glob(str(path), recursive=True) if not Path(name).is_dir())
+        root, found = Path(), [_file(name, Path(name)) for name in names]
+        problem = f"{source}: no file matches this"
+    else:
+        raise DatasetError(f"{source}: no such file or folder; expected {what}, a folder of them, a pattern, or a list")
+    if not found:
+        raise DatasetError(problem)
+    twice = _twice([each.name for each in found])
+    if twice is not None:
+        raise DatasetError(f"{source}: names {twice} twice")
+    return UnlabelledFiles(root, found, volumes)
+
+
+def _twice(names: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+
+
+def _file(name: str, path: Path) -> File:
+    try:
+        return File(name, path.stat().st_size)
+    except OSError:  # which opening it will say
+        return File(name, UNKNOWN)
+
+
+def _from_list(path: Path) -> tuple[Path, list[File]]:
+    """The files that a list names, a line each, from its folder on, or from here."""
+    try:
+        with open_regular(path) as file:
+            lines = file.read().decode("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path}: cannot be read as a list of images: {error}") from error
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    beside = any((path.parent / name).exists() for name in names)
+    root = path.parent if beside else Path()
+    return root, [_file(name, root / name) for name in names]
+
+
+def require_sight(config: Config, about: Description, source: str) -> None:
+    """Raises ConfigError for a model that sees no images."""
+    if about.task in ("language", "masked"):
+        raise ConfigError(
+            f"{source} is `model` {config.model_name}, which was trained on text: python -m mpi4dl.generate goes on "
+            "with text"
+        )

@@ -1,0 +1,127 @@
+"""The options of commands that use a trained model: what of training's may be other now, and how it lies over ranks."""
+
+from dataclasses import dataclass, field, fields, replace
+from math import isqrt, prod
+from typing import Any
+
+from mpi4dl.options.config import Config, Parallel, Training
+from mpi4dl.options.declare import option
+from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, GRIDS, PART, optional
+
+LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
+
+
+def like(section: type, name: str) -> Any:
+    """The same option as in training."""
+    found = next(each for each in fields(section) if each.name == name)
+    return field(default=found.default, metadata=found.metadata)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Any = option(
+        None,
+        "an own model again, such as my_code.py:build, if its file was moved or changed; none: as it was trained",
+        optional(PART),
+    )
+    transforms: Any = option(None, "an own --transforms of training again; none: as it was trained", optional(PART))
+    batch_size: int | None = option(
+        None,
+        "images at once, over all ranks together; none: as in training, and at least one for each of --data",
+        optional(COUNT),
+    )
+    num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
+
+
+@dataclass(frozen=True)
+class Placing:
+    tiles: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "the grid of tiles that every image is cut into, one per rank; none: of large images one tile for each rank",
+        optional(GRIDS),
+    )
+    stages: int = like(Parallel, "stages")
+    data: int | None = option(
+        None, "how many groups of ranks share the batch; none: as many as there are ranks for", optional(COUNT)
+    )
+    microbatches: int = like(Parallel, "microbatches")
+    tensor: int = like(Parallel, "tensor")
+    experts: int = like(Parallel, "experts")
+    halo: str = like(Parallel, "halo")
+    stream: tuple[int, ...] | str | None = like(Parallel, "stream")
+    stream_until: str | None = like(Parallel, "stream_until")
+    memory_limit: int | None = like(Parallel, "memory_limit")
+    no_rule: str = like(Parallel, "no_rule")
+    precision: str = like(Training, "precision")
+    device: str = like(Parallel, "device")
+    gpu_wire: str = like(Parallel, "gpu_wire")
+    hang_timeout: float = like(Parallel, "hang_timeout")
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How a trained model is used, whatever for."""
+
+    inputs: Inputs = field(default_factory=Inputs)
+    placing: Placing = field(default_factory=Placing)
+
+
+def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, str]:
+    """The configuration of training with the plan that is asked for now, or that fits to so many ranks; and why."""
+    asked, size = chosen.placing, config.data.image_size
+    batch_size = chosen.inputs.batch_size or config.data.batch_size
+    tiles, data, why = asked.tiles, asked.data, ""
+    alone = asked.stages == asked.tensor == asked.experts == 1
+    if tiles is None and data is None and alone and num_ranks > 1:
+        shared = prod(size) >= LARGE_PIXELS or (chosen.inputs.batch_size or num_ranks) < num_ranks
+        if shared:
+            tiles = (_near_square(num_ranks, len(size)),)
+            grid = "x".join(map(str, tiles[0]))
+            why = f"`tiles` {grid}: all ranks share each image; `data` {num_ranks} would share out the images"
+        else:
+            why = f"`data` {num_ranks}: ranks share out the images; `tiles` would spread each one over them"
+    if tiles is None:
+        tiles = ((1,) * max(2, len(size)) if len(size) != 1 else (1,),)
+    if data is None:
+        others = asked.tensor * asked.experts * sum(prod(grid) for grid in _each(tiles, asked.stages))
+        data = max(1, num_ranks // others)
+    if chosen.inputs.batch_size is None:
+        batch_size = max(batch_size, data * asked.experts * asked.microbatches)
+    parallel = replace(
+        config.parallel,
+        tiles=tiles,
+        data=data,
+        balance="flops",
+        stream_norm=config.parallel.stream_norm,
+        **{name: getattr(asked, name) for name in _SAME},
+    )
+    data_section = replace(config.data, batch_size=batch_size, num_workers=chosen.inputs.num_workers)
+    training = replace(config.training, precision=asked.precision)
+    return replace(config, parallel=parallel, data=data_section, training=training), why
+
+
+_SAME: tuple[str, ...] = (
+    "stages",
+    "microbatches",
+    "tensor",
+    "experts",
+    "halo",
+    "stream",
+    "stream_until",
+    "memory_limit",
+    "no_rule",
+)
+_SAME += ("device", "gpu_wire", "hang_timeout")
+
+
+def _each(tiles: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:
+    """The grid of each stage: the last one is that of all that follow."""
+    return tuple(tiles[min(stage, len(tiles) - 1)] for stage in range(stages))
+
+
+def _near_square(count: int, num_axes: int) -> tuple[int, ...]:
+    """So many tiles: of pictures as many rows as go, up to as many as columns; of volumes all of the depth."""
+    if num_axes == 1:
+        return (count,)
+    rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
+    return (*(1,) * (num_axes - 2), rows, count // rows)

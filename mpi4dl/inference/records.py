@@ -1,0 +1,114 @@
+"""Files that grow by a line for each image and are whole at any time: after a stop one goes on with what is left.
+
+predictions.json     what is predicted by which weights, from which images
+predictions.jsonl    a JSON object in each line
+predictions.csv      the same as a table
+"""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._files import lock, naming
+from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.inference.answers import Record, flat
+from mpi4dl.options.config import ConfigError
+from mpi4dl.trainer.folder import finite
+
+ABOUT, LINES, TABLE = "predictions.json", "predictions.jsonl", "predictions.csv"
+
+
+class Records:
+    """The records of a folder, to which lines are added; `done` names the images that have one.
+
+    Lines of images that could not be read, and one that was half written, are left out, and made anew.
+
+    Raises:
+        ConfigError: the folder holds records of something else. OSError, ValueError: it cannot be written, or another
+            job does so.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], columns: Sequence[str]) -> None:
+        self.folder, self.columns = folder, list(columns)
+        self._files: list[Any] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock(folder)
+        except ValueError:
+            raise ConfigError(f"another job is writing to {folder}: wait for its end, or name another `out`") from None
+        try:
+            self._require_same(about)
+            kept = self._kept()
+            self.done = {record["image"] for record in kept}
+            write_durably(folder / LINES, b"".join(map(_line, kept)))
+            write_durably(folder / TABLE, self._row(None) + b"".join(map(self._row, kept)))
+            self._files = [(folder / name).open("ab", buffering=0) for name in (LINES, TABLE)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _require_same(self, about: Mapping[str, Any]) -> None:
+        path, told = self.folder / ABOUT, json.loads(json.dumps(finite(about)))
+        if path.exists():
+            try:
+                before = json.loads(path.read_bytes())
+            except ValueError:
+                before = {}
+            other = [name for name in told if before.get(name) != told[name]]
+            if other:
+                said = " and ".join(f"{name} {before.get(name)}, not {told[name]}" for name in other[:2])
+                raise ConfigError(f"`out` {self.folder} holds predictions with {said}: name another folder by `out`")
+        elif any((self.folder / name).exists() for name in (LINES, TABLE)):
+            raise ConfigError(f"`out` {self.folder} holds {LINES} of something else: name another folder")
+        write_durably(path, (json.dumps(told, indent=1) + "\n").encode())
+
+    def _kept(self) -> list[Record]:
+        path = self.folder / LINES
+        found: dict[str, Record] = {}
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:  # half of a line
+                continue
+            if isinstance(record, dict) and isinstance(record.get("image"), str) and "error" not in record:
+                found[record["image"]] = record
+        return list(found.values())
+
+    def add(self, record: Record) -> None:
+        """On disk when this returns. Raises OSError."""
+        for file, data in zip(self._files, (_line(record), self._row(record)), strict=True):
+            with naming(Path(file.name)):
+                while data:
+                    data = data[file.write(data) :]
+
+    def _row(self, record: Record | None) -> bytes:
+        return table_row(self.columns, record)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _line(record: Record) -> bytes:
+    return (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+
+
+def table_row(columns: Sequence[str], record: Record | None) -> bytes:
+    """A line of the table, or its first line. Names of files that are no UTF-8 stay the bytes that they are."""
+    text = io.StringIO()
+    values = {} if record is None else flat(record)
+    csv.writer(text, lineterminator="\n").writerow(columns if record is None else [values.get(n, "") for n in columns])
+    return text.getvalue().encode(errors="surrogateescape")

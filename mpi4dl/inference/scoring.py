@@ -1,0 +1,230 @@
+"""How well a model does on images with labels: metrics with intervals by the bootstrap, and a record of each image."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl._wording import aligned
+from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.comm import Refusal
+from mpi4dl.datasets.base import printable
+from mpi4dl.datasets.split import Named
+from mpi4dl.inference.answers import ALIKE, Record, answer, columns_of
+from mpi4dl.inference.model import SeeingModel, Seen
+from mpi4dl.inference.progress import ProgressOfImages
+from mpi4dl.inference.records import table_row
+from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.formulas import as_targets
+from mpi4dl.tasks.measuring import measured_here
+from mpi4dl.tasks.task import Regress, Segment, Task
+from mpi4dl.trainer.folder import finite
+
+COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
+CONFUSION = "confusion"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric over all images, and the ends of its interval; NaN where it, or they, are not defined."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What an evaluation found: alike on all ranks, but for the `records`, one of each image, which rank 0 has.
+
+    `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
+    together it has such a matrix for each. `bad` says which images could not be read.
+    """
+
+    task: str
+    classes: tuple[str, ...]
+    count: int
+    metrics: Mapping[str, Measured]
+    confusion: list[Any] | None
+    records: Sequence[Record]
+    bad: Mapping[str, str]
+
+    def table(self, level: float) -> Iterator[str]:
+        """The metrics, and the confusion matrix, in lines."""
+        head = ("metric", "value", f"{100 * level:g} % from", "to")
+        rows = [(name, *(f"{x:.4f}" for x in (m.value, m.low, m.high))) for name, m in self.metrics.items()]
+        yield from aligned([head, *rows], {"metric"})
+        if self.confusion is not None and _is_square(self.confusion):
+            yield ""
+            yield "rows: what it is; columns: what it was taken for"
+            names = [printable(name) for name in self.classes]
+            cells = [(name, *map(str, row)) for name, row in zip(names, self.confusion, strict=True)]
+            yield from aligned([("", *names), *cells], {""})
+
+    def write(self, json_path: Path, csv_path: Path, told: Mapping[str, Any], level: float) -> None:
+        """Both files, each at once. Raises OSError."""
+        measured = {
+            name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in self.metrics.items()
+        }
+        found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "metrics": measured}
+        found |= {"confusion": self.confusion, "bad": self.bad, "records": csv_path.name}
+        columns = columns_of(self.task, self.classes, True)
+        lines = [table_row(columns, None), *(table_row(columns, record) for record in self.records)]
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(csv_path, b"".join(lines))
+        write_durably(json_path, (json.dumps(finite(found), indent=1, allow_nan=False) + "\n").encode())
+
+
+def _is_square(confusion: list[Any]) -> bool:
+    return not isinstance(confusion[0][0], list)
+
+
+def file_names(folder: Path, out: Path | None, now: datetime) -> tuple[Path, Path]:
+    """The files of an evaluation: in the folder that was asked for, or, with the date, in that of the run."""
+    stem = "evaluation" if out is not None else f"evaluation-{now:%Y%m%d-%H%M%S}"
+    return (out or folder) / f"{stem}.json", (out or folder) / f"{stem}.csv"
+
+
+def score(model: SeeingModel, images: Named, *, resamples: int, level: float, speaks: bool = False) -> Scores:
+    """Evaluate a model on images with labels. Collective; raises Refusal on all ranks if none can be read."""
+    found = _Collected(model, images)
+    of = (lambda outputs: model.task.measured(outputs, None)) if found.dense else model.task.predictions
+    with closing(ProgressOfImages(len(images), speaks and model.comm.rank == 0)) as progress:
+        for seen in model.see(images, of):
+            with model.comm.together():
+                found.add(seen)
+            progress.advance(len(seen.indices) + len(seen.errors), len(seen.errors))
+    if not found.count:
+        raise Refusal(f"none of {len(images)} images can be read: {next(iter(found.bad.values()), 'there are none')}")
+    told = None
+    with model.comm.together((ValueError, TypeError, RuntimeError)):
+        if model.comm.rank == 0:
+            told = found.metrics(resamples, level)
+    metrics, confusion = model.comm.broadcast_object(told)
+    records = [found.records[index] for index in sorted(found.records)]
+    return Scores(model.about.task, model.classes, found.count, metrics, confusion, records, found.bad)
+
+
+class _Collected:
+    """What was seen so far: on rank 0 records, predictions and targets, or counts of pixels for each image."""
+
+    def __init__(self, model: SeeingModel, images: Named) -> None:
+        self.model, self.images = model, images
+        self.task: Task = model.task
+        self.dense = isinstance(self.task, Segment)
+        self.binary = isinstance(self.task, Segment) and self.task.binary
+        self.records: dict[int, Record] = {}
+        self.bad: dict[str, str] = {}
+        self.count = 0
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.counts: list[Tensor] = []
+
+    def add(self, seen: Seen) -> None:
+        for index, error in seen.errors.items():
+            self.bad[self.images.name(index)] = printable(error)
+            self.records[index] = {"image": self.images.name(index), "error": printable(error)}
+        if seen.outputs is None:
+            return
+        self.count += len(seen.indices)
+        if self.dense:
+            self._add_counts(seen)
+        elif seen.outputs.dense:
+            raise Refusal(f"the model's outputs are dense, but it is evaluated to {self.model.about.task}: predict")
+        elif seen.outputs.whole is not None:
+            outputs, targets = seen.outputs.whole.double(), seen.labels
+            targets = targets.double() if targets.is_floating_point() else targets
+            if isinstance(self.task, Regress):
+                outputs = as_targets(outputs, targets)
+            self.seen.append((outputs, targets))
+            for index, values, label in zip(seen.indices, outputs, targets, strict=True):
+                said = answer(self.model.about.task, self.model.classes, values, label)
+                self.records[index] = {"image": self.images.name(index), **said}
+
+    def _add_counts(self, seen: Seen) -> None:
+        """Of each image, how many pixels of each class were taken for which one: each rank counts its own."""
+        assert seen.outputs is not None
+        size = 2 if self.binary else self.task.num_outputs
+        layers = self.task.num_outputs if self.binary else 1
+        found = torch.zeros((len(seen.indices), layers, size * size), dtype=torch.int64)
+        for where, values in seen.outputs.pieces:
+            for place, number in enumerate(range(where[0].start, where[0].stop)):
+                for layer in range(layers):
+                    predicted = (values[place, layer] if self.binary else values[place]).long()
+                    true = seen.labels[number, layer] if self.binary else seen.labels[number]
+                    true = true[where[2:] if self.binary else where[1:]].long()
+                    known = (true >= 0) & (true < size)
+                    pairs = true[known] * size + predicted[known]
+                    found[number, layer] += torch.bincount(pairs, minlength=size * size)
+        self.model.comm.all_reduce(found)
+        counts = found.view(len(seen.indices), *((layers,) if self.binary else ()), size, size)
+        self.counts.append(counts)
+        for index, each in zip(seen.indices, counts, strict=True):
+            alike = {name: float(of(each.double())) for name, of in _measures(ALIKE).items()}
+            self.records[index] = {"image": self.images.name(index), **alike}
+
+    def metrics(self, resamples: int, level: float) -> tuple[dict[str, Measured], list[Any] | None]:
+        """The metrics of the task with intervals, and how classes were confused."""
+        functions, confusion = self._of_pixels() if self.dense else self._of_images()
+        everyone = torch.arange(self.count)
+        found: dict[str, Measured] = {}
+        for name, function in functions.items():
+            low, high = math.nan, math.nan
+            if resamples and self.count > 1:
+                low, high, _ = bootstrap(function, self.count, num_resamples=resamples, level=level)
+            found[name] = Measured(function(everyone), low, high)
+        return found, confusion
+
+    def _of_pixels(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any]]:
+        counts = torch.cat(self.counts).double()
+
+        def function(of: Any) -> Callable[[Tensor], float]:
+            return lambda drawn: float(of(counts[drawn].sum(0)))
+
+        return {name: function(of) for name, of in _measures(ALIKE).items()}, counts.sum(0).long().tolist()
+
+    def _of_images(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any] | None]:
+        outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        task = self.task
+
+        def plain(name: str) -> Callable[[Tensor], float]:
+            makers = task.metrics([name])
+
+            def value(drawn: Tensor) -> float:
+                found = measured_here(makers, outputs[drawn], targets[drawn])[name]
+                return float(found) if isinstance(found, float) else math.nan
+
+            return value
+
+        functions = {name: plain(name) for name in task.metric_names if name != CONFUSION}
+        if CONFUSION not in task.metric_names:
+            return functions, None
+        if task.name != "classify":
+            return functions, measured_here(task.metrics([CONFUSION]), outputs, targets)[CONFUSION]  # type: ignore
+        size = task.num_outputs
+        pairs = targets * size + outputs.argmax(1)
+
+        def counted(of: Any) -> Callable[[Tensor], float]:
+            def value(drawn: Tensor) -> float:
+                return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
+
+            return value
+
+        functions |= {name: counted(of) for name, of in _measures(COUNTED).items()}
+        confusion = torch.bincount(pairs, minlength=size * size).view(size, size)
+        return functions, confusion.tolist()
+
+
+def _measures(names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Metrics that follow from counts of what was taken for what."""
+    from mpi4dl.tasks import metrics  # takes seconds
+
+    found = {"accuracy": metrics.accuracy, "balanced_accuracy": metrics.balanced_accuracy, "f1": metrics.dice}
+    found |= {"pixel_accuracy": metrics.accuracy, "dice": metrics.dice, "iou": metrics.iou}
+    return {name: found[name] for name in names}

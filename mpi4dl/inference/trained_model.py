@@ -1,0 +1,103 @@
+"""`TrainedModel`: a model as training left it, for scripts: what it says of images, and how well it does."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mpi4dl import datasets
+from mpi4dl.comm import Communicator, world
+from mpi4dl.datasets.split import Named
+from mpi4dl.inference.answers import Record
+from mpi4dl.inference.images import open_any, open_labelled, require_alike
+from mpi4dl.inference.model import SeeingModel
+from mpi4dl.inference.options import Inference
+from mpi4dl.inference.predicting import Predicting
+from mpi4dl.inference.scoring import Scores, file_names, score
+from mpi4dl.options.declare import from_keywords
+
+LEVEL = 0.95  # the share of resampled metrics that an interval holds
+
+
+class TrainedModel:
+    """A trained model over the ranks of an MPI job, or in one process, from the folder of a run of `mpi4dl.train`, a
+    checkpoint in it, or weights that it or `mpi4dl.export` wrote.
+
+    What it was trained with comes from there: the model and its options, the names of its classes, and how images were
+    shown to it. How it lies over ranks is chosen anew, by the options of `python -m mpi4dl.predict --help`, with
+    underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. A model that was
+    an object of a script is passed again as `model`.
+
+    All ranks make it together, and call its methods together. It raises `mpi4dl.Refusal` (a ValueError) on all ranks,
+    in one sentence, for what cannot be.
+
+        model = mpi4dl.TrainedModel("runs/mine", tiles="2x2")
+        print(model.evaluate("test").metrics["accuracy"].value)
+        for record in model.predict("new"):
+            print(record["image"], record["prediction"])
+    """
+
+    def __init__(self, source: str | Path, *, comm: Communicator | None = None, **options: Any) -> None:
+        self.comm = comm = world() if comm is None else comm
+        with comm.together((ValueError,)):
+            chosen = from_keywords(Inference, options)
+        self._model = SeeingModel(source, chosen, comm)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of what its outputs stand for."""
+        return self._model.classes
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to say of the weights, and of how they lie over ranks."""
+        return tuple(self._model.remarks)
+
+    def predict(self, images: Any, out: str | Path | None = None) -> Iterator[Record]:
+        """A record of each image, in order, the same on all ranks.
+
+        `images` is a folder, of which all images below it are taken, an image, a pattern such as "new/*.png", a text
+        file with a path in each line, or a `mpi4dl.datasets.Dataset`. Records have `image`, its name, and what the task
+        gives: `prediction`, `probabilities` by class, or `error`. With a folder `out` they are written there as they
+        come, with masks, and what has one already is not looked at again. All ranks go through all of them.
+        """
+        found = self._any(images)
+        return iter(Predicting(self._model, found, str(images), None if out is None else Path(out)))
+
+    def evaluate(
+        self, images: Any = None, out: str | Path | None = None, *, resamples: int = 1000, level: float = LEVEL
+    ) -> Scores:
+        """Metrics of the task with intervals, and a record of each image, on rank 0.
+
+        `images` is what training takes: a folder with classes, a table of labels, or masks, a `Dataset`; None: what
+        validated in training. With a folder `out` evaluation.json and evaluation.csv are written there.
+        """
+        found, _ = self._labelled(images)
+        scores = score(self._model, found, resamples=resamples, level=level)
+        if out is not None:
+            files = file_names(self._model.folder, Path(out), datetime.now())
+            with self.comm.together():
+                if self.comm.rank == 0:
+                    scores.write(*files, {"source": str(self._model.source), "images": str(images)}, level)
+        return scores
+
+    def _labelled(self, images: Any) -> tuple[Named, str]:
+        model = self._model
+        if images is None or isinstance(images, str | Path):
+            return open_labelled(self.comm, model.config, model.about, None if images is None else str(images))
+        found = self._adapted(images)
+        require_alike(self.comm, found, model.about)
+        return found, type(images).__name__
+
+    def _any(self, images: Any) -> Named:
+        if isinstance(images, str | Path):
+            return open_any(self.comm, self._model.config, self._model.about, str(images))
+        return self._adapted(images)
+
+    def _adapted(self, images: Any) -> Named:
+        with self.comm.together((ValueError, OSError)):
+            found = datasets.adapt(images)
+            if isinstance(found, tuple):
+                raise ValueError("`images` is a pair of datasets: pass one of them")
+        self.comm.agree(None, **{"the number of images": len(found)})
+        return found
