@@ -112,9 +112,9 @@ class Engine:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
         if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
-            raise ValueError(
+            raise Refusal(
                 f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
-                f"{plan.num_microbatches}: plan one microbatch and no `bidirectional`, or take another loss"
+                f"{plan.num_microbatches}: leave out `microbatches` and `bidirectional`, or choose another `loss`"
             )
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)

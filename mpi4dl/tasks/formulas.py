@@ -86,7 +86,7 @@ def along_classes(weights: Tensor, outputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Weighing:
+class Counting:
     """What of targets counts, and how much: `class_weights`, one for each class, and what `ignore_index` leaves out."""
 
     class_weights: tuple[float, ...] | None = None
@@ -124,26 +124,26 @@ class CrossEntropy(BatchLoss):
     `classes_last`: outputs are (N, T, C), as of language, and classes (N, T).
     """
 
-    def __init__(self, weighing: Weighing, label_smoothing: float = 0.0, classes_last: bool = False) -> None:
-        self.weighing, self.label_smoothing, self.classes_last = weighing, label_smoothing, classes_last
+    def __init__(self, counting: Counting, label_smoothing: float = 0.0, classes_last: bool = False) -> None:
+        self.counting, self.label_smoothing, self.classes_last = counting, label_smoothing, classes_last
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.weighing.check(outputs.shape[-1 if self.classes_last else 1])
+        self.counting.check(outputs.shape[-1 if self.classes_last else 1])
         options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
-        options["weight"] = self.weighing.tensor(outputs)
+        options["weight"] = self.counting.tensor(outputs)
         if targets.is_floating_point():
             return (F.cross_entropy(outputs, spread(targets, outputs), **options),)
-        options["ignore_index"] = self.weighing.ignore_index
+        options["ignore_index"] = self.counting.ignore_index
         if self.classes_last:
             flat = outputs.reshape(-1, outputs.shape[-1])
             return (F.cross_entropy(flat, targets.reshape(-1), **options),)
-        check_classes(targets, outputs.shape[1], self.weighing.ignore_index)
+        check_classes(targets, outputs.shape[1], self.counting.ignore_index)
         return (F.cross_entropy(outputs, spread(targets, outputs).long(), **options),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
         if targets.is_floating_point():
             return (targets.numel() / targets.shape[1],)
-        return (self.weighing.of(targets),)
+        return (self.counting.of(targets),)
 
 
 class BinaryCrossEntropy(BatchLoss):
@@ -152,23 +152,23 @@ class BinaryCrossEntropy(BatchLoss):
     Class weights say how much more a 1 of each class counts than a 0 (its `pos_weight`).
     """
 
-    def __init__(self, weighing: Weighing, label_smoothing: float = 0.0) -> None:
-        self.weighing, self.label_smoothing = weighing, label_smoothing
+    def __init__(self, counting: Counting, label_smoothing: float = 0.0) -> None:
+        self.counting, self.label_smoothing = counting, label_smoothing
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        weights = self.weighing.tensor(outputs)
+        weights = self.counting.tensor(outputs)
         if weights is not None:
-            self.weighing.check(outputs.shape[1])
+            self.counting.check(outputs.shape[1])
             weights = along_classes(weights, outputs)
         own = spread(targets, outputs)
-        counted = (own != self.weighing.ignore_index).to(outputs.dtype)
+        counted = (own != self.counting.ignore_index).to(outputs.dtype)
         wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
         wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / 2
         each = F.binary_cross_entropy_with_logits(outputs, wanted, pos_weight=weights, reduction="none")
         return ((each * counted).sum(),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
-        return (float((targets != self.weighing.ignore_index).sum()),)
+        return (float((targets != self.counting.ignore_index).sum()),)
 
 
 class Dice(BatchLoss):
@@ -179,12 +179,12 @@ class Dice(BatchLoss):
     that it does not depend on how a batch is divided. Class weights weigh the mean over classes.
     """
 
-    def __init__(self, weighing: Weighing, binary: bool = False) -> None:
-        self.weighing, self.binary = weighing, binary
+    def __init__(self, counting: Counting, binary: bool = False) -> None:
+        self.counting, self.binary = counting, binary
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.weighing.check(outputs.shape[1])
-        own, ignored = spread(targets, outputs), self.weighing.ignore_index
+        self.counting.check(outputs.shape[1])
+        own, ignored = spread(targets, outputs), self.counting.ignore_index
         if self.binary:
             counted = (own != ignored).to(outputs.dtype)
             wanted, shares = torch.where(counted == 0, 0, own).to(outputs.dtype), outputs.sigmoid() * counted
@@ -197,7 +197,7 @@ class Dice(BatchLoss):
         space = tuple(range(2, outputs.dim()))
         both, each = (shares * wanted).sum(space), (shares + wanted).sum(space)
         loss = 1 - (2 * both + DICE_SMOOTHING) / (each + DICE_SMOOTHING)
-        weights = self.weighing.tensor(outputs)
+        weights = self.counting.tensor(outputs)
         if weights is None:
             weights = torch.ones(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         return ((loss * (weights / weights.sum())).sum(),)
@@ -213,15 +213,15 @@ class Focal(BatchLoss):
     that name classes; `binary`: by sigmoid for targets (N, C, ...) of 0 and 1, the mean over all that count.
     """
 
-    def __init__(self, weighing: Weighing, gamma: float = 2.0, binary: bool = False) -> None:
+    def __init__(self, counting: Counting, gamma: float = 2.0, binary: bool = False) -> None:
         if not gamma >= 0:
             raise ValueError(f"`gamma` is {gamma}, but must be at least 0")
-        self.weighing, self.gamma, self.binary = weighing, gamma, binary
+        self.counting, self.gamma, self.binary = counting, gamma, binary
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        self.weighing.check(outputs.shape[1])
-        own, ignored = spread(targets, outputs), self.weighing.ignore_index
-        weights = self.weighing.tensor(outputs)
+        self.counting.check(outputs.shape[1])
+        own, ignored = spread(targets, outputs), self.counting.ignore_index
+        weights = self.counting.tensor(outputs)
         if self.binary:
             counted = (own != ignored).to(outputs.dtype)
             wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
@@ -238,8 +238,8 @@ class Focal(BatchLoss):
 
     def weights(self, targets: Tensor) -> Sequence[float]:
         if self.binary:
-            return (float((targets != self.weighing.ignore_index).sum()),)
-        return (self.weighing.of(targets),)
+            return (float((targets != self.counting.ignore_index).sum()),)
+        return (self.counting.of(targets),)
 
 
 class Difference(BatchLoss):

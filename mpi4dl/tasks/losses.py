@@ -13,12 +13,12 @@ from mpi4dl.tasks.formulas import (
     IGNORED,
     BatchLoss,
     BinaryCrossEntropy,
+    Counting,
     CrossEntropy,
     Dice,
     Difference,
     Focal,
     SumOfLosses,
-    Weighing,
 )
 from mpi4dl.tasks.heads import OfHeads, main_output
 from mpi4dl.tasks.survival import Cox
@@ -27,17 +27,17 @@ from mpi4dl.tasks.survival import Cox
 def cross_entropy(
     class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, label_smoothing: float = 0.0
 ) -> BatchLoss:
-    return CrossEntropy(_weighing(class_weights, ignore_index), label_smoothing)
+    return CrossEntropy(_counting(class_weights, ignore_index), label_smoothing)
 
 
 def bce(
     class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, label_smoothing: float = 0.0
 ) -> BatchLoss:
-    return BinaryCrossEntropy(_weighing(class_weights, ignore_index), label_smoothing)
+    return BinaryCrossEntropy(_counting(class_weights, ignore_index), label_smoothing)
 
 
 def dice(class_weights: Sequence[float] | None = None, ignore_index: int = IGNORED, binary: bool = False) -> BatchLoss:
-    return Dice(_weighing(class_weights, ignore_index), binary)
+    return Dice(_counting(class_weights, ignore_index), binary)
 
 
 def focal(
@@ -46,7 +46,7 @@ def focal(
     gamma: float = 2.0,
     binary: bool = False,
 ) -> BatchLoss:
-    return Focal(_weighing(class_weights, ignore_index), gamma, binary)
+    return Focal(_counting(class_weights, ignore_index), gamma, binary)
 
 
 def mse() -> BatchLoss:
@@ -95,10 +95,10 @@ def build_loss(name: str, **options: Any) -> BatchLoss:
     return losses[0] if len(losses) == 1 else SumOfLosses(losses, (1.0,) * len(losses))
 
 
-def _weighing(class_weights: Sequence[float] | None, ignore_index: int) -> Weighing:
+def _counting(class_weights: Sequence[float] | None, ignore_index: int) -> Counting:
     if class_weights is not None and (min(class_weights) < 0 or not sum(class_weights) > 0):
         raise ValueError(f"`class_weights` {list(class_weights)} must be at least 0, and not all of them 0")
-    return Weighing(None if class_weights is None else tuple(map(float, class_weights)), ignore_index)
+    return Counting(None if class_weights is None else tuple(map(float, class_weights)), ignore_index)
 
 
 def balanced_weights(labels: Sequence[int] | Tensor, num_classes: int) -> tuple[float, ...]:
@@ -123,4 +123,4 @@ def shape_in_words(x: Any) -> str:
 
 
 classification_loss = OfHeads(cross_entropy(), require_logits)
-token_loss = OfHeads(CrossEntropy(Weighing(), classes_last=True))
+token_loss = OfHeads(CrossEntropy(Counting(), classes_last=True))

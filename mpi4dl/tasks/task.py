@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mpi4dl.comm import Refusal
-from mpi4dl.tasks.formulas import IGNORED, BatchLoss, CrossEntropy, Weighing, as_targets
+from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, as_targets
 from mpi4dl.tasks.heads import OfHeads, main_output
 from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words
 from mpi4dl.tasks.survival import times_and_events
@@ -231,7 +231,7 @@ class Language(Task):
         if self.loss not in (None, "cross_entropy"):
             raise ValueError(f"`loss` {self.loss!r} is not for `task` {self.name}: its loss is cross_entropy")
         smoothing = float(self.loss_options.get("label_smoothing", 0.0))
-        return CrossEntropy(Weighing(ignore_index=self.ignore_index), smoothing, classes_last=True)
+        return CrossEntropy(Counting(ignore_index=self.ignore_index), smoothing, classes_last=True)
 
 
 class Masked(Language):

@@ -299,6 +299,6 @@ def test_a_metric_that_cannot_be_is_refused_on_all_ranks(ranks: Ranks, metrics: 
 
 
 def test_a_prediction_that_is_no_number_makes_metrics_of_all_none(ranks: Ranks) -> None:
-    for metrics in ranks(2).run(with_own, Plan(((1, 2),)), {"own": Sum}, True):
+    for metrics in ranks(4).run(with_own, TILES, {"own": Sum}, True):
         assert math.isnan(metrics["own"])
     assert ranks(1).run(with_own, Plan(), {"own": largest})[0]["own"] > 0
