@@ -15,6 +15,7 @@ from mpi4dl.comm import guard
 if __name__ == "__main__":
     guard.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import COUNT_OR_ZERO, NAME, PROPER_FRACTION, optional
@@ -98,7 +99,7 @@ def evaluate(comm: "Communicator", argv: Sequence[str]) -> None:
             scores.write(*files, told, asked.level)
             print("\n".join(scores.table(asked.level)))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
-            print(f"{scores.count} images evaluated{bad}; see {files[0]} and {files[1].name}")
+            print(f"{counted(scores.count, 'image')} evaluated{bad}; see {files[0]} and {files[1].name}")
 
 
 if __name__ == "__main__":

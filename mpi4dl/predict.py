@@ -15,6 +15,7 @@ from mpi4dl.comm import guard
 if __name__ == "__main__":
     guard.arm()  # before anything else that may fail on one rank alone
 
+from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import NAME, optional
@@ -96,7 +97,7 @@ def predict(comm: "Communicator", argv: Sequence[str]) -> None:
         for problem in predicting.bad[:10]:
             print(f"could not be read: {problem}")
         bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
-        print(f"{count} images predicted{bad}; see {out}", flush=True)
+        print(f"{counted(count, 'image')} looked at{bad}; see {out}", flush=True)
 
 
 if __name__ == "__main__":

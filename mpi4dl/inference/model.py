@@ -25,6 +25,7 @@ from mpi4dl.options.data import build_views
 from mpi4dl.options.models import blaming_the_model, hold_model, without_rules
 from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.trainer.bad_images import BadImages
+from mpi4dl.trainer.best import BEST
 from mpi4dl.trainer.patience import Patience
 from mpi4dl.trainer.trained import description_of, find_weights, folder_of, load_weights, opened
 from mpi4dl.trainer.visiting import stream_of
@@ -55,6 +56,9 @@ class SeeingModel:
         self.folder = folder_of(comm, self.source)
         found = find_weights(comm, self.source)
         self.weights, self.remarks = found.weights, list(found.remarks)
+        best = self.folder / BEST
+        if comm.broadcast_object(best.is_file() and self.source.is_dir()):
+            self.remarks.append(f"these are the newest weights; the best ones of this run are {best}")
         with comm.together((ValueError, OSError)):
             self.about = about = description_of(self.weights, self.folder)
             owns = {name: getattr(chosen.inputs, name) for name in ("model", "transforms")}

@@ -57,7 +57,7 @@ class Predicting:
         self.bad: list[str] = []
         done: set[str] = set()
         if out is not None:
-            about = {"images": str(Path(where).absolute()), "source": str(model.source), "task": model.about.task}
+            about = {"images": str(Path(where).absolute()), "task": model.about.task}
             about["precision"] = model.config.training.precision
             columns = columns_of(model.about.task, model.classes, False, self.apart)
             with self.comm.together():

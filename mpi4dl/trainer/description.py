@@ -24,6 +24,7 @@ from mpi4dl.datasets.view import Fit
 from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, shared_options
 from mpi4dl.options.declare import options_of, with_options
+from mpi4dl.options.kinds import part_name
 
 FILE = "model.json"
 KEY = "mpi4dl"  # of the metadata of weights
@@ -102,6 +103,9 @@ class Description:
         for name in OWN:
             section = getattr(config, HOMES[name])
             part = instead.get(name)
+            if part is not None and name not in self.own:
+                asked = f"`{name}` {part_name(part)}"
+                raise ConfigError(f"{asked}: training had no own one, and what it had is taken again: leave it out")
             if part is None and name in self.own:
                 part = self._found(name, getattr(section, name))
             if part is not None:

@@ -1,0 +1,66 @@
+"""Weights that say what they are of, as training writes them, and images for them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mpi4dl.checkpoints.manifest import MODEL
+from mpi4dl.options.config import Config, to_toml
+from mpi4dl.options.declare import from_keywords
+from mpi4dl.options.models import build_model
+from mpi4dl.trainer.description import KEY, Description
+
+SIZE = (24, 32)
+CLASSES = ("benign", 'a,"b"', "tumour")
+
+
+class Like:
+    """As much of the images of a run as its description needs."""
+
+    def __init__(self, task: str, classes: tuple[str, ...]) -> None:
+        self.training, self.classes, self.channels, self.fit = self, classes, 3, "resize"
+        self.task = task
+
+
+def train_nothing(
+    folder: Path, task: str = "classify", classes: tuple[str, ...] = CLASSES, **options: Any
+) -> nn.Module:
+    """Put what a run leaves into a folder: a model with weights as drawn, which is returned."""
+    asked = {"model": "small_resnet", "image_size": SIZE, "batch_size": 3, "num_workers": 0, "task": task, **options}
+    config = from_keywords(Config, asked)
+    model = build_model(config, len(classes), 3).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # far enough from 0 that images differ
+            p += 0.1 * torch.randn_like(p)
+    about = Description.of(config, Like(task, classes), len(classes))
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(config))
+    about.write(folder)
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / MODEL, {KEY: about.text}
+    )
+    return model
+
+
+def write_images(folder: Path, count: int, suffix: str = ".png") -> list[Path]:
+    """Noise on grounds of different colours, every second one in a folder below."""
+    drawn, paths = np.random.default_rng(1), []
+    (folder / "more").mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        path = folder / ("more" if number % 2 else ".") / f"{number}{suffix}"
+        ground = drawn.integers(0, 200, 3)
+        pixels = (ground + drawn.integers(0, 56, (*SIZE, 3))).astype(np.uint8)
+        PIL.Image.fromarray(pixels).save(path)
+        paths.append(path)
+    return paths
+
+
+def shown(path: Path) -> Tensor:
+    """What a model is to see of an image that has its size already: (1, 3, H, W)."""
+    pixels = torch.from_numpy(np.asarray(PIL.Image.open(path)).copy())
+    return ((pixels / 255 - 0.5) / 0.25).permute(2, 0, 1)[None]

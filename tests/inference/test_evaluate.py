@@ -1,0 +1,162 @@
+"""Evaluating: metrics, intervals and records of every task are those of one process, by any plan."""
+
+import csv
+import json
+import math
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import mpi4dl
+from mpi4dl.comm import Communicator, Refusal, world
+from mpi4dl.evaluate import evaluate
+from mpi4dl.export import export
+from mpi4dl.inference.options import Inference, Inputs, Placing, placed
+from mpi4dl.options.config import Config
+from mpi4dl.options.declare import from_keywords
+from tests.inference.cases import CLASSES, SIZE, shown, train_nothing, write_images
+from tests.pool.ranks import Ranks
+
+TOLERANCE = 1e-5
+
+
+def said(comm: Communicator, *argv: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        evaluate(comm, argv)
+    return out.getvalue()
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        evaluate(world(), argv)
+    return str(caught.value)
+
+
+def found_in(folder: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    with (folder / "evaluation.csv").open() as file:
+        return json.loads((folder / "evaluation.json").read_text()), list(csv.DictReader(file))
+
+
+def close(a: Any, b: Any) -> bool:
+    return a == b or abs(float(a) - float(b)) <= TOLERANCE
+
+
+def test_classes_of_folders(ranks: Ranks, tmp_path: Path) -> None:
+    model = train_nothing(tmp_path / "run")
+    true = []
+    for label, (name, count) in enumerate(zip(CLASSES, (4, 1, 2), strict=True)):
+        true += [(path, label) for path in write_images(tmp_path / "test" / name, count)]
+    bad = tmp_path / "test" / "tumour" / "bad.png"
+    bad.write_bytes(b"")
+    argv = [str(tmp_path / "run"), "--images", str(tmp_path), "--resamples", "50"]
+    told = [said(world(), *argv, "--out", str(tmp_path / "1"))]
+    told += ranks(4).run(said, *argv, "--out", str(tmp_path / "4"), "--tiles", "2x2")[:1]
+    (one, first), (four, second) = (found_in(tmp_path / n) for n in "14")
+    for a, b in zip(first, second, strict=True):
+        assert all(close(a[column], b[column]) for column in a)
+    for name, measured in one["metrics"].items():
+        assert all(close(value, four["metrics"][name][key]) for key, value in measured.items())
+        assert measured["low"] <= measured["value"] <= measured["high"]
+    assert one["count"] == 7
+    assert one["bad"] == four["bad"] == {"tumour/bad.png": f"{bad}: is empty (0 bytes)"}
+    with torch.no_grad():
+        predicted = [int(model(shown(path)).argmax()) for path, _ in true]
+    confusion = [[0] * 3 for _ in CLASSES]
+    for (_, label), guess in zip(true, predicted, strict=True):
+        confusion[label][guess] += 1
+    assert one["confusion"] == confusion
+    assert one["metrics"]["accuracy"]["value"] == sum(confusion[i][i] for i in range(3)) / 7
+    assert all("7 images evaluated, 1 could not be read" in each for each in told)
+    by_name = {row["image"]: row for row in first}
+    assert by_name["benign/0.png"]["label"] == "benign"
+    assert math.isclose(sum(float(by_name["benign/0.png"][f"probability {name}"]) for name in CLASSES), 1, abs_tol=1e-6)
+
+
+def test_masks_and_overlap(ranks: Ranks, tmp_path: Path) -> None:
+    model = train_nothing(tmp_path / "run", "segment", model="unet", model_options={"num_filters": 4, "depth": 2})
+    (tmp_path / "test" / "masks").mkdir(parents=True)
+    paths, drawn = write_images(tmp_path / "test" / "images", 3), np.random.default_rng(2)
+    confusion = np.zeros((3, 3), int)
+    for path in paths:
+        mask = drawn.integers(0, 4, SIZE).astype(np.uint8)
+        mask[mask == 3] = 255  # which counts for nothing
+        name = path.relative_to(tmp_path / "test" / "images")
+        (tmp_path / "test" / "masks" / name).parent.mkdir(exist_ok=True)
+        PIL.Image.fromarray(mask).save(tmp_path / "test" / "masks" / name)
+        with torch.no_grad():
+            predicted = model(shown(path)).argmax(1)[0].numpy()
+        np.add.at(confusion, (mask[mask < 3], predicted[mask < 3]), 1)
+    argv = [str(tmp_path / "run"), "--images", str(tmp_path / "test"), "--out", str(tmp_path / "out")]
+    ranks(4).run(said, *argv, "--tiles", "1x2", "--data", "2", "--resamples", "20")
+    found, rows = found_in(tmp_path / "out")
+    assert found["confusion"] == confusion.tolist()
+    both, total = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+    assert math.isclose(found["metrics"]["dice"]["value"], float((2 * both / total).mean()), rel_tol=1e-12)
+    assert len(rows) == 3
+    assert found["metrics"]["dice"]["low"] < found["metrics"]["dice"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "lines", "metric"),
+    [
+        ("regress", ("age", "size"), ("1,2.5", "3,0", "2,2", "7,1"), "mae"),
+        ("multilabel", ("a", "b"), ("1,0", "0,0", "1,1", "0,1"), "auc"),
+        ("survival", ("time", "event"), ("1,0", "2,1", "3,1", "4,0"), "concordance"),
+        ("classify", ("class",), ("tumour", "benign", "benign", "tumour"), "accuracy"),
+    ],
+)
+def test_labels_of_tables(tmp_path: Path, task: str, columns: Any, lines: Any, metric: str) -> None:
+    known = {"survival": ("risk",), "classify": CLASSES}.get(task, columns)
+    train_nothing(tmp_path / "run", task, known)
+    paths = write_images(tmp_path / "test", 4)
+    table = [",".join(("file", *columns)), *(f"{path.name},{line}" for path, line in zip(paths, lines, strict=True))]
+    (tmp_path / "test" / "labels.csv").write_text("\n".join(table))
+    export(tmp_path / "run", tmp_path / "weights.pt")
+    scores = mpi4dl.TrainedModel(tmp_path / "weights.pt").evaluate(tmp_path / "test", tmp_path / "out", resamples=30)
+    found, rows = found_in(tmp_path / "out")
+    assert found["metrics"][metric]["value"] == scores.metrics[metric].value
+    assert [row["image"] for row in rows] == [path.relative_to(tmp_path / "test").as_posix() for path in paths]
+    told = [[row[f"label {name}"] for name in columns] for row in rows] if task in ("regress", "multilabel") else None
+    if told is not None:
+        assert [list(map(float, each)) for each in told] == [list(map(float, line.split(","))) for line in lines]
+        predicted = np.array([[float(row[f"prediction {name}"]) for name in columns] for row in rows])
+        true = np.array([list(map(float, line.split(","))) for line in lines])
+        if task == "regress":
+            assert math.isclose(scores.metrics["mae"].value, np.abs(predicted - true).mean(), rel_tol=1e-9)
+    if task == "classify":
+        right = sum(row["prediction"] == row["label"] for row in rows)
+        assert scores.metrics["accuracy"].value == right / 4
+
+
+def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:
+    train_nothing(tmp_path / "run")
+    write_images(tmp_path / "test" / "benign", 1)
+    write_images(tmp_path / "test" / "other", 1)
+    run, images = str(tmp_path / "run"), str(tmp_path / "test")
+    assert "has the class 'other', but the training set has only benign" in refused(run, "--images", images)
+    (tmp_path / "test" / "labels.csv").write_text("file,class\nbenign/0.png,unheard of\n")
+    assert "'class' is 'unheard of', but the classes of training are benign" in refused(run, "--images", images)
+    for path in (tmp_path / "test").rglob("*.png"):
+        path.write_bytes(b"")
+    (tmp_path / "test" / "labels.csv").write_text("file,class\nbenign/0.png,benign\n")
+    assert "none of 1 images can be read: " in refused(run, "--images", images)
+
+
+def test_a_plan_is_chosen_by_the_size_of_images() -> None:
+    def chosen(side: int, num_ranks: int, **placing: Any) -> tuple[Any, int, int]:
+        config = from_keywords(Config, {"image_size": (side, side), "batch_size": 2})
+        inputs = Inputs(batch_size=placing.pop("batch_size", None))
+        found, _ = placed(config, Inference(inputs, Placing(**placing)), num_ranks)
+        return found.parallel.tiles, found.parallel.data, found.data.batch_size
+
+    assert chosen(512, 4) == (((1, 1),), 4, 4)
+    assert chosen(4096, 4) == (((2, 2),), 1, 2)
+    assert chosen(512, 4, batch_size=1) == (((2, 2),), 1, 1)
+    assert chosen(512, 4, tiles=((1, 2),)) == (((1, 2),), 2, 2)
+    assert chosen(512, 5, stages=2) == (((1, 1),), 2, 2)
