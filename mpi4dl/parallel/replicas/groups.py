@@ -3,7 +3,7 @@
 They are all ranks of a stage, those of several stages that share parameters, or those with one part of what is cut.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -53,6 +53,27 @@ class ReplicaGroups:
     def prepare(self) -> None:
         for group in self:
             group.prepare()
+
+    def swap(self) -> None:
+        for group in self:
+            group.swap()
+
+    def clamp(self, limit: float) -> None:
+        for group in self:
+            group.reducer.clamp(limit)
+
+    def cannot_unfreeze(self, names: Collection[str]) -> str | None:
+        """Why parameters of these names cannot be trained from now on; None if they can."""
+        fixed = next((name for group in self for name in group.fixed if name in names), None)
+        if fixed is None:
+            return None
+        return (
+            f"{fixed} cannot be unfrozen, as the optimizer does not have it: make it of all that is trained later too"
+        )
+
+    def unfreeze(self, names: Collection[str]) -> None:
+        for group in self:
+            group.unfreeze(names)
 
     def finish(self) -> None:
         for stages, group in self._groups:
