@@ -31,6 +31,7 @@ from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReplicaGroup, ReplicaGroups, Stepping, learners
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
+from mpi4dl.parallel.replicas.groups import PartsOf
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
@@ -175,12 +176,14 @@ class Engine(Values):
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
-        for stages, alike, parameters, zero, copies in self.held.together:
+        self._across: list[PartsOf | None] = []
+        for stages, alike, parameters, zero, copies, across in self.held.together:
+            looks = gradient_hook is not None and len(across) > 1 and parameters
+            self._across.append(PartsOf(comm.subset(across), self.held.shapes) if looks else None)
             summing = None if zero else pick(alike, all_reduce, device=self.device)
             apart = plan.num_directions == 2 or len(stages) > 1
             how = (home, zero, copies, summing, bucket_bytes, apart, whole, ema)
-            group = ReplicaGroup(parameters, alike, optimizer, *how)
-            groups.append((stages, group))
+            groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = ReplicaGroups(groups, self.held.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
@@ -224,8 +227,6 @@ class Engine(Values):
         """What cannot be done with parts of parameters."""
         which = "tensor" if self.plan.tensor > 1 else "experts"
         parts = f"under {which}({getattr(self.plan, which)}) ranks have parts of parameters"
-        if self.gradient_hook is not None:
-            return f"{parts}, but gradient_hook sees whole gradients"
         if manner is not None and not manner.elementwise:
             return f"{parts}, but {type(self.optimizer).__name__} works on whole ones: choose another optimizer"
         return None
@@ -283,7 +284,8 @@ class Engine(Values):
         drawn = self._drawn_since(before)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
         if self.gradient_hook is not None and math.isfinite(norm):
-            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, self.executor.drawing_alike)
+            alike = self.executor.drawing_alike
+            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)
             loss, norm, _ = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
@@ -310,16 +312,12 @@ class Engine(Values):
         """Train parameters from now on that were frozen so far, by patterns of their names: "layer4.*,bn*". Collective.
 
         Returns the names of all that match. It is as if `requires_grad_()` was called in plain PyTorch: the optimizer
-        must have had them from the start, and leaves them alone until they have a gradient. What was saved before, and
-        is loaded after it, goes on with them. Raises Refusal on all ranks for what cannot be.
+        must have had them from the start, and leaves them alone until they have a gradient. Refused on all ranks alike.
         """
-        names, problem = [], None
-        try:
+        with self.comm.together((ValueError,)):
             names = select(patterns, self.held.names_of)
-        except ValueError as error:
-            problem = str(error)
         chosen = {name for first in names for name in self.held.names_of[first]}
-        self.comm.agree(problem or self.groups.cannot_unfreeze(chosen), unfrozen=names)
+        self.comm.agree(self.groups.cannot_unfreeze(chosen), unfrozen=names)
         self.groups.unfreeze(chosen)
         self.held.trained |= set(names)
         self.executor.forget_values()
@@ -345,8 +343,8 @@ class Engine(Values):
 
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""
-        found = [backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values()]
-        problem = next((each for each in [*found, self._stepping.problem()] if each is not None), None)
+        found = (backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values())
+        problem = next((each for each in (*found, self._stepping.problem()) if each is not None), None)
         if problem is not None:
             raise Refusal(problem)
 

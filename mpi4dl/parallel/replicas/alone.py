@@ -3,7 +3,7 @@
 A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,12 @@ class Alone:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
         self.used = [p.grad is not None for p in self.parameters]
+
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], self.parameters[i].grad = True, torch.zeros_like(self.parameters[i])
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]

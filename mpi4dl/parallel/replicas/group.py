@@ -56,6 +56,19 @@ def learners(
     return [(name, p) for name, p in real if p.requires_grad or id(p) in stepped]
 
 
+def ask(hook: GradientHook, name: str, gradient: Tensor) -> Tensor:
+    """The gradient that a hook makes of this one. Raises ValueError if it is none."""
+    result = hook(name, gradient)
+    result = gradient if result is None else result
+    if not isinstance(result, Tensor) or result.shape != gradient.shape:
+        what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"gradient_hook got the gradient of {name}, of shape {tuple(gradient.shape)}, but returned {what}: return "
+            "a tensor of the same shape, or None"
+        )
+    return result
+
+
 class ReplicaGroup:
     """What learns of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
 
@@ -269,15 +282,7 @@ class ReplicaGroup:
 
         def changed(member: int, gradient: Tensor) -> Tensor:
             seen = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale
-            result = hook(self.names[member], seen)
-            result = seen if result is None else result
-            if not isinstance(result, Tensor) or result.shape != gradient.shape:
-                what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise ValueError(
-                    f"gradient_hook got the gradient of {self.names[member]}, of shape {tuple(gradient.shape)}, but "
-                    f"returned {what}: return a tensor of the same shape, or None"
-                )
-            return result * scale
+            return ask(hook, self.names[member], seen) * scale
 
         with torch.no_grad():
             self.reducer.change(changed)

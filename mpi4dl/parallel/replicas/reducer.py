@@ -224,6 +224,16 @@ class Reducer:
                 p = self.parameters[span.member]
                 p.grad = self._view(span.member, flat[span.place]) if self.used[span.member] else None
 
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], (number, slot) = True, self._place[i]
+                if not self.zero:
+                    begin = self.layout.buckets[number].offsets[slot]
+                    flat = self._flat[number][begin : begin + self.layout.lengths[i]]
+                    self.parameters[i].grad = self._view(i, flat)
+
     def owned(self, number: int) -> Tensor:
         """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""
         return self._owned[number]
