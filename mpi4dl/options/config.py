@@ -38,6 +38,7 @@ from mpi4dl.options.kinds import (
     part_name,
     sides_or,
 )
+from mpi4dl.options.patterns import EPOCHS, NUMBERS, PATTERNS
 
 __all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]
@@ -90,7 +91,7 @@ class Data:
     image_size: tuple[int, ...] = option(
         (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
     )
-    batch_size: int = option(4, "images per step, over all ranks together", COUNT)
+    batch_size: int = option(4, "images per step (of --accumulate batches: in each), over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
     val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
     fit: str = option(
@@ -243,12 +244,48 @@ class Optimizer:
     optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
     scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
+    lr_schedule: str = option(
+        "constant",
+        "how the learning rate falls from step to step, to 0 at the end: constant, linear, or as half a cosine",
+        choice("constant", "linear", "cosine"),
+    )
+    warmup: int = option(0, "in how many steps the learning rate rises before that, from a hundredth", COUNT_OR_ZERO)
     clip_norm: float | None = option(None, "the largest norm of the gradient; none: any", optional(POSITIVE))
+    clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    weights: str | None = option(
+        None,
+        "weights to begin with: a file of PyTorch or safetensors, a run, torchvision's such as "
+        "ResNet50_Weights.DEFAULT, or pretrained, those of the model's package, both from its cache; none: drawn",
+        optional(NAME),
+    )
+    strict: bool = option(False, "refuse weights of which not all names and shapes are the model's", BOOLEAN)
+    freeze: tuple[str, ...] = option((), "parameters that are not trained, such as layer1.*,bn*", PATTERNS)
+    unfreeze: tuple[tuple[int, str], ...] = option(
+        (), "frozen ones that are trained from an epoch on, such as 3:layer4.*,5:layer3.*", EPOCHS
+    )
+    eval_mode: tuple[str, ...] = option(
+        (), "modules that stay in evaluation mode in training too, such as bn*,*.bn*", PATTERNS
+    )
+    lr_of: Mapping[str, float] = option(
+        {}, "learning rates of parameters by name, the first match counts: head.*=0.01,layer4.*=0.001", NUMBERS
+    )
+    weight_decay_of: Mapping[str, float] = option({}, "the same of weight decay, such as *.bias=0,*bn*=0", NUMBERS)
+    ema: float | None = option(
+        None,
+        "the decay of an average of the weights, such as 0.999, which is validated, and kept in ema.safetensors; none: "
+        "no average",
+        optional(PROPER_FRACTION),
+    )
 
 
 @dataclass(frozen=True)
 class Training:
     epochs: int = option(1, "how many times every image is seen", COUNT)
+    accumulate: int = option(1, "how many batches make one step together", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
     loss: Any = option(
         None, "what is minimised, such as my_code.py:loss(outputs, targets); none: what suits the task", optional(PART)
@@ -295,6 +332,7 @@ class Config:
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    tuning: Tuning = field(default_factory=Tuning)
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
 
@@ -312,6 +350,11 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @property
+    def samples_per_step(self) -> int:
+        """How many samples all ranks together take for a step."""
+        return self.data.batch_size * self.training.accumulate
 
     @property
     def model_name(self) -> str:

@@ -58,7 +58,7 @@ class Images(NamedTuple):
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
         common |= {"on_bad_image": "report", "lazy": config.visits}
         return (
-            Loader(self.training, views[0], data.batch_size, training, shuffle=True, drop_last=True, **common),
+            Loader(self.training, views[0], config.samples_per_step, training, shuffle=True, drop_last=True, **common),
             Loader(self.validation, views[1], data.batch_size, validation, **common),
         )
 
