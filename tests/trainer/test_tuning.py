@@ -23,13 +23,34 @@ from tests.pool.ranks import Ranks
 from tests.test_face import OWN, module_at
 from tests.training import EXACT
 
+MODEL = """
+class Block(nn.Module):
+    def __init__(self, channels, out, stride):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+
+    def forward(self, x):
+        return self.bn(self.conv(x)).relu()
+
+class Double(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(2, 4, 3, 2), nn.BatchNorm2d(4)
+        self.layer1, self.layer4 = Block(4, 6, 2), nn.Sequential(Block(6, 8, 2), nn.Dropout(0.0), Block(8, 8, 1))
+        self.fc = nn.Linear(8, num_classes)
+        self.double()
+
+    def forward(self, x):
+        x = self.layer4(self.layer1(self.norm(self.conv1(x.double())).relu()))
+        return self.fc(x.mean((2, 3)))
+"""
 FLAGS = (
     "--image-size 64x72 --batch-size 2 --accumulate 2 --lr 0.05 --optimizer-options momentum=0.9,weight_decay=0.01 "
-    "--num-workers 0 --mean 0 --std 1 --epochs 2 --log-interval 1 --freeze body.conv1.*,body.layer1.*,*bn* "
-    "--eval-mode *bn* --unfreeze 2:body.layer1.* --lr-of body.fc.*=0.1,body.layer4.*=0.02 --weight-decay-of *.bias=0 "
+    "--num-workers 0 --mean 0 --std 1 --epochs 2 --log-interval 1 --freeze conv1.*,layer1.*,*bn* "
+    "--eval-mode *bn* --unfreeze 2:layer1.* --lr-of fc.*=0.1,layer4.*=0.02 --weight-decay-of *.bias=0 "
     "--ema 0.8 --lr-schedule cosine --warmup 2"
 )
-STAGES = ("--stages", "2", "--tiles", "2x2,1x1")
+STAGES = ("--stages", "2", "--tiles", "2x2,1x1", "--balance", "flops")
 ZERO = ("--data", "2", "--zero", "3")
 
 
@@ -37,7 +58,7 @@ ZERO = ("--data", "2", "--zero", "3")
 def own(tmp_path: Path) -> Path:
     """A user's file, and beside it weights of a model with another head, as Lightning keeps them."""
     path = tmp_path / "my_scans.py"
-    path.write_text(OWN)
+    path.write_text(OWN + MODEL)
     torch.manual_seed(9)
     state = module_at(path).Double(7).state_dict()
     torch.save({"state_dict": {f"model.{name}": value for name, value in state.items()}}, tmp_path / "last.ckpt")
@@ -67,8 +88,8 @@ def plainly(own: Path, flags: list[str]) -> Learnt:
     model = parts.Double(3)
     stored = torch.load(own.parent / "last.ckpt")["state_dict"]
     stored = {name.removeprefix("model."): value for name, value in stored.items()}
-    model.load_state_dict({name: value for name, value in stored.items() if ".fc." not in name}, strict=False)
-    for p in matching(model, "body.conv1", "body.layer1", "bn"):
+    model.load_state_dict({name: value for name, value in stored.items() if "fc." not in name}, strict=False)
+    for p in matching(model, "conv1", "layer1", "bn"):
         p.requires_grad_(False)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
@@ -137,27 +158,27 @@ def test_fine_tuning_equals_plain_pytorch_by_stages_of_tiles_and_by_zero(
     ranks(5).run(run, [*flags_of(own, tmp_path / "stages"), *STAGES])
     assert_learnt(tmp_path / "stages", expected)
     flags = flags_of(own, tmp_path / "zero")
-    own.write_text(OWN.replace("num_steps == 3", "num_steps == 4"))
+    own.write_text(OWN.replace("num_steps == 3", "num_steps == 4") + MODEL)
     ranks(2).run(run, [*flags, *ZERO, "--callbacks", f"{own}:Steps"])
     assert not (tmp_path / "zero" / "model.safetensors").exists()
-    ranks(2).run(run, [*flags, "--stages", "2", "--zero", "1", "--resume", "auto"])
+    ranks(2).run(run, [*flags, "--stages", "2", "--zero", "1", "--balance", "flops", "--resume", "auto"])
     assert_learnt(tmp_path / "zero", expected)
 
 
 REFUSED = [
-    ("--freeze=body.layer9.*", "--freeze body.layer9.*: no parameter has a name like 'body.layer9.*'; the nearest are"),
+    ("--freeze=layer9.*", "--freeze layer9.*: no parameter has a name like 'layer9.*'; the nearest are"),
     ("--freeze=*", "--freeze *: all parameters are frozen: nothing is trained"),
-    ("--eval-mode=norm*", "--eval-mode norm*: no module has a name like 'norm*'"),
-    ("--unfreeze=2:body.fc.*", "--unfreeze 2:body.fc.*: body.fc.weight is not frozen; say so by --freeze"),
-    ("--unfreeze=2:fc.*", "--unfreeze 2:fc.*: no parameter has a name like 'fc.*'; the nearest are body.fc.weight"),
-    ("--unfreeze=body.*", "--unfreeze"),
+    ("--eval-mode=nrm*", "--eval-mode nrm*: no module has a name like 'nrm*'"),
+    ("--unfreeze=2:fc.*", "--unfreeze 2:fc.*: fc.weight is not frozen; say so by --freeze"),
+    ("--unfreeze=2:fcc.*", "--unfreeze 2:fcc.*: no parameter has a name like 'fcc.*'; the nearest are fc."),
+    ("--unfreeze=*", "--unfreeze"),
     ("--lr-of=head=0.1", "--lr-of head: no parameter has a name like 'head'"),
     ("--lr-of=head=much", "--lr-of"),
     ("--optimizer=Rprop", "--optimizer Rprop has no option momentum"),
     ("--warmup=6", "--warmup 6 takes all of the 6 steps that there will be: choose fewer"),
     ("--scheduler=StepLR", "--lr-schedule and --warmup are a schedule, and so is --scheduler StepLR"),
     ("--weights=nowhere.pt", "--weights nowhere.pt: there is no such file or folder"),
-    ("--strict", "left as drawn, as they have other shapes: body.fc.weight (7, 512) for (3, 512)"),
+    ("--strict", "left as drawn, as they have other shapes: fc.weight (7, 8) for (3, 8)"),
     ("--ema=1", "--ema"),
     ("--accumulate=0", "--accumulate"),
 ]
@@ -185,8 +206,8 @@ def test_each_option_says_in_one_sentence_what_cannot_be(ranks: Ranks, own: Path
 def by_keywords(comm: Communicator, own: Path, folder: Path) -> Any:
     """The same options as Python has them."""
     parts = module_at(own)
-    options: dict[str, Any] = {"freeze": ["body.conv1.*", "body.layer1.*", "*bn*"], "eval_mode": "*bn*"}
-    options |= {"unfreeze": {2: "body.layer1.*"}, "lr_of": {"body.fc.*": 0.1, "body.layer4.*": 0.02}}
+    options: dict[str, Any] = {"freeze": ["conv1.*", "layer1.*", "*bn*"], "eval_mode": "*bn*"}
+    options |= {"unfreeze": {2: "layer1.*"}, "lr_of": {"fc.*": 0.1, "layer4.*": 0.02}}
     options |= {"weight_decay_of": {"*.bias": 0}, "ema": 0.8, "weights": str(own.parent / "last.ckpt")}
     options |= {"model": parts.Double, "dataset": (parts.Scans("train"), parts.Scans("val")), "num_workers": 0}
     return mpi4dl.Trainer(comm=comm, run_folder=str(folder), image_size=(64, 72), **options).config.tuning
