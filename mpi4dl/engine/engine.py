@@ -34,6 +34,7 @@ from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
 from mpi4dl.parallel.replicas.groups import PartsOf
 from mpi4dl.parallel.replicas.offload import home_for
 from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
+from mpi4dl.parallel.replicas.several import as_one
 from mpi4dl.parallel.replicas.trial import Manner, manner_of
 from mpi4dl.parallel.replicas.update import options_of, stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
@@ -80,7 +81,8 @@ class Engine(Values):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
-    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
+    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters,
+    or several of them with parameters of their own.
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
     of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
@@ -102,7 +104,7 @@ class Engine(Values):
         self,
         model: nn.Module,
         plan: Plan,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss,
         *,
         comm: Communicator,
@@ -130,7 +132,7 @@ class Engine(Values):
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
-        self.optimizer = optimizer
+        self.optimizer = optimizer = as_one(optimizer)
         self.loss = loss
         self.comm = comm
         self.clip_norm, self.clip_value = clip_norm, clip_value

@@ -110,7 +110,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         return
     batch = batch_of(config, channels)
     try:
-        model = outline(lambda: build_model(config, num_classes, channels)).train()
+        model = outline(lambda: build_model(config, num_classes, channels))
         cuts = planned_cuts(model, plan, tensor_styles(config))
         spatial.require_rules(
             model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)

@@ -44,15 +44,17 @@ def prepare(model: nn.Module) -> nn.Module:
     return model
 
 
-def optimizer_of(kind: str, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
+def optimizer_of(kind: str, named: list[tuple[str, nn.Parameter]]) -> list[optim.Optimizer]:
     """Two learning rates, and no weight decay of norms: the same groups, whatever a rank has of the model."""
     head = [p for name, p in named if "last" in name]
     norms = [p for name, p in named if "norms" in name]
     rest = [p for name, p in named if "last" not in name and "norms" not in name]
     groups = [{"params": rest}, {"params": norms, "weight_decay": 0.0}, {"params": head, "lr": 0.02}]
     if kind == "SGD":
-        return optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01)
-    return optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=1e-2)
+        return [optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01)]
+    if kind == "two":
+        return [optim.SGD(groups[:2], lr=0.05, momentum=0.9), optim.AdamW(groups[2:], eps=1e-2)]
+    return [optim.AdamW(groups, lr=0.01, weight_decay=0.1, eps=1e-2)]
 
 
 class Learnt(NamedTuple):
@@ -70,8 +72,16 @@ def hold(comm: Communicator, plan: Plan) -> Held:
 
 def engine_for(comm: Communicator, case: Case) -> Engine:
     held = hold(comm, case.plan)
-    optimizer = optimizer_of(case.kind, list(held.named_parameters()))
-    return Engine(held, case.plan, optimizer, F.cross_entropy, comm=comm, ema=DECAY, **dict(case.options))
+    found = optimizer_of(case.kind, list(held.named_parameters()))
+    return Engine(
+        held,
+        case.plan,
+        found if len(found) > 1 else found[0],
+        F.cross_entropy,
+        comm=comm,
+        ema=DECAY,
+        **dict(case.options),
+    )
 
 
 def steps(engine: Engine, first: int, last: int) -> list[float]:
@@ -97,20 +107,21 @@ def learn(comm: Communicator, case: Case) -> Learnt | None:
 def plainly(kind: str, num_microbatches: int) -> Learnt:
     torch.manual_seed(0)
     model = prepare(model_of(TASK))
-    optimizer = optimizer_of(kind, list(model.named_parameters()))
+    optimizers = optimizer_of(kind, list(model.named_parameters()))
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     losses = []
     for number in range(NUM_STEPS):
         for name in select(THAWED.get(number, ""), names_by_first(model)):
             model.get_parameter(name).requires_grad_()
         images, targets = batch_of(TASK, number)
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for some, wanted in zip(images.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
             loss = F.cross_entropy(model(some), wanted) / num_microbatches
             loss.backward()
             total += float(loss.detach())
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         ema.update_parameters(model)
         losses.append(total)
     return Learnt(dict(model.state_dict()), dict(ema.module.state_dict()), losses)
@@ -128,14 +139,14 @@ def assert_learnt(found: Learnt | None, case: Case) -> None:
 
 
 CASES = [
-    Case(Plan(((1, 2),), data=2, zero=3)),
+    Case(Plan(((1, 2),), data=2, zero=3), "two"),
     Case(Plan(((1, 1), (1, 1)), data=2, microbatches=2, zero=2), "SGD"),
     Case(Plan(((1, 1), (1, 1)), bidirectional=1, microbatches=2, zero=1)),
     Case(Plan(data=2), options=(*SMALL, ("offload", "disk"))),
 ]
 WIDE = [
-    *(Case(Plan(data=2, zero=zero), kind) for zero in range(4) for kind in ("SGD", "AdamW")),
-    *(Case(Plan(((1, 1), (1, 1)), data=2, zero=zero, microbatches=2)) for zero in range(4)),
+    *(Case(Plan(data=2, zero=zero), kind) for zero in range(4) for kind in ("SGD", "AdamW", "two")),
+    *(Case(Plan(((1, 1), (1, 1)), data=2, zero=zero, microbatches=2), "two") for zero in range(4)),
     *(Case(Plan(((1, 2), (1, 1)), microbatches=2, schedule="zero-bubble", zero=zero), "SGD") for zero in range(3)),
     *(Case(Plan(((1, 1), (1, 1)), bidirectional=1, data=2, microbatches=2, zero=zero)) for zero in range(4)),
     *(Case(Plan(data=2, zero=zero), options=(*SMALL, ("offload", "cpu"))) for zero in range(4)),
@@ -176,7 +187,7 @@ ZERO3, STAGES = Case(Plan(data=2, microbatches=2, zero=3)), Case(Plan(((1, 2), (
 
 
 @pytest.mark.parametrize(("first", "second"), [(ZERO3, ZERO3), (ZERO3, Case(Plan(((1, 1), (1, 1)), microbatches=2)))])
-@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
+@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_before_and_after_layers_are_unfrozen(
     ranks: Ranks, tmp_path: Path, first: Case, second: Case, at: int
 ) -> None:
