@@ -183,10 +183,10 @@ def go_on(comm: Communicator, first: Case, second: Case, at: int, folder: Path) 
     return None if state is None or average is None else Learnt(state, average, losses)
 
 
-ZERO3, STAGES = Case(Plan(data=2, microbatches=2, zero=3)), Case(Plan(((1, 2), (1, 1)), microbatches=2, zero=1))
+ZERO3, STAGES = Case(Plan(data=2, microbatches=2, zero=3), "two"), Case(Plan(((1, 1), (1, 1)), microbatches=2), "two")
 
 
-@pytest.mark.parametrize(("first", "second"), [(ZERO3, ZERO3), (ZERO3, Case(Plan(((1, 1), (1, 1)), microbatches=2)))])
+@pytest.mark.parametrize(("first", "second"), [(ZERO3, ZERO3), (ZERO3, STAGES), (STAGES, ZERO3)], ids=str)
 @pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_before_and_after_layers_are_unfrozen(
     ranks: Ranks, tmp_path: Path, first: Case, second: Case, at: int

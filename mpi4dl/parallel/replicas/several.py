@@ -21,7 +21,7 @@ class Several(torch.optim.Optimizer):
             one.state = self.state
         self.__class__ = type("+".join(type(one).__name__ for one in self.members), (Several,), {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for one in self.members:
             one.step()
 
