@@ -153,6 +153,7 @@ WIDE = [
     *(Case(Plan(data=2, zero=zero), options=(*SMALL, ("offload", "disk"))) for zero in range(4)),
     *(Case(Plan(((1, 2), (1, 1)), zero=zero), options=(*SMALL, ("recompute", True))) for zero in (0, 2, 3)),
     Case(Plan(((2, 2), (1, 1)), microbatches=2)),
+    Case(Plan(((2, 2), (2, 2)), microbatches=2), "SGD"),
     Case(Plan(((1, 1),))),
 ]
 ALL: list[object] = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in WIDE)]
@@ -186,8 +187,15 @@ def go_on(comm: Communicator, first: Case, second: Case, at: int, folder: Path) 
 ZERO3, STAGES = Case(Plan(data=2, microbatches=2, zero=3), "two"), Case(Plan(((1, 1), (1, 1)), microbatches=2), "two")
 
 
-@pytest.mark.parametrize(("first", "second"), [(ZERO3, ZERO3), (ZERO3, STAGES), (STAGES, ZERO3)], ids=str)
-@pytest.mark.parametrize("at", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+RESUMED: list[object] = [(ZERO3, STAGES, 2)]
+RESUMED += [
+    pytest.param(first, second, at, marks=pytest.mark.exhaustive)
+    for first, second in ((ZERO3, ZERO3), (ZERO3, STAGES), (STAGES, ZERO3))
+    for at in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("first", "second", "at"), RESUMED)
 def test_a_checkpoint_before_and_after_layers_are_unfrozen(
     ranks: Ranks, tmp_path: Path, first: Case, second: Case, at: int
 ) -> None:
