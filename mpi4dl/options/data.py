@@ -12,6 +12,7 @@ from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transforms import Pointwise
 from mpi4dl.datasets.view import NORMALISATIONS, Fit
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load
 
 RGB = 3  # channels
@@ -95,9 +96,12 @@ def build_transform(config: Config, channels: int) -> Pointwise | None:
         return None
     made = load("transforms", part)
     made = call("transforms", part) if inspect.isclass(made) else made
-    with blaming("transforms", part):
-        transform = Pointwise(made)
-        transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
+    try:
+        with blaming("transforms", part, datasets.DatasetError):
+            transform = Pointwise(made)
+            transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
+    except datasets.DatasetError as problem:
+        raise ConfigError(f"`transforms` {part_name(part)}: {problem}") from None
     return transform
 
 
