@@ -35,7 +35,7 @@ CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
-class Stored:
+class WeightSource:
     """Values by name: their shapes, and `read(name)`. `origin` says where they are."""
 
     origin: str
@@ -43,7 +43,7 @@ class Stored:
     read: Callable[[str], Tensor]
 
 
-def open_weights(source: str, model: str = "") -> Stored:
+def open_weights(source: str, model: str = "") -> WeightSource:
     """The weights that `source` names, for a model that has the name `model` where it is made by name.
 
     Raises ValueError in one sentence where there are none, and OSError.
@@ -68,7 +68,7 @@ def _of_run(folder: Path) -> Path:
     return path
 
 
-def _of_safetensors(path: Path) -> Stored:
+def _of_safetensors(path: Path) -> WeightSource:
     try:
         file = safe_open(path, framework="pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -76,10 +76,10 @@ def _of_safetensors(path: Path) -> Stored:
         raise ValueError(f"`weights` {path} is no whole safetensors file: {error}") from None
     ties = {name: first for name, first in (file.metadata() or {}).items() if first in shapes and name != CLASSES}
     shapes |= {name: shapes[first] for name, first in ties.items()}
-    return Stored(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)))
+    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)))
 
 
-def _of_pickle(path: Path) -> Stored:
+def _of_pickle(path: Path) -> WeightSource:
     try:
         with torch.serialization.safe_globals([Namespace]):
             whole = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -106,7 +106,7 @@ def _of_pickle(path: Path) -> Stored:
         raise ValueError(
             f"`weights` {path} {has}, but must be a state_dict, or a dict that has one as state_dict or model"
         )
-    return Stored(str(path), {name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
+    return WeightSource(str(path), {name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
 
 
 def _state_dict(found: Any) -> dict[str, Tensor] | None:

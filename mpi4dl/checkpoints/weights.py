@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._wording import counted
-from mpi4dl.checkpoints.weight_files import Stored, open_weights
+from mpi4dl.checkpoints.weight_files import WeightSource, open_weights
 from mpi4dl.parallel.pipeline.held import Held
 
 FEW = 4
@@ -128,7 +128,7 @@ def load_weights(held: Held, source: str, *, model: str = "", strict: bool = Fal
     return list(matching.remarks(origin))
 
 
-def _require(stored: Stored, matching: Matching, held: Held, strict: bool) -> None:
+def _require(stored: WeightSource, matching: Matching, held: Held, strict: bool) -> None:
     if not matching.pairs:
         raise ValueError(
             f"`weights` {stored.origin} fits to nothing of the model: it has {few(list(stored.shapes)) or 'no values'},"
@@ -156,7 +156,7 @@ def _wanted(held: Held, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
 
 
 @torch.no_grad()
-def _hand_out(held: Held, pairs: Mapping[str, str], stored: Stored | None) -> None:
+def _hand_out(held: Held, pairs: Mapping[str, str], stored: WeightSource | None) -> None:
     comm, mine = held.comm, [*_wanted(held, pairs)]
     if stored is None:
         comm.isend_object([wanted.told() for wanted in mine], 0).wait()
