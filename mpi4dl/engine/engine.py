@@ -5,9 +5,8 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
         -> all ranks agree that it is finite -> clip -> optimizer
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +18,12 @@ from torch import Tensor, nn
 from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
+from mpi4dl.engine.agreeing import agree_on_model
 from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, spread
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
-from mpi4dl.engine.restoring import Undo, evaluating
+from mpi4dl.engine.restoring import Undo
 from mpi4dl.engine.values import Values
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.microbatches import Microbatch, Read
@@ -33,12 +34,14 @@ from mpi4dl.parallel.replicas import GradientHook, ReplicaGroup, ReplicaGroups, 
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
 from mpi4dl.parallel.replicas.groups import PartsOf
 from mpi4dl.parallel.replicas.offload import home_for
-from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
+from mpi4dl.parallel.replicas.problems import backward_hook_in
 from mpi4dl.parallel.replicas.several import as_one
-from mpi4dl.parallel.replicas.trial import Manner, manner_of
-from mpi4dl.parallel.replicas.update import options_of, stays
+from mpi4dl.parallel.replicas.trial import manner_of
+from mpi4dl.parallel.replicas.update import stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
+from mpi4dl.tasks.formulas import SummedLoss
+from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
@@ -68,22 +71,14 @@ class NotFinite(Refusal):
     """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over `count` samples; `accuracy` is None where the targets are not one class per sample."""
-
-    loss: float
-    accuracy: float | None
-    count: int
-
-
 class Engine(Values):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
     stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters,
     or several of them with parameters of their own.
-    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
+    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch; one with `sums` and
+    `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole batch instead. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
     of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
     faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm, `clip_value` each of its elements.
@@ -129,6 +124,11 @@ class Engine(Values):
             )
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
+        if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
+            raise Refusal(
+                f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
+                f"{plan.num_microbatches}: leave out `microbatches` and `bidirectional`, or choose another `loss`"
+            )
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
@@ -151,7 +151,8 @@ class Engine(Values):
                 lower_precision(module, self._dtype)
         turns = plan.zero > 0 or not all(stays(p, home) for _, p in learners(self.held.named_parameters(), optimizer))
         manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
-        self._agree_on_model(
+        agree_on_model(
+            self,
             manner,
             turns,
             precision=precision,
@@ -192,46 +193,7 @@ class Engine(Values):
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
         self._table = plan.table()
-        self._evaluation_table = cache(plan.evaluation_table)
-
-    def _agree_on_model(self, manner: Manner | None, turns: bool, **facts: Any) -> None:
-        """Ranks that were started with different models or settings find out before they wait for each other."""
-        held = self.held
-        description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
-        digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
-        settings = [options_of(group) for group in self.optimizer.param_groups]
-        optimizer = f"{type(self.optimizer).__name__} {settings}"
-        named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
-        problem = problem_with(self.optimizer, named, max(each.comm.size for each in held.together))
-        if problem is None and manner is not None:
-            problem = manner.problem(type(self.optimizer).__name__, turns)
-        if problem is None and self.plan.cuts_parameters:
-            problem = self._problem_of_parts(manner)
-        self.comm.agree(
-            problem or self._unlike_learners(),
-            plan=self.plan,
-            model=digest,
-            balance=held.counts,
-            optimizer=optimizer,
-            **facts,
-        )
-
-    def _unlike_learners(self) -> str | None:
-        """What some ranks that hold it may train, and others may not."""
-        for together in self.held.together:
-            mine = {name for name, _ in learners(together.parameters, self.optimizer)}
-            for other in together.comm.all_gather_object(mine):
-                if mine != other:
-                    return f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
-        return None
-
-    def _problem_of_parts(self, manner: Manner | None) -> str | None:
-        """What cannot be done with parts of parameters."""
-        which = "tensor" if self.plan.tensor > 1 else "experts"
-        parts = f"under {which}({getattr(self.plan, which)}) ranks have parts of parameters"
-        if manner is not None and not manner.elementwise:
-            return f"{parts}, but {type(self.optimizer).__name__} works on whole ones: choose another optimizer"
-        return None
+        self.evaluation_table = cache(plan.evaluation_table)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
@@ -375,25 +337,31 @@ class Engine(Values):
                 raise Refusal(problem)
         return loss, norm, tuple(rest[2 * len(alike) :])
 
-    def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
-        """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.
+    def evaluate(
+        self,
+        batches: Iterable[tuple[Any, ...]],
+        size: Size | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        measured: Callable[[Any, Any], Any] = measured_as_is,
+    ) -> Evaluation:
+        """Loss, accuracy and metrics over batches, without training; all modules are in evaluation mode meanwhile.
 
-        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches).
+        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches). Metrics, by
+        name, are objects of torchmetrics, or of your own with `update(predictions, targets)` and `compute()`, classes
+        of such, or functions of all predictions and targets. `measured(outputs, targets)` are the predictions, such as
+        `Task.measured`; by itself the main output. Of dense outputs each rank adds its tile.
         """
-        with evaluating(self.held):
-            return self._evaluate(batches, size)
+        return evaluate(self, batches, size, metrics or {}, measured)
 
-    def _evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None) -> Evaluation:
-        count, sums = 0, torch.zeros(3, dtype=torch.float64)
-        for tiles, targets, *rest in batches:
-            batch = BatchFeed(self, tiles, targets, size, rest[0] if rest else None, training=False)
-            self.executor.run(self._evaluation_table(1 + batch.microbatches[-1].number), batch)
-            samples = batch.num_samples
-            count += samples
-            found = [float(batch.total) * samples, batch.correct, float(batch.classified)]
-            sums += torch.tensor(found, dtype=torch.float64)
-        loss, correct, classified = self.comm.all_reduce(sums).tolist()
-        return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
+    def predict(
+        self, batches: Iterable[Any], size: Size | None = None, of: Callable[[Any], Tensor] = main_output
+    ) -> Iterator[BatchOutputs]:
+        """The outputs for batches of images, one by one, without training; all ranks take all of them. Collective.
+
+        A batch is (tiles, number of its samples), or (tiles, number, microbatches), or, on one rank, just the images.
+        `of(outputs)` is what is wanted of them, such as `Task.predictions`; by itself the main output.
+        """
+        return predict(self, batches, size, of)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss compute in the engine's precision."""

@@ -82,7 +82,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         plan,
         batch_of(shown, channels),
         optimizer=partial(build_optimizer, config),
-        accept=require_logits if config.data.text is None else lambda outputs: None,
+        accept=require_logits if config.data.task in ("auto", "classify") and config.data.text is None else anything,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         styles=tensor_styles(config),
@@ -92,6 +92,10 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         return found
     remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
     return replace(found, image=batch_of(config, channels), remark=remark)
+
+
+def anything(outputs: Any) -> None:
+    """Outputs of other tasks are known by their targets."""
 
 
 def allocator_of(config: Config, device: str) -> Allocator:

@@ -2,13 +2,9 @@
 
 import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, load
 from mpi4dl.parallel.plan import Plan
 
@@ -64,20 +60,6 @@ def number_of_steps(config: Config, num_batches: int) -> int:
     """How many steps a run makes whose epochs have so many batches."""
     steps, limit = config.training.epochs * num_batches, config.training.max_steps
     return steps if limit is None else min(steps, limit)
-
-
-def build_loss(config: Config, usual: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """What is minimised: loss(outputs, targets), or of a class an object of it. Raises ConfigError."""
-    part, options = config.training.loss, config.training.loss_options
-    if part is None:
-        return usual
-    made = load("loss", part)
-    if inspect.isclass(made) or options:
-        made = call("loss", part, **options)
-    if not callable(made):
-        raise ConfigError(f"`loss` {part_name(part)} is a {type(made).__name__}, which cannot be called")
-    found: Callable[[Any, Any], Tensor] = made
-    return found
 
 
 def build_callbacks(config: Config) -> list[Any]:

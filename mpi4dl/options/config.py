@@ -40,9 +40,10 @@ from mpi4dl.options.kinds import (
     part_name,
     sides_or,
 )
+from mpi4dl.options.learning import TASK_NAMES, Learning
 from mpi4dl.options.tuning import Tuning
 
-__all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
+__all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
@@ -143,7 +144,10 @@ class Data:
         optional(NAME),
     )
     task: str = option(
-        "language", "what is learnt of text: to predict the next token, or masked ones", choice("language", "masked")
+        "auto",
+        "what is learnt: a class or any labels of an image, numbers, a mask, or survival; of text the next token, or "
+        "masked ones; auto: as labels are, language of text",
+        choice("auto", *TASK_NAMES),
     )
     context: int = option(256, "how many tokens of text are one sample", COUNT)
     tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
@@ -290,9 +294,14 @@ class Training:
     accumulate: int = option(1, "how many batches make one step together", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
     loss: Any = option(
-        None, "what is minimised, such as my_code.py:loss(outputs, targets); none: what suits the task", optional(PART)
+        None,
+        "what is minimised: cross_entropy, bce, dice, focal, mse, l1, huber, cox, or several with + between them; or "
+        "an own one such as my_code.py:loss(outputs, targets); none: what suits the task",
+        optional(PART),
     )
-    loss_options: Mapping[str, Any] = option({}, "what makes the loss is called with these", KEYWORDS)
+    loss_options: Mapping[str, Any] = option(
+        {}, "the options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or what makes an own one", KEYWORDS
+    )
     precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
     low_precision_weights: bool = option(
         False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
@@ -336,6 +345,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     tuning: Tuning = field(default_factory=Tuning)
     training: Training = field(default_factory=Training)
+    learning: Learning = field(default_factory=Learning)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:

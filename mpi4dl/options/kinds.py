@@ -290,6 +290,21 @@ KEYWORDS = Kind(
 )
 
 
+def _weights(value: Any) -> str | tuple[float, ...]:
+    if value == "balanced":
+        return "balanced"
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(NOT_NEGATIVE.check(float(each)) for each in given)
+
+
+WEIGHTS = Kind(
+    "balanced, or a number of at least 0 for each class, such as 1,2.5",
+    "balanced|X,...",
+    _weights,
+    raw=lambda value: value if isinstance(value, str) else ",".join(f"{each:g}" for each in value),
+)
+
+
 def part_name(part: Any) -> str:
     """How files of a run and messages name a part: by the text that was given, or by where the object comes from."""
     if isinstance(part, str):

@@ -154,6 +154,7 @@ class Progress(NamedTuple):
     metrics_bytes: int
     options: Mapping[str, str]
     due: bool = False
+    best: dict[str, Any] | None = None
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":
@@ -175,6 +176,7 @@ class Progress(NamedTuple):
                 extra.at("metrics_bytes").integer(),
                 {_name(flag): value.text() for flag, value in extra.at("options").entries().items()},
                 extra.at("due").flag(),
+                extra.at("best").optional(_best) if "best" in extra.entries() else None,
             )
         except Damaged as problem:
             raise Refusal(str(problem)) from None
@@ -183,6 +185,15 @@ class Progress(NamedTuple):
 def _name(flag: str) -> str:
     """The name of an option, which checkpoints of earlier versions keep by its flag."""
     return flag[2:].replace("-", "_") if flag.startswith("--") else flag
+
+
+def _best(node: Machine) -> dict[str, Any]:
+    return {
+        "monitor": node.at("monitor").text(),
+        "value": node.at("value").optional(Machine.number),
+        "step": node.at("step").integer(),
+        "since": node.at("since").integer(),
+    }
 
 
 def _evaluation(node: Machine) -> dict[str, Any]:

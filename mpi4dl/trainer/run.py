@@ -1,7 +1,7 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,8 +20,10 @@ from mpi4dl.geometry import Box
 from mpi4dl.options.build import number_of_steps
 from mpi4dl.options.config import Config
 from mpi4dl.options.optimizers import Schedule
+from mpi4dl.tasks.task import Classify, Task
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
+from mpi4dl.trainer.best import BEST, Best
 from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
@@ -61,6 +63,9 @@ class TrainingRun:
         self.remarks: tuple[str, ...] = ()
         self.stopping = False
         self.unfrozen: set[tuple[int, str]] = set()
+        self.task: Task = Classify(num_classes)
+        self.metrics: Mapping[str, Any] = {}
+        self.best: Best | None = None
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
@@ -79,6 +84,11 @@ class TrainingRun:
         self.checkpoints: Any = None
         self.signals: Any = None
         self.closing: Any = None
+
+    def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
+        """What validation measures, and by what the best weights are told."""
+        self.task, self.metrics = task, metrics
+        self.best = None if monitor is None else Best(monitor, self.config.learning.patience)
 
     def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
         """Which boxes this rank reads of a batch."""
@@ -137,6 +147,8 @@ class TrainingRun:
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
         self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
+        if self.best is not None:
+            self.best.go_on(there.best)
         if self.schedule.scheduler is not None:
             self.schedule.scheduler.load_state_dict(there.scheduler)
         self.schedule.require(self.num_steps)
@@ -153,6 +165,7 @@ class TrainingRun:
             "losses": self.interval.losses,
             "skipped": sorted(self.bad_images.known),
             "evaluation": self.evaluation and asdict(self.evaluation),
+            "best": self.best and self.best.state(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,
@@ -171,7 +184,7 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        return self.engine.num_steps >= self.num_steps
+        return self.engine.num_steps >= self.num_steps or (self.best is not None and self.best.enough)
 
     def progress(self, doing: str) -> None:
         """A sign of life, and what the step is doing, if that is said."""
@@ -367,9 +380,17 @@ class TrainingRun:
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
         with self.saved_if_refused(), self.averaged(), put_back(self.engine.executor):
-            self.evaluation = found = self.engine.evaluate(batches(), self.size)
+            found = self.engine.evaluate(batches(), self.size, self.metrics, self.task.measured)
+            self.evaluation = found
+            better = self.best is not None and self.best.see(found, self.engine.num_steps)
+            if better:
+                save_model(self.engine, self.folder.path / BEST, self.images.classes)
         self.tell("on_validation_end", found)
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)
-            accuracy = found.accuracy if self.config.data.text is not None else found.accuracy or 0.0
-            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, accuracy, bits))
+            accuracy = found.accuracy or 0.0 if self.task.name == "classify" else found.accuracy
+            step = self.engine.num_steps
+            report = ValidationReport(step, epoch, found.loss, accuracy, bits, found.metrics, better)
+            self.reporter.validation(report)
+        if self.best is not None and self.best.enough:
+            self.say(self.best.words())

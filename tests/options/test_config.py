@@ -148,10 +148,7 @@ def test_bad_keyword_arguments_are_refused_with_an_example() -> None:
         ("[data]\nqqqq = 4", "there is no key qqqq in [data]"),
         ("batch_size = 4", "the key batch_size belongs in the section [data]"),
         ("[trainning]\nseed = 1", "there is no section [trainning]; did you mean training?"),
-        (
-            "[qqqq]\n",
-            "there is no section [qqqq]; the sections are model, data, parallel, optimizer, tuning, training, run",
-        ),
+        ("[qqqq]\n", "there is no section [qqqq]; the sections are model, data, parallel, optimizer, tuning, training, learning, run"),  # noqa: E501
         ("model = 'unet'", '[model] must be a section, but is "unet" (text)'),
         ("[run]\nprint_config = true", "print_config is a flag only; give --print-config on the command line"),
     ],
