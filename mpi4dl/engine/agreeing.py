@@ -14,8 +14,8 @@ from mpi4dl.parallel.replicas.trial import Manner
 from mpi4dl.parallel.replicas.update import options_of
 
 
-class Given(Protocol):
-    """What an engine was given."""
+class Started(Protocol):
+    """What an engine was started with."""
 
     comm: Communicator
     plan: Plan
@@ -23,7 +23,7 @@ class Given(Protocol):
     optimizer: torch.optim.Optimizer
 
 
-def agree_on_model(given: Given, manner: Manner | None, turns: bool, **facts: Any) -> None:
+def agree_on_model(given: Started, manner: Manner | None, turns: bool, **facts: Any) -> None:
     """Raise Refusal on all ranks if they were started with different models or settings, or with what cannot be."""
     held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
     description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
@@ -43,7 +43,7 @@ def agree_on_model(given: Given, manner: Manner | None, turns: bool, **facts: An
     given.comm.agree(problem or _unlike_learners(given), **found, **facts)
 
 
-def _unlike_learners(given: Given) -> str | None:
+def _unlike_learners(given: Started) -> str | None:
     """What some ranks that hold it may train, and others may not."""
     for together in given.held.together:
         mine = {name for name, _ in learners(together.parameters, given.optimizer)}
