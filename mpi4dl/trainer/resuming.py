@@ -28,12 +28,20 @@ SAME_ALWAYS = (
     "model_options",
     "optimizer",
     "scheduler",
+    "lr_schedule",
+    "warmup",
+    "freeze",
+    "unfreeze",
+    "lr_of",
+    "weight_decay_of",
     "seed",
     "val_fraction",
     "mean",
     "std",
+    "label_columns",
+    "ignore_index",
 )
-SAME_WITHIN_AN_EPOCH = ("batch_size", NUM_IMAGES)
+SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
 OF_THIS_START = ("resume", "dry_run", "print_config")
 
