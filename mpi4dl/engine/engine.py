@@ -19,7 +19,7 @@ from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.agreeing import agree_on_model
-from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, spread
+from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
 from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
@@ -40,7 +40,6 @@ from mpi4dl.parallel.replicas.trial import manner_of
 from mpi4dl.parallel.replicas.update import stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
-from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -118,17 +117,13 @@ class Engine(Values):
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        require_batches_for(loss, plan)
         if clip_norm is not None and clip_value is not None:
             raise ValueError(
                 f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one"
             )
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
-        if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
-            raise Refusal(
-                f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
-                f"{plan.num_microbatches}: leave out `microbatches` and `bidirectional`, or choose another `loss`"
-            )
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
