@@ -247,7 +247,9 @@ def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks
     assert_same_numbers(read_metrics(folder), plain_run(flags))
     for rank in range(4):
         log = (folder / f"log-rank{rank}.txt").read_text()
-        assert [log.count(f"WARNING mpi4dl.trainer.bad_images: skipped: {path}: cannot be decoded") for path in bad] == [1] * 4
+        assert [
+            log.count(f"WARNING mpi4dl.trainer.bad_images: skipped: {path}: cannot be decoded") for path in bad
+        ] == [1] * 4
     assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
 
 

@@ -45,7 +45,7 @@ DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spre
 @dataclass(frozen=True)
 class Model:
     model: str = option(
-        "resnet18", "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm", NAME
+        "resnet18", "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS", NAME
     )
     num_classes: int | None = option(None, "how many classes; none: as many as the data has", optional(COUNT))
     model_options: Mapping[str, Any] = option({}, "keyword arguments of the model, such as depth=29,pool=max", KEYWORDS)
