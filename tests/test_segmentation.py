@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
 
 AUX, RESNET18, CONVNEXT = ("aux_loss", True), ("encoder_name", "resnet18"), ("encoder_name", "tu-convnext_atto")
+# It computes more features than its decoder takes, so that some weights have no gradient, behind a cut as well.
 SMALL = Case(
     "smp/Unet", (32, 48), (("encoder_name", "mobilenet_v2"), ("encoder_depth", 3), ("decoder_channels", (8, 8, 4)))
 )

@@ -28,7 +28,7 @@ ARITHMETIC = frozenset(
 )
 
 
-class Asked(TraceError):
+class Question(TraceError):
     """A forward asks whether the value of a node is true."""
 
     def __init__(self, node: fx.Node) -> None:

@@ -124,7 +124,17 @@ class Cuttable:
             tuple(map(tuple, forget)),
             self.program.output if is_last else None,
             frozenset(holds | self._unused() if is_last else holds),
+            frozenset(outputs) - self._sources(),
         )
+
+    def _sources(self) -> set[str]:
+        """The values of which something comes into the model's result in training."""
+        found = {leaf.name for leaf in references(self.program.output[0]) if isinstance(leaf, Value)}
+        for atom in reversed(self.program.atoms):
+            for call in reversed(atom.calls):
+                if call.name in found:
+                    found |= call.reads
+        return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters(remove_duplicate=False)

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from mpi4dl.parallel.pipeline.facts import Asked, answer, expect, is_fact, only_picks
+from mpi4dl.parallel.pipeline.facts import Question, answer, expect, is_fact, only_picks
 from mpi4dl.parallel.pipeline.functions import Global, culprit, is_opaque, kept_whole, line_of, reason_of
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Program, Value, references
@@ -128,7 +128,7 @@ class _Tracer(fx.Tracer):
             where = line_of(traceback.extract_stack())
             self.create_proxy("call_function", expect, (asked, known, where), {})
             return known
-        raise Asked(asked.node)
+        raise Question(asked.node)
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function that is kept whole, if it has anything to do with the input."""
@@ -251,7 +251,7 @@ def _read(
         try:
             with kept_whole(functions, tracer.note):
                 return tracer, tracer.trace(model)
-        except Asked as error:
+        except Question as error:
             if image is None or culprit(error, model) is not None:
                 raise
             found = answer(error.node, model, image)
