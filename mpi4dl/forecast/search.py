@@ -116,7 +116,7 @@ def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = fl
         with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
             found.append(forecaster.outlook(plan, most_bytes))
     if not found:
-        raise ValueError("no plan is for so many ranks and such batches: raise --batch-size, or choose fewer --ranks")
+        raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
         (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
     )
