@@ -3,7 +3,7 @@
 A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,13 @@ class Alone:
     def end_pass(self) -> None:
         """What a pass computed is where it belongs."""
 
-    def finish(self) -> None:
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Hooks have seen all that there is, whichever there are."""
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
         self.used = [p.grad is not None for p in self.parameters]
+        return False
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
