@@ -99,6 +99,25 @@ def test_a_gradient_hook_sees_gradients_without_the_scale_of_fp16(ranks: Ranks) 
         assert [size for _, size in half] == pytest.approx([size for _, size in full], rel=0.1, abs=0.1 * norm)
 
 
+def seen_and_gathered(comm: Communicator, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    seen: dict[str, Tensor] = {}
+    model, optimizer = build(SKIPPING)
+    hook = lambda name, gradient: seen.__setitem__(name, gradient.clone())  # noqa: E731
+    engine = Engine(model.float(), DATA_2, optimizer, F.cross_entropy, comm=comm, gradient_hook=hook, **options)
+    images, targets = batch_of(SKIPPING, 0)
+    engine.step(tiles_of(images.float(), engine), targets, SKIPPING.size)
+    return seen, engine.gather_gradients()
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16", "low_precision_weights": True}, {"offload": "cpu"}], ids=str)
+def test_gathered_gradients_are_those_that_hooks_see(ranks: Ranks, options: dict[str, Any]) -> None:
+    (seen, gathered), _ = ranks(2).run(seen_and_gathered, options)
+    assert gathered is not None
+    assert seen.keys() == gathered.keys()
+    for name, gradient in seen.items():
+        assert torch.equal(gathered[name].float(), gradient), name
+
+
 def return_nonsense(comm: Communicator, result: Any) -> str:
     with pytest.raises(ValueError, match="gradient_hook got") as caught:
         step_with(comm, lambda name, gradient: result, {})

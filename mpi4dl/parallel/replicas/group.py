@@ -25,6 +25,7 @@ from mpi4dl.parallel.replicas.offload import Disk, Home
 from mpi4dl.parallel.replicas.postponed import call_hooks, postpone
 from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
+from mpi4dl.parallel.replicas.strides import seen_as
 from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
 
 State = dict[str, Any]
@@ -297,11 +298,15 @@ class ReplicaGroup:
             own = self.layout.own(number)
             for span in self.layout.spans(number, own):
                 found = None
+                p = self.parameters[span.member]
                 if self.reducer.used[span.member] and isinstance(self.reducer, Reducer) and self.zero:
                     begin = span.offset - own.start
                     found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
                 elif self.reducer.used[span.member]:
-                    gradient = self.parameters[span.member].grad
+                    gradient = p.grad
+                    if isinstance(self.reducer, Reducer) and not self.in_place:  # the optimizer had a copy of it
+                        begin = span.offset - span.start
+                        gradient = seen_as(self.reducer.owned(number)[begin : begin + p.numel()], p)
                     found = None if gradient is None else gradient.reshape(-1)[span.start : span.stop]
                 yield self.names[span.member], span, found
         for member, p in enumerate(self.parameters):
