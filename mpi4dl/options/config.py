@@ -16,12 +16,14 @@ from mpi4dl.options.kinds import (
     COUNT,
     COUNT_OR_ZERO,
     COUNTS,
+    DEVIATIONS,
     GRIDS,
     IMAGE_SIZE,
     KEYWORDS,
+    MEANS,
     NAME,
+    NAMES,
     NOT_NEGATIVE,
-    NUMBER,
     PART,
     PART_OR_PAIR,
     PARTS,
@@ -77,7 +79,8 @@ class Model:
 class Data:
     images: str = option(
         "synthetic",
-        "a folder with one subfolder per class, of images or volumes, an .npz file, or synthetic",
+        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks; an "
+        ".npz file, or synthetic",
         NAME,
     )
     dataset: Any = option(
@@ -103,8 +106,35 @@ class Data:
     jitter: float = option(
         0.0, "how far brightness, contrast and saturation of training images vary; 0: not at all", SHARE
     )
-    mean: float = option(0.5, "subtracted from every pixel, whose range is 0 to 1", NUMBER)
-    std: float = option(0.25, "what every pixel is divided by after that", POSITIVE)
+    mixup: float = option(
+        0.0,
+        "train on weighted means of two images and of their labels, with weights from Beta(X, X); 0: not",
+        NOT_NEGATIVE,
+    )
+    transforms: Any = option(
+        None,
+        "what you do to pixels before they are normalised, each from itself alone, such as my_code.py:darker(pixels)",
+        optional(PART),
+    )
+    sampling: str = option(
+        "shuffled",
+        "which training images an epoch has: each once, or each class equally often",
+        choice("shuffled", "balanced"),
+    )
+    mean: tuple[float, ...] | str = option((0.5,), "subtracted from every pixel, whose range is 0 to 1", MEANS)
+    std: tuple[float, ...] | str | None = option(
+        None,
+        "what every pixel is divided by after that; none: that of a --mean by name, else 0.25",
+        optional(DEVIATIONS),
+    )
+    label_columns: tuple[str, ...] | None = option(
+        None, "which columns of labels.csv are learnt; none: all", optional(NAMES)
+    )
+    ignore_index: int | None = option(
+        255,
+        "which number in masks says that a pixel counts for nothing; none: no number, and white is class 1 of 2",
+        optional(COUNT_OR_ZERO),
+    )
     text: str | None = option(
         None,
         "train on text instead of images: files and folders of UTF-8, with commas between them, or stdlib, the source "
@@ -302,6 +332,9 @@ class Config:
         """A size of one number is that of all sides, of as many as tiles have; tiles of rows and columns keep all of
         the depth of volumes. Of text the size is the number of tokens.
         """
+        mean = self.data.mean
+        if self.data.std is None:
+            object.__setattr__(self, "data", replace(self.data, std=mean if isinstance(mean, str) else (0.25,)))
         size, tiles = self.data.image_size, self.parallel.tiles
         if self.data.text is not None:
             object.__setattr__(self, "data", replace(self.data, image_size=(self.data.context,)))

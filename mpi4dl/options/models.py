@@ -20,6 +20,7 @@ from mpi4dl.models.aggregators import AGGREGATORS, headless
 from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes, takes_channels
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.parallel.costs.prices import Clockwork
@@ -88,7 +89,13 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
     except ValueError as error:
         raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
     aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
-    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / config.data.std)
+    mean, std = normalisation(config, channels)
+    if chosen.min_tissue and max(len(set(mean)), len(set(std))) > 1:
+        raise ConfigError(
+            f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
+            f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
+        )
+    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / std[0])
 
 
 def hold_model(

@@ -32,8 +32,10 @@ SAME_ALWAYS = (
     "val_fraction",
     "mean",
     "std",
+    "label_columns",
+    "ignore_index",
 )
-SAME_WITHIN_AN_EPOCH = ("batch_size", NUM_IMAGES)
+SAME_WITHIN_AN_EPOCH = ("batch_size", "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
 OF_THIS_START = ("resume", "dry_run", "print_config")
 

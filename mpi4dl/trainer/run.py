@@ -272,7 +272,7 @@ class TrainingRun:
         with self.saved_if_refused():
             for batch, microbatches in reading:
                 if self.engine.num_steps == 0 and self.config.data.text is None:
-                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
+                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config)
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
                 with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
