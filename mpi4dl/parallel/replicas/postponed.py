@@ -15,7 +15,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.parallel.replicas.reducer import Reducer
 
 
-class Postponed:
+class WaitingHook:
     """What autograd is to call in place of a hook. Outside of the reducer's steps it is the hook."""
 
     def __init__(self, hook: Callable[[Tensor], Any], reducer: Reducer) -> None:
@@ -40,7 +40,7 @@ def postpone(parameter: nn.Parameter, reducer: Reducer) -> bool:
     """Let the hooks on a gradient wait for `call_hooks`; returns whether there are any. Handles still remove them."""
     found = [*_hooks_of(parameter)]
     for hooks, key, hook in found:
-        hooks[key] = Postponed(hook.hook if isinstance(hook, Postponed) else hook, reducer)
+        hooks[key] = WaitingHook(hook.hook if isinstance(hook, WaitingHook) else hook, reducer)
     return bool(found)
 
 
