@@ -47,6 +47,7 @@ UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
     "torch.manual_seed with the same seed on all ranks, and draw on all ranks or on none between steps",
+    "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter",
 )
 Loss = Callable[[Any, Any], Tensor]
 Tell = Callable[[], Sequence[float]]
@@ -234,14 +235,15 @@ class Engine(Values):
         self._refuse_hooks()
         for part in self.held.parts.values():
             part.grid.foresight.begin()
-        self.groups.prepare()
+        self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
-        self.groups.finish()
+        unlike = self.groups.finish()
         for part in self.held.parts.values():
             part.grid.foresight.settle()
         drawn = self._drawn_since(before)
-        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
+        self.groups.call_hooks(self.executor.drawing_alike)
+        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
         if self.gradient_hook is not None and math.isfinite(norm):
             alike = self.executor.drawing_alike
             self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)
@@ -317,10 +319,11 @@ class Engine(Values):
         return after + 1 if shared and after != before else 0
 
     def _sum_up(
-        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = ()
+        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False
     ) -> tuple[float, float, tuple[float, ...]]:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
-        stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
+        stages = self.plan.num_stages
+        alike = (self._stepping.num_hooks, drawn, (1 + self.comm.rank) * unlike)  # no two ranks alike, if they are not
         squares = (n**2 for n in alike)
         own = self.groups.squares(stages, batch.total)
         found = torch.tensor([*own, *alike, *squares, *told], dtype=torch.float64)
