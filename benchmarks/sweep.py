@@ -17,6 +17,7 @@ more turns, adds to it. Imports, building the model and the first steps are meas
 """
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def main() -> None:
     except (ValueError, OSError) as problem:
         print(f"python -m benchmarks.sweep: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the job that runs ends too
     try:
         run_all(sweep, plans, results.save)
     except KeyboardInterrupt:
