@@ -33,8 +33,8 @@ def read(name: str, folder: Path) -> dict[str, Any]:
     """The curve of a run, and the sizes of its model."""
     from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer
     from mpi4dl.models.experts import Experts
-    from mpi4dl.options import build
     from mpi4dl.options.config import parse as parse_config
+    from mpi4dl.options.models import build_model
     from mpi4dl.trainer.texts import TOKENIZER
 
     config = parse_config(["--config", str(folder / "config.toml")])
@@ -43,7 +43,7 @@ def read(name: str, folder: Path) -> dict[str, Any]:
     validations = [record for record in records if record["phase"] == "validation"]
     in_bytes = config.data.tokenizer == "bytes"
     tokenizer = ByteTokenizer() if in_bytes else BPETokenizer.load(folder / TOKENIZER)
-    model = build.build_model(config, tokenizer.vocabulary, 0)
+    model = build_model(config, tokenizer.vocabulary, 0)
     whole = sum(p.numel() for p in model.parameters())
     idle = 0
     top_k = config.model.model_options.get("top_k", 2)

@@ -23,6 +23,8 @@ from mpi4dl.comm import world
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
+from mpi4dl.options.models import build_model
+from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from mpi4dl.trainer.texts import Texts, open_texts
 
 
@@ -35,9 +37,9 @@ def parse_flags() -> argparse.Namespace:
 
 def plainly(config: Config, texts: Texts, num_steps: int) -> dict[str, Any]:
     """The loss of each step of a plain loop, its validation loss, and how long it trained."""
-    model = build.build_model(config, texts.number_of_classes(config), 0)
-    optimizer = build.build_optimizer(config, model.parameters())
-    schedule = build.build_schedule(config, optimizer)
+    model = build_model(config, texts.number_of_classes(config), 0)
+    optimizer = build_optimizer(config, model.parameters())
+    schedule = build_schedule(config, optimizer)
     training, validation = texts.loaders(config, lambda n: whole(n, config), lambda n: whole(n, config))
     losses: list[float] = []
     began, epoch = time.perf_counter(), 0

@@ -1,3 +1,52 @@
-"""mpi4dl trains unmodified PyTorch models on images too large for one device, exactly, over MPI."""
+"""mpi4dl trains unmodified PyTorch models on images too large for one device, exactly, over MPI.
+
+These names are all that most scripts need; each is imported when it is first used, and MPI starts with `world()`:
+
+    world           all ranks of the MPI job, or this one process
+    tiles           exact spatial parallelism of a model in three calls
+    Trainer         what the command mpi4dl.train is, for scripts; Callback, what it tells them
+    Plan            which rank holds which stage, tile, and replica
+    split           a model cut into the stages of a plan
+    Engine          a model and a plan become step(), evaluate()
+    Checkpoints     written while training goes on, read under any plan
+    Refusal         the one error that all ranks raise together
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mpi4dl.checkpoints import Checkpoints
+    from mpi4dl.comm import Refusal, world
+    from mpi4dl.engine import Engine
+    from mpi4dl.parallel.pipeline.held import split
+    from mpi4dl.parallel.plan import Plan
+    from mpi4dl.parallel.tiles import tiles
+    from mpi4dl.trainer.callbacks import Callback
+    from mpi4dl.trainer.trainer import Trainer
+
+_HOMES = {
+    "Callback": "mpi4dl.trainer.callbacks",
+    "Checkpoints": "mpi4dl.checkpoints",
+    "Engine": "mpi4dl.engine",
+    "Plan": "mpi4dl.parallel.plan",
+    "Refusal": "mpi4dl.comm",
+    "Trainer": "mpi4dl.trainer.trainer",
+    "split": "mpi4dl.parallel.pipeline.held",
+    "tiles": "mpi4dl.parallel.tiles",
+    "world": "mpi4dl.comm",
+}
+
+__all__ = ["Callback", "Checkpoints", "Engine", "Plan", "Refusal", "Trainer", "split", "tiles", "world"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -62,7 +62,7 @@ def lock(folder: Path) -> int | None:
             if time.monotonic() > deadline:
                 os.close(file)
                 raise ValueError(
-                    f"another job is writing to {folder}: wait for its end, or name another --run-folder"
+                    f"another job is writing to {folder}: wait for its end, or name another `run_folder`"
                 ) from None
             time.sleep(POLL_SECONDS)
         except OSError as error:

@@ -101,7 +101,7 @@ def within_limits(run: Callable[[], None], rank: int) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise Refusal(
             f"rank {rank} has too many open files ({error.filename or 'of all kinds'}): it may have {limit}; raise "
-            "that with ulimit -n, or lower --num-workers"
+            "that with ulimit -n, or lower `num_workers`"
         ) from error
     except (
         RuntimeError,
@@ -112,7 +112,7 @@ def within_limits(run: Callable[[], None], rank: int) -> None:
         reason = " ".join(str(error).split())
         raise Refusal(
             f"rank {rank} is out of memory: `python -m mpi4dl.plan` with the same flags says what it would need; try "
-            f"--zero 3, --offload disk, --recompute, more --tiles or a smaller --batch-size ({reason})"
+            f"`zero` 3, `offload` disk, `recompute`, more `tiles` or a smaller `batch_size` ({reason})"
         ) from error
 
 

@@ -19,8 +19,9 @@ if __name__ == "__main__":
 from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.generation.requests import Event, Sampling
-from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options
+from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, POSITIVE, SEED, TEXT, Kind, optional
+from mpi4dl.options.words import speaking, spelling
 from mpi4dl.trainer.stopping import die_by_ctrl_c
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     guard.run(begin)
 
 
+@speaking(spelling(GenerateConfig))
 def generate(comm: "Communicator", argv: Sequence[str]) -> None:
     """Load the model, each rank its part, and write what is asked for to standard output, from rank 0."""
     with comm.together((ValueError,)):
@@ -109,7 +111,7 @@ def generate(comm: "Communicator", argv: Sequence[str]) -> None:
             raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
         config = parse_options(GenerateConfig, argv[1:], USAGE, DESCRIPTION)
         config.choosing.sampling(config.prompts.num_samples - 1)
-    comm.agree(None, source=source, **shared_options(config))
+    comm.agree(None, source=source, **facts(config))
 
     from mpi4dl.generation.loading import find_trained, open_batcher
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import option, parse_options
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
+from mpi4dl.options.words import spelling
 
 if TYPE_CHECKING:
     from mpi4dl.forecast.overview import Overview
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         show(list(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as problem:
-        print(f"mpi4dl: {problem}", file=sys.stderr)
+        print(f"mpi4dl: {spelling(PlanConfig)(str(problem))}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 
@@ -91,7 +92,7 @@ def show(argv: Sequence[str]) -> None:
         print("\n".join(searched(config, training_flags(argv))))
         return
     found = planned(config, training_flags(argv))
-    print(found)
+    print(spelling(PlanConfig)(str(found)))
     if timeline is not None:
         draw(found, timeline)
 
@@ -106,17 +107,19 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
 
     from mpi4dl.forecast.dry_run import look_ahead, require_rules
     from mpi4dl.options import build
+    from mpi4dl.options.models import check_text, without_rules
+    from mpi4dl.options.optimizers import build_optimizer, build_schedule
     from mpi4dl.parallel.costs.prices import Clockwork
     from mpi4dl.trainer.visiting import stream_of
 
     plan = build.build_plan(config)
-    build.check_text(config, plan)
+    check_text(config, plan)
     images = opened(config)
     num_classes, channels = images.number_of_classes(config), images.channels
     num_batches = len(images.loaders(config, lambda _: [], lambda _: [])[0])
-    optimizer = build.build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build.build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
-    with build.without_rules(config):
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
+    build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
+    with without_rules(config):
         require_rules(config, plan, num_classes, channels)
     with as_a_rank(config, plan.num_ranks) as device:
         stream = stream_of(config, plan, num_classes, channels, torch.device(device))

@@ -18,8 +18,9 @@ if __name__ == "__main__":
 
 from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
-from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options
+from mpi4dl.options.declare import ConfigError, facts, option, parse_options
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
+from mpi4dl.options.words import speaking, spelling
 from mpi4dl.trainer.stopping import StopSignals, die_by_ctrl_c
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     guard.run(begin)
 
 
+@speaking(spelling(ServeConfig))
 def serve(comm: "Communicator", argv: Sequence[str]) -> None:
     """Load the model, each rank its part, and answer requests until a signal asks for the end."""
     with comm.together((ConfigError,)):
@@ -89,7 +91,7 @@ def serve(comm: "Communicator", argv: Sequence[str]) -> None:
         if source is None:
             raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
         config = parse_options(ServeConfig, argv[1:], USAGE, DESCRIPTION)
-    comm.agree(None, source=source, **shared_options(config))
+    comm.agree(None, source=source, **facts(config))
 
     from mpi4dl.generation.loading import find_trained, open_batcher
 

@@ -85,7 +85,7 @@ def test_on_a_real_gpu_only_tensors_count() -> None:
 
 
 def test_out_of_memory_is_a_refusal_with_ways_out() -> None:
-    with pytest.raises(Refusal, match=r"rank 3 is out of memory: .* try --zero 3, .*can't allocate memory"):
+    with pytest.raises(Refusal, match=r"rank 3 is out of memory: .* try `zero` 3, .*can't allocate memory"):
         within_limits(lambda: torch.empty(1 << 50).zero_(), 3)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         within_limits(lambda: torch.ones(2, 2).mm(torch.ones(3, 3)).zero_(), 0)

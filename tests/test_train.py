@@ -24,6 +24,7 @@ from mpi4dl.datasets import Batch, Loader
 from mpi4dl.geometry import Interval
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
+from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.train import train
 from tests.commands import read_metrics, train_command, truncate, write_images
 from tests.datasets.sharing import Share
@@ -124,8 +125,8 @@ def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) 
 
 def whole_batches(config: Config, epoch: int, training: bool = True) -> Iterator[Batch]:
     """The batches of one process that reads whole images."""
-    datasets = build.build_datasets(config)
-    views = build.build_views(config, 3, "resize")
+    datasets = build_datasets(config)
+    views = build_views(config, 3, "resize")
     height, width = config.data.image_size
     share = Share(Interval(0, height), Interval(0, width))
     which, order = (0, {"shuffle": True, "drop_last": True}) if training else (1, {})
@@ -247,7 +248,9 @@ def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks
     assert_same_numbers(read_metrics(folder), plain_run(flags))
     for rank in range(4):
         log = (folder / f"log-rank{rank}.txt").read_text()
-        assert [log.count(f"WARNING mpi4dl.trainer.bad_images: skipped: {path}: cannot be decoded") for path in bad] == [1] * 4
+        assert [
+            log.count(f"WARNING mpi4dl.trainer.bad_images: skipped: {path}: cannot be decoded") for path in bad
+        ] == [1] * 4
     assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
 
 

@@ -9,6 +9,8 @@ import torch
 from mpi4dl import models
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
+from mpi4dl.options.models import build_model
+from mpi4dl.options.optimizers import build_optimizer, build_schedule
 from tests.pool.zygote import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*.toml"))
@@ -28,9 +30,9 @@ def test_an_example_names_what_exists(file: Path) -> None:
     config = configured(file)
     assert config != Config()
     assert config.model.model in models.names(torchvision=True)
-    model = build.build_model(config, NUM_CLASSES, 3)
-    optimizer = build.build_optimizer(config, model.parameters())
-    build.build_schedule(config, optimizer)
+    model = build_model(config, NUM_CLASSES, 3)
+    optimizer = build_optimizer(config, model.parameters())
+    build_schedule(config, optimizer)
     assert type(optimizer).__name__ == config.optimizer.optimizer
     of_tokens = config.data.text is not None
     samples = torch.zeros(2, config.data.context, dtype=torch.int64) if of_tokens else torch.zeros(2, 3, 64, 64)

@@ -13,6 +13,7 @@ from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Tiling
 from mpi4dl.options import build
 from mpi4dl.options.config import parse
+from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.train import train
 from tests.commands import losses_of, truncate
@@ -43,8 +44,8 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
     """A loop of plain PyTorch over whole volumes."""
     config = parse(flags)
-    training, _ = build.build_datasets(config)
-    view, _ = build.build_views(config, training.channels, "resize")
+    training, _ = build_datasets(config)
+    view, _ = build_views(config, training.channels, "resize")
     torch.manual_seed(config.training.seed)
     model = models.build(config.model.model, 2, in_channels=training.channels, depth=8, num_filters=4).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

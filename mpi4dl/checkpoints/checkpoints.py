@@ -23,6 +23,7 @@ from typing import Any
 
 from mpi4dl._files import LOCK, POLL_SECONDS, lock, naming
 from mpi4dl.checkpoints import storage
+from mpi4dl.checkpoints.kept import Kept
 from mpi4dl.checkpoints.manifest import CLASSES, MODEL, checkpoints_in, name_of, step_of
 from mpi4dl.checkpoints.node import Damaged, Unreadable
 from mpi4dl.checkpoints.saved import Saved, newest_whole, require_whole
@@ -88,7 +89,7 @@ class Checkpoints:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
         return found
 
-    def save(self, engine: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, engine: Kept, extra: Mapping[str, Any]) -> None:
         """Keep the state of `engine`, and what is to be known beside it, while training goes on.
 
         `extra` is numbers, text, tensors and nests of them; that of rank 0 counts. Waits if the last one is still being
@@ -156,9 +157,9 @@ class Checkpoints:
             self.comm.barrier()
             left = checkpoints_in(self.folder)
             stays = f"{left[0]} is the newest one" if left else "there is none yet"
-            raise Refusal(f"{refusal}; {stays}, from which --resume goes on once there is room") from error
+            raise Refusal(f"{refusal}; {stays}, from which `resume` goes on once there is room") from error
 
-    def load(self, engine: Any, path: Path) -> dict[str, Any]:
+    def load(self, engine: Kept, path: Path) -> dict[str, Any]:
         """Go on from one of these checkpoints; returns the `extra` it was saved with. Raises Refusal as `load` does."""
         extra = load(engine, path)
         if path.resolve().parent == self.folder.resolve():
@@ -194,7 +195,7 @@ def refusing() -> Iterator[None]:
         raise Refusal(str(problem)) from problem
 
 
-def load(engine: Any, path: Path) -> dict[str, Any]:
+def load(engine: Kept, path: Path) -> dict[str, Any]:
     """Go on from the checkpoint in `path`; returns the `extra` it was saved with. Collective.
 
     Raises:
@@ -209,7 +210,7 @@ def load(engine: Any, path: Path) -> dict[str, Any]:
         return restore(engine, saved)
 
 
-def save_model(engine: Any, path: Path, classes: Sequence[str] = ()) -> None:
+def save_model(engine: Kept, path: Path, classes: Sequence[str] = ()) -> None:
     """Write the weights alone, as a safetensors file that names what is tied in its metadata. Collective.
 
     `classes`, the names of what the outputs stand for, are there as JSON.

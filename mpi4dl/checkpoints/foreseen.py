@@ -5,6 +5,7 @@ It decides in which order sums are made, so that a run that goes on must know it
 
 from typing import Any, NamedTuple
 
+from mpi4dl.checkpoints.kept import Kept
 from mpi4dl.checkpoints.node import Machine
 from mpi4dl.geometry import Interval, Split, Tiling
 from mpi4dl.parallel.spatial.foresight import Holding
@@ -19,7 +20,7 @@ class Learned(NamedTuple):
     held: Holding
 
 
-def learned(engine: Any) -> list[Any]:
+def learned(engine: Kept) -> list[Any]:
     """What this rank's norms have learned, in `engine`."""
     found = []
     for place, part in engine.held.parts.items():
@@ -41,7 +42,7 @@ class Foreseen:
     def __init__(self, node: Machine) -> None:
         self.norms = [_read(*norm.items(4)) for norm in node.items()]
 
-    def set(self, engine: Any) -> None:
+    def set(self, engine: Kept) -> None:
         weights = {place: dict(part.module.named_parameters()) for place, part in engine.held.parts.items()}
         for norm in self.norms:
             known = weights.get(norm.part, {}).get(norm.name)

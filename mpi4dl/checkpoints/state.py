@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.checkpoints.foreseen import learned
+from mpi4dl.checkpoints.kept import Kept
 from mpi4dl.checkpoints.likeness import unlike
 from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER
 from mpi4dl.checkpoints.plain import encode
@@ -34,7 +35,7 @@ class _Known(NamedTuple):
     whole: tuple[str, ...]
 
 
-def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
+def capture(engine: Kept, extra: Mapping[str, Any]) -> Job:
     """A copy on the host of all that this rank writes. Collective. Raises ValueError for what cannot be kept."""
     scaler = engine.scaler
     model, optimizer = _values(engine, list(engine.shards()))
@@ -56,12 +57,12 @@ def capture(engine: Any, extra: Mapping[str, Any]) -> Job:
     )
 
 
-def model_values(engine: Any) -> Values:
+def model_values(engine: Kept) -> Values:
     """The file of the model's values, and this rank's pieces of it, on the host. Collective."""
     return _values(engine, [shard._replace(state={}) for shard in engine.shards()])[0]
 
 
-def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
+def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
     """The files of the model and of the optimizer."""
     held, rest = engine.held, engine.untrained()
     known: dict[str, _Known] = {}
@@ -81,7 +82,7 @@ def _values(engine: Any, mine: Sequence[Any]) -> tuple[Values, Values]:
     return (StorageLayout.of(specs, held.ties), model), (StorageLayout.of(slots), optimizer)
 
 
-def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:
+def _firsts(engine: Kept, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:
     found = {name: _Known(Spec(tuple(value.shape), value.dtype), {}, ()) for name, value in rest.items()}
     for shard in mine:
         if shard.start == 0:
@@ -96,11 +97,11 @@ def _firsts(engine: Any, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dic
     return found
 
 
-def _trained(engine: Any) -> set[str]:
+def _trained(engine: Kept) -> set[str]:
     return {_own_name(engine, name) for name in engine.held.trained}
 
 
-def _own_name(engine: Any, name: str) -> str:
+def _own_name(engine: Kept, name: str) -> str:
     """The one under which a value is stored that has several names."""
     return engine.held.ties.get(name, name)
 
@@ -114,7 +115,7 @@ def _on_host(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous().reshape(-1)
 
 
-def restore(engine: Any, saved: Saved) -> dict[str, Any]:
+def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     """Go on from a checkpoint; returns what was passed to `capture` as `extra`. Collective.
 
     Under the plan that wrote it, every rank takes its own random state, and what its norms had learned; under another
@@ -156,7 +157,7 @@ def restore(engine: Any, saved: Saved) -> dict[str, Any]:
     return saved.extra
 
 
-def _fits(engine: Any, saved: Saved) -> None:
+def _fits(engine: Kept, saved: Saved) -> None:
     held, path, optimizer = engine.held, saved.path, engine.optimizer
     there = saved.model.layout.specs
     here = {name: Spec(*spec) for name, spec in held.shapes.items() if name not in held.ties}

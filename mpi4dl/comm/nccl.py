@@ -153,7 +153,7 @@ def check(comm: Peers) -> None:
         Refusal: on all ranks, with what one of them lacks.
     """
     asked = "gpu wire is 'nccl', but"
-    remedy = "use --gpu-wire auto"
+    remedy = "use `gpu_wire` auto"
     missing = None
     if not (dist.is_available() and dist.is_nccl_available()):
         missing = f"{asked} PyTorch {torch.__version__} was built without NCCL: {remedy}, or install one with CUDA"
@@ -178,7 +178,7 @@ def join(comm: Peers, open_group: OpenGroup = open_group) -> Nccl:
     """
     store, complaint = open_store(comm)
     if store is None:
-        raise Refusal(f"gpu wire is 'nccl', but {complaint}: use --gpu-wire auto")
+        raise Refusal(f"gpu wire is 'nccl', but {complaint}: use `gpu_wire` auto")
     store.set_timeout(NEVER)
     with comm.together((RuntimeError,)):
         groups = Groups(store, comm.rank, comm.size, open_group)

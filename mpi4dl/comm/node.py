@@ -82,7 +82,7 @@ class Node:
         if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu")
+            raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU here: use `device` cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

@@ -88,7 +88,7 @@ class Sentry(threading.Thread):
             meeting = met()
             say(
                 f"mpi4dl: {'a rank' if meeting is None else f'rank {meeting.rank} of {meeting.size}'} came no further "
-                f"for {dog.seconds:g} s, and a job waits no longer than that (--hang-timeout); where it was:"
+                f"for {dog.seconds:g} s, and a job waits no longer than that (the hang timeout); where it was:"
             )
             faulthandler.dump_traceback(stderr())
             time.sleep(SETTLING_SECONDS)

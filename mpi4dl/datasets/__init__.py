@@ -4,6 +4,7 @@
 the batches of tiles.
 """
 
+from mpi4dl.datasets.adapt import adapt
 from mpi4dl.datasets.augment import Augmentation, Variation
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image, printable
 from mpi4dl.datasets.files import open_image
@@ -22,6 +23,7 @@ __all__ = [
     "Loader",
     "Variation",
     "View",
+    "adapt",
     "open",
     "open_image",
     "open_volume",

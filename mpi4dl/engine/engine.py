@@ -259,12 +259,12 @@ class Engine:
             which = "gradient" if math.isfinite(loss) else "loss"
             raise NotFinite(
                 f"step {self.num_steps}: the {which} is not finite (loss {loss}, gradient norm {norm}); the weights "
-                "are as before it: try a smaller --lr or --precision fp32"
+                "are as before it: try a smaller `lr` or `precision` fp32"
             )
         if not finite and self.scaler.skipped_in_a_row + 1 == MAX_SKIPPED:
             raise NotFinite(
                 f"step {self.num_steps}: the gradient of {MAX_SKIPPED} steps in a row was not finite in fp16, down to "
-                f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try --precision bf16 or fp32"
+                f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try `precision` bf16 or fp32"
             )
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
         if finite:  # else fp16 overflowed

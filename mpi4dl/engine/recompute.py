@@ -28,7 +28,7 @@ def recompute(modules: Iterable[nn.Module], stages: bool) -> None:
         if stages and not (isinstance(module, Stage) and module.opening is not None):
             recompute_whole(module)
         elif not recompute_blocks(module) and not stages:
-            raise Refusal("this model has no blocks that could be recomputed: leave out --recompute")
+            raise Refusal("this model has no blocks that could be recomputed: leave out `recompute`")
 
 
 def recompute_blocks(model: nn.Module) -> int:
@@ -67,7 +67,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if changed is not None:
         raise Refusal(
             f"the model changes {changed} as it runs, which is no statistic of a batch norm: when a block is computed "
-            "again it would find other values; leave out --recompute"
+            "again it would find other values; leave out `recompute`"
         )
     return outputs
 

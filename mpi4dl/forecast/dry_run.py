@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from mpi4dl._wording import counted
+from mpi4dl.engine import Engine
 from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.forecast.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
 from mpi4dl.forecast.outlook import Forecaster
 from mpi4dl.forecast.overview import Overview, overview, samples_in_words, samples_of
-from mpi4dl.options.build import bag_options, build_model, build_optimizer, engine_options, tensor_styles
+from mpi4dl.options.build import engine_options
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.models import bag_options, build_model, tensor_styles
+from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.timing import planned_cuts
@@ -25,11 +28,11 @@ from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.losses import require_logits
 
 
-def title(config: Config, engine: Any) -> str:
+def title(config: Config, engine: Engine) -> str:
     """What is trained, and how, in one line."""
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
-        f"{config.model.model}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
+        f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
         f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
         f"{engine.device.type}"
     )
@@ -40,21 +43,21 @@ def batch_of(config: Config, channels: int) -> tuple[int, ...]:
     return batch_shape(config.data.batch_size, channels, config.data.image_size)
 
 
-def without_effect(config: Config, engine: Any) -> list[str]:
+def without_effect(config: Config, engine: Engine) -> list[str]:
     """What to say of options that were given and change nothing here."""
     chosen, plan = config.parallel, engine.plan
     shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
     found = []
     if chosen.offload == "cpu" and engine.device.type == "cpu":
-        found.append("--offload cpu has no effect: the model is on the CPU itself; --offload disk saves memory there")
+        found.append("`offload` cpu has no effect: the model is on the CPU itself; `offload` disk saves memory there")
     if chosen.zero and not shared:
         found.append(
-            f"--zero {chosen.zero} has no effect: no two ranks hold the same weights; --data and --tiles make such"
+            f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
         )
     if chosen.zero and shared and chosen.allreduce != "auto":
-        found.append(f"--allreduce {chosen.allreduce} has no effect: --zero {chosen.zero} shares gradients out instead")
+        found.append(f"`allreduce` {chosen.allreduce} has no effect: `zero` {chosen.zero} shares gradients out instead")
     if chosen.balance != "auto" and plan.num_stages == 1:
-        found.append("--balance has no effect: the model is in one stage; --stages says in how many")
+        found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
     return found
 
 
@@ -74,7 +77,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         shown = replace(config, data=visit, model=replace(config.model, min_tissue=0.0))
         options["stream"] = None
     found = overview(
-        config.model.model,
+        config.model_name,
         lambda: build_model(shown, num_classes, channels),
         plan,
         batch_of(shown, channels),
@@ -113,10 +116,10 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
             model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)
         )
     except (spatial.NoRule, ValueError) as problem:
-        raise ValueError(f"--model {config.model.model}: {problem}") from problem
+        raise ValueError(f"`model` {config.model_name}: {problem}") from problem
 
 
-def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Iterator[str]:
+def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
     """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
     held = engine.held
     clockwork, balance = Clockwork.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
@@ -132,7 +135,7 @@ def explain(config: Config, engine: Any, num_classes: int, channels: int) -> Ite
             as_held = partial(with_cuts, cutting=held.cutting)
             yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
-            raise ValueError(f"--model {config.model.model}: {problem}") from problem
+            raise ValueError(f"`model` {config.model_name}: {problem}") from problem
         yield from (*found.sums(), *found.streaming(), *found.memory())
     elif config.model.patches is not None:
         yield from (*found.streaming(), *found.memory())
@@ -146,7 +149,7 @@ def build_forecaster(
 ) -> Forecaster:
     """What foresees plans of this configuration. Raises ValueError where they are not of whole images."""
     if config.model.patches is not None:
-        raise ConfigError(f"plans are searched for models that see whole images, not --patches {config.model.patches}")
+        raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
     chosen = engine_options(config)
     return Forecaster(
         lambda: build_model(config, num_classes, channels),

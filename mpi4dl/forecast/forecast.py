@@ -83,7 +83,7 @@ def compared(forecast: Forecast, of_ranks: Sequence[Worked], crowded: bool) -> l
     worst = max(off)
     if worst > FAR_OFF:
         lines.append(
-            f"the prediction of rank {off.index(worst)}'s work is off by {100 * worst:.0f} %: --balance measured cuts "
+            f"the prediction of rank {off.index(worst)}'s work is off by {100 * worst:.0f} %: `balance` measured cuts "
             "by what the ranks themselves take"
         )
     return lines

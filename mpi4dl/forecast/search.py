@@ -109,7 +109,7 @@ def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = fl
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
     found = [each for each in outlooks(forecaster, list(plans), most_bytes) if each is not None]
     if not found:
-        raise ValueError("no plan is for so many ranks and such batches: raise --batch-size, or choose fewer --ranks")
+        raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
         (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
     )

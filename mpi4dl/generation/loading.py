@@ -16,8 +16,8 @@ from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.generation.batcher import Batcher
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.generation.precision import lower_weights
-from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, parse
+from mpi4dl.options.models import hold_model
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.trainer.texts import TOKENIZER
 
@@ -57,7 +57,7 @@ def find_trained(comm: Communicator, source: Path) -> Trained:
         config = parse(["--config", str(folder / "config.toml")])
         if config.data.text is None or config.data.task != "language":
             trained_on = "images" if config.data.text is None else "masked tokens"
-            raise ConfigError(f"{source}: --model {config.model.model} was trained on {trained_on}: it writes no text")
+            raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
     with refusing():
@@ -87,7 +87,7 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         device = comm.node.device(ranks.device)
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
-        held = build.hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
+        held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
     with comm.together((ValueError, OSError)), Reader(trained.weights) as reader:
         load_weights(held, reader)
         lower_weights(held, ranks.precision)

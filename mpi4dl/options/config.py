@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpi4dl.options.declare import ConfigError, option, parse_options, shared_options, to_toml
+from mpi4dl.options.declare import ConfigError, facts, option, parse_options, shared_options, to_toml
 from mpi4dl.options.kinds import (
     BOOLEAN,
     BYTES,
@@ -22,6 +22,9 @@ from mpi4dl.options.kinds import (
     NAME,
     NOT_NEGATIVE,
     NUMBER,
+    PART,
+    PART_OR_PAIR,
+    PARTS,
     POSITIVE,
     PROPER_FRACTION,
     SEED,
@@ -32,11 +35,12 @@ from mpi4dl.options.kinds import (
     count_or,
     counts_or,
     optional,
+    part_name,
     sides_or,
 )
 
 __all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training"]
-__all__ += ["parse", "shared_options", "to_toml"]
+__all__ += ["facts", "parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spread over the ranks of an MPI job."
@@ -44,8 +48,11 @@ DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spre
 
 @dataclass(frozen=True)
 class Model:
-    model: str = option(
-        "resnet18", "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm", NAME
+    model: Any = option(
+        "resnet18",
+        "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm; or an own one: "
+        "my_code.py:build or package.module:Class",
+        PART,
     )
     num_classes: int | None = option(None, "how many classes; none: as many as the data has", optional(COUNT))
     model_options: Mapping[str, Any] = option({}, "keyword arguments of the model, such as depth=29,pool=max", KEYWORDS)
@@ -73,6 +80,13 @@ class Data:
         "a folder with one subfolder per class, of images or volumes, an .npz file, or synthetic",
         NAME,
     )
+    dataset: Any = option(
+        None,
+        "a dataset of your own instead of --images, such as my_code.py:Slides: it says the size of an image, and reads "
+        "a box of it",
+        optional(PART_OR_PAIR),
+    )
+    dataset_options: Mapping[str, Any] = option({}, "its keyword arguments, such as root=slides", KEYWORDS)
     image_size: tuple[int, ...] = option(
         (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
     )
@@ -224,7 +238,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Optimizer:
-    optimizer: str = option("SGD", "a class of torch.optim", NAME)
+    optimizer: Any = option("SGD", "a class of torch.optim, or an own one such as my_code.py:Lion", PART)
     lr: float = option(0.01, "the learning rate", NOT_NEGATIVE)
     optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
@@ -236,6 +250,10 @@ class Optimizer:
 class Training:
     epochs: int = option(1, "how many times every image is seen", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
+    loss: Any = option(
+        None, "what is minimised, such as my_code.py:loss(outputs, targets); none: what suits the task", optional(PART)
+    )
+    loss_options: Mapping[str, Any] = option({}, "what makes the loss is called with these", KEYWORDS)
     precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
     low_precision_weights: bool = option(
         False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
@@ -261,6 +279,9 @@ class Run:
     keep: int = option(2, "how many checkpoints are kept, the newest", COUNT)
     resume: str = option(
         "none", "go on: in --run-folder, if there is a run (auto), or from a run or checkpoint at this path", NAME
+    )
+    callbacks: tuple[Any, ...] = option(
+        (), "objects of yours that are told how the run goes, such as my_code.py:Notify", PARTS, per_rank=True
     )
     log_interval: int = option(10, "steps between two reports", COUNT)
     tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
@@ -291,6 +312,11 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @property
+    def model_name(self) -> str:
+        """How messages and files of a run name the model."""
+        return part_name(self.model.model)
 
     @property
     def visits(self) -> bool:

@@ -7,7 +7,8 @@ functions here work on any such config. The name of an option is unique over all
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -193,27 +194,60 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
+    """The config of options given as Python has them, or as a flag's text: `tiles=(2, 2)`, or `tiles="2x2"`.
+
+    Raises ConfigError for what is unknown, or cannot be.
+    """
+    options = options_of(config_type)
+    unknown = next((name for name in values if name not in options), None)
+    if unknown is not None:
+        raise ConfigError(f"there is no option `{unknown}`{nearest(unknown, options)}")
+    sections: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(config_type)}
+    for name, value in values.items():
+        item = options[name]
+        sections[item.section][name] = _value_from_python(item, value)
+    hints = get_type_hints(config_type)
+    return config_type(**{section: hints[section](**found) for section, found in sections.items()})
+
+
+def _value_from_python(item: Option, given: Any) -> Any:
+    """As a flag has it, as a file has it, as the program has it, or one entry of the latter."""
+    ways: list[Callable[[], Any]] = [lambda: item.kind.read(given) if isinstance(given, str) else given]
+    if given is None or isinstance(given, tuple | list):
+        ways += [lambda: item.kind.raw(given), lambda: item.kind.raw((given,))]
+    for way in ways:
+        with suppress(ValueError, TypeError, AttributeError):
+            return item.kind.check(way())
+    raise ConfigError(f"`{item.name}` is {given!r}, but must be {item.kind.wanted}")
+
+
 def with_options(config: T, values: Mapping[str, str]) -> T:
-    """The config with other values for the options of these flags, as `shared_options` gives them.
+    """The config with other values for the options of these names, as `shared_options` gives them.
 
     Raises ConfigError for what no such option can be.
     """
     sections: dict[str, dict[str, Any]] = {}
     for item in options_of(type(config)).values():
-        if item.flag in values:
+        if item.name in values:
             try:
-                value = item.kind.check(tomllib.loads(f"value = {values[item.flag]}")["value"])
+                value = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
             except (ValueError, RecursionError):
-                raise ConfigError(f"{item.flag} is {values[item.flag]!r}, but must be {item.kind.wanted}") from None
+                raise ConfigError(f"`{item.name}` is {values[item.name]!r}, but must be {item.kind.wanted}") from None
             sections.setdefault(item.section, {})[item.name] = value
     changed = {name: replace(getattr(config, name), **found) for name, found in sections.items()}
     return replace(config, **changed)  # type: ignore[type-var]
 
 
 def shared_options(config: Any) -> dict[str, str]:
-    """Every option that all ranks must agree on, by its flag, as it would be written."""
+    """Every option that all ranks must agree on, by its name, as it would be written."""
     return {
-        item.flag: dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))
+        item.name: dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))
         for item in options_of(type(config)).values()
         if not item.per_rank
     }
+
+
+def facts(config: Any) -> dict[str, str]:
+    """The same, named as messages name them: for `Communicator.agree`."""
+    return {f"`{name}`": value for name, value in shared_options(config).items()}

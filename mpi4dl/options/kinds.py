@@ -266,6 +266,46 @@ KEYWORDS = Kind(
 )
 
 
+def part_name(part: Any) -> str:
+    """How files of a run and messages name a part: by the text that was given, or by where the object comes from."""
+    if isinstance(part, str):
+        return part
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, str):
+        return _nonempty_text(value)
+    if value is None or type(value) in (bool, int, float, list, tuple, dict):
+        raise ValueError
+    return value
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    given = value.split(",") if isinstance(value, str) else value if type(value) in (list, tuple) else [value]
+    return tuple(_part(each.strip() if isinstance(each, str) else each) for each in given if each != "")
+
+
+def _part_or_pair(value: Any) -> Any:
+    return tuple(map(_part, value)) if type(value) in (list, tuple) and len(value) == 2 else _part(value)
+
+
+PART = Kind("a name, or an own one such as my_code.py:build", "NAME", _part, raw=part_name)
+PART_OR_PAIR = Kind(
+    "an own one such as my_code.py:Slides",
+    "NAME",
+    _part_or_pair,
+    raw=lambda part: " and ".join(map(part_name, part)) if isinstance(part, tuple) else part_name(part),
+)
+PARTS = Kind(
+    "names with commas between them, own ones such as my_code.py:Counter among them",
+    "NAME,...",
+    _parts,
+    raw=lambda parts: ",".join(map(part_name, parts)),
+)
+
+
 def dump(raw: Any) -> str:
     """Write a value as TOML, on one line, with the keys of a table in order."""
     if isinstance(raw, bool):

@@ -89,13 +89,13 @@ class Plan:
     ) -> "Plan":
         """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
         if stages % chunks:
-            raise ValueError(f"--stages {stages} cannot be dealt out {chunks} times: --chunks must divide it")
+            raise ValueError(f"`stages` {stages} cannot be dealt out {chunks} times: `chunks` must divide it")
         places = stages // chunks
-        for flag, number in (("--tiles", len(tiles)), ("--batch-ways", len(batch_ways))):
+        for flag, number in (("`tiles`", len(tiles)), ("`batch_ways`", len(batch_ways))):
             if number not in (1, places):
                 dealt = f" ({stages} stages in {chunks} chunks)" if chunks > 1 else ""
                 raise ValueError(
-                    f"{flag} has {number} entries, but --stages {stages} needs 1 for all, or {places}{dealt}"
+                    f"{flag} has {number} entries, but `stages` {stages} needs 1 for all, or {places}{dealt}"
                 )
         return cls(
             tuple(tiles) * (places // len(tiles)),
@@ -123,31 +123,31 @@ class Plan:
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
         if len({len(tiles) for tiles in self.tiles}) > 1 or len(self.tiles[0]) not in SPACE:
             raise ValueError(
-                f"--tiles {','.join(map(grid_name, self.tiles))}: all stages cut along the same axes, written as 2x2 "
+                f"`tiles` {','.join(map(grid_name, self.tiles))}: all stages cut along the same axes, written as 2x2 "
                 "for images, 2x2x1 for volumes (depth first) and 4 for sequences"
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
         if self.zero not in ZERO_STAGES:
-            raise ValueError(f"--zero {self.zero}: the ZeRO stages are 0 (none), 1, 2 and 3")
+            raise ValueError(f"`zero` {self.zero}: the ZeRO stages are 0 (none), 1, 2 and 3")
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ValueError(
-                f"--schedule {self.schedule} with --chunks {self.chunks}: the interleaved schedule needs 2 chunks or "
+                f"`schedule` {self.schedule} with `chunks` {self.chunks}: the interleaved schedule needs 2 chunks or "
                 "more, and no other schedule can have them"
             )
         if self.moe not in MOE:
-            raise ValueError(f"--moe {self.moe}: it must be tensor (ranks of --tensor have parts of experts) or expert")
+            raise ValueError(f"`moe` {self.moe}: it must be tensor (ranks of `tensor` have parts of experts) or expert")
         if self.sequence and self.tensor == 1:
-            raise ValueError("--sequence shares tokens among the ranks of --tensor: it needs 2 or more of them")
+            raise ValueError("`sequence` shares tokens among the ranks of `tensor`: it needs 2 or more of them")
         if self.bidirectional and self.tensor > 1:
             raise ValueError(
-                f"--tensor {self.tensor} with --bidirectional {self.bidirectional}: the "
+                f"`tensor` {self.tensor} with `bidirectional` {self.bidirectional}: the "
                 "mirrored copy of GEMS has whole parameters"
             )
         if self.bidirectional and (self.num_stages == 1 or self.chunks > 1):
             raise ValueError(
-                f"--bidirectional {self.bidirectional} lays a mirrored copy over the ranks: it needs at least 2 stages "
-                f"of one chunk each, but --stages is {self.num_stages} and --chunks {self.chunks}"
+                f"`bidirectional` {self.bidirectional} lays a mirrored copy over the ranks: it needs at least 2 stages "
+                f"of one chunk each, but `stages` is {self.num_stages} and `chunks` {self.chunks}"
             )
 
     @property
@@ -217,9 +217,9 @@ class Plan:
         """What to say if mpirun started so many ranks; None if that fits."""
         if self.num_ranks == num_ranks:
             return None
-        flags = "--tiles or --data" if self.num_stages == 1 else "--stages, --tiles, --batch-ways or --data"
-        flags = f"--tensor, {flags}" if self.tensor > 1 else flags
-        shared = "; ranks of --experts share the batch, as those of --data do" if self.experts > 1 else ""
+        flags = "`tiles` or `data`" if self.num_stages == 1 else "`stages`, `tiles`, `batch_ways` or `data`"
+        flags = f"`tensor`, {flags}" if self.tensor > 1 else flags
+        shared = "; ranks of `experts` share the batch, as those of `data` do" if self.experts > 1 else ""
         return (
             f"{self} = {self.num_ranks} ranks, but mpirun started {num_ranks}: "
             f"start with mpirun -n {self.num_ranks}, or change {flags}{shared}"
@@ -233,26 +233,26 @@ class Plan:
         if len(tiles) != len(image_size) and (len(tiles), len(image_size)) != (2, 3):
             size = "x".join(map(str, image_size))
             names = ", ".join(SPACE[len(tiles)])
-            return f"--tiles {grid_name(tiles)} cuts along {names}, but what is trained on has the size {size}"
+            return f"`tiles` {grid_name(tiles)} cuts along {names}, but what is trained on has the size {size}"
         for name, parts, pixels in zip(SPACE[len(tiles)], tiles, image_size[-len(tiles) :], strict=True):
             if parts > pixels:
-                asked = f"--tiles {grid_name(tiles)}"
+                asked = f"`tiles` {grid_name(tiles)}"
                 what = "sequences" if len(tiles) == 1 else "images"
                 return f"{asked} cuts {what} into {parts} tiles along their {name}, of which they have only {pixels}"
         if self.num_microbatches > batch_size:
             times = f" x {2 * self.bidirectional} (both directions)" if self.bidirectional else ""
             return (
-                f"--microbatches {self.microbatches}{times} cannot share a batch of {batch_size}: "
-                f"raise --batch-size to {self.num_microbatches}"
+                f"`microbatches` {self.microbatches}{times} cannot share a batch of {batch_size}: "
+                f"raise `batch_size` to {self.num_microbatches}"
             )
         sharing = self.replicas * max(self.batch_ways)
         if sharing > batch_size // self.num_microbatches:
             if self.num_microbatches == self.experts == max(self.batch_ways) == 1:
-                return f"--data {self.data} replicas cannot share a batch of {batch_size}: raise --batch-size"
+                return f"`data` {self.data} replicas cannot share a batch of {batch_size}: raise `batch_size`"
             needed, experts = sharing * self.num_microbatches, f"experts({self.experts}) x " * (self.experts > 1)
             return (
                 f"{experts}data({self.data}) x batch-ways({max(self.batch_ways)}) cannot share a microbatch of "
-                f"{batch_size // self.num_microbatches}: raise --batch-size to {needed}"
+                f"{batch_size // self.num_microbatches}: raise `batch_size` to {needed}"
             )
         return None
 

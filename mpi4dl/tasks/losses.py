@@ -44,5 +44,5 @@ def require_logits(outputs: Any) -> None:
         found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
         raise Refusal(
             f"the model's output has {found}, but images with one label each need (batch, classes): choose another "
-            "--model, or write your own loop for dense predictions around mpi4dl.engine.Engine"
+            "`model`, or write your own loop for dense predictions around mpi4dl.engine.Engine"
         )

@@ -42,7 +42,7 @@ class BadImages:
         if not errors:
             return batch, tuple(microbatches)
         if self.policy == "error":
-            raise UnreadableImages(f"{errors[min(errors)]}; --on-bad-image skip leaves such images out")
+            raise UnreadableImages(f"{errors[min(errors)]}; `on_bad_image` skip leaves such images out")
         for position in sorted(errors):
             if errors[position] not in self.known:
                 self.known.add(errors[position])

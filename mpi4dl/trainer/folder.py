@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,7 +40,7 @@ RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 
 def default_path(model: str, now: datetime) -> Path:
     """Where a run is recorded for which no folder was asked, such as runs/resnet18-20260131-120000."""
-    return Path("runs") / f"{model.replace('/', '-')}-{now:%Y%m%d-%H%M%S}"
+    return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', model)}-{now:%Y%m%d-%H%M%S}"
 
 
 class RunFolder:
@@ -68,14 +69,14 @@ class RunFolder:
             self._must_be_empty()  # of two runs that begin at once, the other may have been faster
         except OSError as error:
             raise ConfigError(
-                f"the run folder {self.path} cannot be created: {error.strerror}; name another with --run-folder"
+                f"the run folder {self.path} cannot be created: {error.strerror}; name another with `run_folder`"
             ) from None
 
     def _must_be_empty(self) -> None:
         if any(path.name != LOCK for path in self.path.iterdir()):
             raise ConfigError(
                 f"the run folder {self.path} holds files already, and a run never overwrites another's; "
-                "name another with --run-folder, remove it, or go on with --resume auto"
+                "name another with `run_folder`, remove it, or go on with `resume` auto"
             )
 
     def lock(self) -> None:

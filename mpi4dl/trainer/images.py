@@ -16,8 +16,8 @@ from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.view import Fit
 from mpi4dl.geometry import Box
-from mpi4dl.options.build import build_datasets, build_views, number_of_classes
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import build_datasets, build_views, number_of_classes
 from mpi4dl.trainer.image_lists import ImageLists
 
 LOOKED_AT = 8
@@ -79,7 +79,10 @@ def open_images(comm: Communicator, config: Config) -> Images:
         if comm.rank == 0:
             recorded = ImageLists.before(config)
     known = None if recorded is None else recorded.validating()
-    training, validation = shared(comm, lambda: build_datasets(config, known))
+    if config.data.dataset is not None:
+        training, validation = _own(comm, lambda: build_datasets(config, known))
+    else:
+        training, validation = shared(comm, lambda: build_datasets(config, known))
     described = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
@@ -133,6 +136,18 @@ def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     return pair
 
 
+def _own(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
+    """The user's datasets, which each rank makes for itself, and which must look alike. Collective; raises Refusal."""
+    pair: Pair | None = None
+    with comm.together((ValueError, OSError)):
+        pair = open_pair()
+    assert pair is not None
+    for dataset, what in zip(pair, ("training", "validation"), strict=True):
+        found = {"samples": len(dataset), "channels": dataset.channels, "classes": dataset.classes}
+        comm.agree(None, **{f"the number of {what} {name}": each for name, each in found.items()})
+    return pair
+
+
 def _wholes(pair: Pair) -> list[Any]:
     """The datasets that the two are parts of, each once."""
     wholes = [dataset.whole if isinstance(dataset, Subset) else dataset for dataset in pair]
@@ -179,13 +194,15 @@ def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | No
     slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
     if any(slides) and not all(slides):
         raise ConfigError(
-            f"--fit auto cannot choose for images of {_range(sizes)} px: say --fit resize, or --fit crop for windows "
+            f"`fit` auto cannot choose for images of {_range(sizes)} px: say `fit` resize, or `fit` crop for windows "
             "of the image size"
         )
     return "crop" if any(slides) else "resize"
 
 
 def _classes(training: Named, validation: Named) -> str:
+    if not training.classes:
+        return f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
     counts = [[0, 0] for _ in training.classes]
     for part, dataset in enumerate((training, validation)):
         for index in range(len(dataset)):
@@ -219,7 +236,7 @@ def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: in
         return f"{what} are shown as they are"
     if fit == "resize":
         crops = " from random crops, validated whole" if config.data.random_crop else ""
-        return f"{what} are resized to {frame}{crops}; --fit crop would show windows of that size"
+        return f"{what} are resized to {frame}{crops}; `fit` crop would show windows of that size"
     smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
     padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
     return f"{what} are cropped to {frame} at random{padded}; validated on the centre"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpi4dl.engine import Engine
 from mpi4dl.trainer.report import StepReport
 
 
@@ -17,7 +18,7 @@ class LogInterval:
     """
 
     def __init__(
-        self, engine: Any, loader: Any, losses: Iterable[float] = (), tokens_in_sample: int | None = None
+        self, engine: Engine, loader: Any, losses: Iterable[float] = (), tokens_in_sample: int | None = None
     ) -> None:
         self.engine, self.loader, self.tokens_in_sample = engine, loader, tokens_in_sample
         self.began = time.perf_counter()

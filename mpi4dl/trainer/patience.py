@@ -15,7 +15,7 @@ TIMES = 6.0
 
 
 class Patience:
-    """Feeds a watchdog whose limit is `seconds` (--hang-timeout), or more where more is needed; 0: it never bites."""
+    """Feeds a watchdog whose limit is `seconds` (`hang_timeout`), or more where more is needed; 0: it never bites."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

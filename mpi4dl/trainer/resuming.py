@@ -1,4 +1,4 @@
-"""Where a run of the training command is recorded, and what it goes on from: the meaning of --resume."""
+"""Where a run of the training command is recorded, and what it goes on from: the meaning of `resume`."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,22 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.trainer.folder import RunFolder, default_path
 
 NUM_IMAGES = "the number of training images"
-BALANCE = "--balance"
+BALANCE = "balance"
 TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
 # What weights are trained for, and which images they have never seen.
 SAME_ALWAYS = (
-    "--model",
-    "--model-options",
-    "--optimizer",
-    "--scheduler",
-    "--seed",
-    "--val-fraction",
-    "--mean",
-    "--std",
+    "model",
+    "model_options",
+    "optimizer",
+    "scheduler",
+    "seed",
+    "val_fraction",
+    "mean",
+    "std",
 )
-SAME_WITHIN_AN_EPOCH = ("--batch-size", NUM_IMAGES)
-FROM_CHECKPOINT = ("--lr", "--optimizer-options", "--scheduler-options")
-OF_THIS_START = ("--resume", "--dry-run", "--print-config")
+SAME_WITHIN_AN_EPOCH = ("batch_size", NUM_IMAGES)
+FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
+OF_THIS_START = ("resume", "dry_run", "print_config")
 
 
 class Origin(NamedTuple):
@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
 
 def find_origin(comm: Communicator, config: Config) -> Origin:
-    """What --resume and --run-folder of rank 0 ask for. Collective. Raises Refusal for what is not there."""
+    """What `resume` and `run_folder` of rank 0 ask for. Collective. Raises Refusal for what is not there."""
     found = None
     with comm.together((ConfigError, OSError)):
         found = _find(config, datetime.now()) if comm.rank == 0 else None
@@ -56,25 +56,25 @@ def find_origin(comm: Communicator, config: Config) -> Origin:
 
 def _find(config: Config, now: datetime) -> Origin:
     asked, named = config.run.resume, config.run.run_folder
-    folder = Path(named or default_path(config.model.model, now))
+    folder = Path(named or default_path(config.model_name, now))
     if asked == "none":
         return Origin(RunFolder(folder), False, ())
     if asked == "auto":
         if named is None:
-            raise ConfigError("--resume auto goes on in the folder that --run-folder names: add --run-folder")
+            raise ConfigError("`resume` auto goes on in the folder that `run_folder` names: add `run_folder`")
         in_place = (folder / "config.toml").is_file()
         return Origin(RunFolder(folder), in_place, candidates_at(folder) if in_place else ())
     path = Path(asked)
     if not path.is_dir():
-        raise ConfigError(f"--resume {asked}: no such folder; name a run, one of its checkpoints, or auto")
+        raise ConfigError(f"`resume` {asked}: no such folder; name a run, one of its checkpoints, or auto")
     candidates = candidates_at(path)
     if not candidates:
-        raise ConfigError(f"--resume {asked}: there is no checkpoint in this folder")
+        raise ConfigError(f"`resume` {asked}: there is no checkpoint in this folder")
     return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
 
 
 def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
-    """The configuration with the cut of the checkpoint that --resume names, if stages are cut by what is timed.
+    """The configuration with the cut of the checkpoint that `resume` names, if stages are cut by what is timed.
 
     Times differ from start to start; where a model is cut decides which random numbers its layers draw. A checkpoint of
     another plan, or one that cannot be read, says nothing here: what is wrong with it is found when it is loaded.
@@ -115,7 +115,7 @@ def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) 
         with refusing():
             found, skipped = newest_whole(origin.candidates, comm)
     if found is None and skipped:
-        raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}; start anew in another --run-folder")
+        raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}; start anew in another `run_folder`")
     return found, [f"skipped {one}" for one in skipped]
 
 
@@ -165,11 +165,16 @@ class Progress(NamedTuple):
                     lambda node: {name: each.plain for name, each in node.entries().items()}
                 ),
                 extra.at("metrics_bytes").integer(),
-                {name: value.text() for name, value in extra.at("options").entries().items()},
+                {_name(flag): value.text() for flag, value in extra.at("options").entries().items()},
                 extra.at("due").flag(),
             )
         except Damaged as problem:
             raise Refusal(str(problem)) from None
+
+
+def _name(flag: str) -> str:
+    """The name of an option, which checkpoints of earlier versions keep by its flag."""
+    return flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 
 def _evaluation(node: Machine) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def _evaluation(node: Machine) -> dict[str, Any]:
 def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
     """What a checkpoint remembers of how its run was started: every option, as a TOML file has it.
 
-    Of --balance it is what it came to: `counts` atoms of each stage.
+    Of `balance` it is what it came to: `counts` atoms of each stage.
     """
     cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
     return {**shared_options(config), **cut, NUM_IMAGES: str(num_images)}
@@ -194,25 +199,31 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    missing = next((name for name in options if name not in there.options), None)
+    before = {**shared_options(Config()), **there.options}  # what a version before knew no option for was so
+    missing = next((name for name in options if name not in before), None)
     if missing is not None:
-        raise Refusal(f"{checkpoint}: {STATE} does not say what {missing} was")
+        raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")
     said = []
     for name in options:
-        was, now = (each[name].strip('"') for each in (there.options, options))
+        was, now = (each[name].strip('"') for each in (before, options))
+        shown = _shown(name)
         if was == now or name in OF_THIS_START:
             continue
         if name in SAME_ALWAYS:
-            raise Refusal(f"{checkpoint} was written with {name} {was}, but this is {now}: go on with what it was")
+            raise Refusal(f"{checkpoint} was written with {shown} {was}, but this is {now}: go on with what it was")
         if name in SAME_WITHIN_AN_EPOCH and there.batch:
             raise Refusal(
-                f"{checkpoint} was written with {name} {was}, but this is {now}, which must not change within an epoch"
+                f"{checkpoint} was written with {shown} {was}, but this is {now}, which must not change within an epoch"
             )
         rule = f"is not used: the checkpoint goes on with {was}"
         said.append(
-            f"{name} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
+            f"{shown} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
         )
     return said
+
+
+def _shown(name: str) -> str:
+    return name if name == NUM_IMAGES else f"`{name}`"
 
 
 def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: int) -> None:
@@ -227,7 +238,7 @@ def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: 
 def with_its_own(config: Config, checkpoint: Path, there: Progress) -> Config:
     """The configuration by which a run goes on: what the checkpoint knows better is as it was."""
     try:
-        return with_options(config, {name: there.options[name] for name in FROM_CHECKPOINT})
+        return with_options(config, {name: there.options[name] for name in FROM_CHECKPOINT if name in there.options})
     except ConfigError as problem:
         raise Refusal(f"{checkpoint}: {STATE}: {problem}") from None
 

@@ -7,11 +7,11 @@ A step's last microbatch is looked at. Loads make a picture: a row for each laye
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpi4dl.engine import Engine
 from mpi4dl.models.experts import Router
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
@@ -49,7 +49,7 @@ class ExpertUse:
         return cells.repeat_interleave(CELL_PIXELS, 1).repeat_interleave(CELL_PIXELS, 2)[None]
 
 
-def expert_use(engine: Any) -> ExpertUse | None:
+def expert_use(engine: Engine) -> ExpertUse | None:
     """How experts were used in the last step; None for a model that has none of ours. Collective."""
     own = {name: _counts(router) for name, router in _routers(engine) if router.last is not None}
     found: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ def expert_use(engine: Any) -> ExpertUse | None:
     return ExpertUse(loads, dropped, entropy)
 
 
-def _routers(engine: Any) -> list[tuple[str, Router]]:
+def _routers(engine: Engine) -> list[tuple[str, Router]]:
     modules = [pair for module in engine.held.modules_of.values() for pair in module.named_modules()]
     return [(name, module) for name, module in modules if isinstance(module, Router)]
 

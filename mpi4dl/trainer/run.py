@@ -1,7 +1,7 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,8 +17,9 @@ from mpi4dl.engine import Engine, Evaluation, NotFinite
 from mpi4dl.forecast.dry_run import explain, title, without_effect
 from mpi4dl.forecast.forecast import Forecast, WorkMeter, compared
 from mpi4dl.geometry import Box
-from mpi4dl.options.build import Schedule, number_of_steps
+from mpi4dl.options.build import number_of_steps
 from mpi4dl.options.config import Config
+from mpi4dl.options.optimizers import Schedule
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
 from mpi4dl.trainer.images import Images
@@ -51,7 +52,13 @@ class TrainingRun:
         num_classes: int,
         patience: Patience,
         meter: MemoryMeter,
+        *,
+        spell: Callable[[str], str],
+        argv: Sequence[str] = (),
     ) -> None:
+        self.spell, self.argv = spell, argv
+        self.callbacks: tuple[Any, ...] = ()
+        self.stopping = False
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
@@ -70,7 +77,6 @@ class TrainingRun:
         self.checkpoints: Any = None
         self.signals: Any = None
         self.closing: Any = None
-        self.argv: Sequence[str] = ()
 
     def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
         """Which boxes this rank reads of a batch."""
@@ -81,12 +87,12 @@ class TrainingRun:
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
                 found = explain(self.config, self.engine, self.num_classes, self.channels)
-                print("\n".join((*found, *self.images.remarks)))
+                print(self.spell("\n".join((*found, *self.images.remarks))))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
-    def open(self, closing: ExitStack, argv: Sequence[str]) -> None:
+    def open(self, closing: ExitStack) -> None:
         """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
-        comm, config, self.closing, self.argv = self.comm, self.config, closing, argv
+        comm, config, self.closing = self.comm, self.config, closing
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
@@ -95,7 +101,7 @@ class TrainingRun:
             self.open_checkpoints()
         source, remarks = resuming.choose(comm, origin, self.checkpoints)
         metrics_bytes = 0 if source is None else self.go_on(source, remarks)
-        resuming.record(origin, self.engine.num_steps, self.config, comm, argv)
+        resuming.record(origin, self.engine.num_steps, self.config, comm, self.argv)
         if self.checkpoints is None and config.run.save_every != "none":
             self.open_checkpoints()
         self.images.record(comm, self.folder.path)
@@ -125,7 +131,7 @@ class TrainingRun:
         resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
         self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
-        self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT}
+        self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
         self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
@@ -157,7 +163,7 @@ class TrainingRun:
         self.checkpoints.save(self.engine, self.state())
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is due that --save-every counts in steps."""
+        """Whether a checkpoint is due that `save_every` counts in steps."""
         every = self.config.run.save_every
         return isinstance(every, int) and step % every == 0
 
@@ -171,13 +177,25 @@ class TrainingRun:
         if doing:
             self.reporter.working(f"step {self.engine.num_steps + 1}: {doing}")
 
+    def tell(self, event: str, *told: Any) -> None:
+        """Call this method of all callbacks that have it."""
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self, *told)
+
+    def stop(self) -> None:
+        """End the run after this step, as a signal would. All ranks must call it."""
+        self.stopping = True
+
     def say(self, line: str) -> None:
         if self.reporter is not None:
-            self.reporter.say(line)
+            self.reporter.say(self.spell(line))
 
     def all_epochs(self) -> None:
         """Train, save, validate; keep the weights at the end."""
         began, epochs = time.perf_counter(), self.config.training.epochs
+        self.tell("on_fit_start")
         try:
             while self.due or (self.epoch < epochs and (self.batch or not self.finished)):
                 self.one_epoch()
@@ -191,6 +209,7 @@ class TrainingRun:
         self.write()
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()
+        self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")
 
     def write(self) -> None:
@@ -240,6 +259,7 @@ class TrainingRun:
             self.validate(epoch)
         self.schedule.after_epoch(self.evaluation.loss if validated and self.evaluation else None)
         self.epoch, self.batch, self.due = epoch, 0, False
+        self.tell("on_epoch_end", epoch)
         if not last:
             self.heed(News.of_all(self.comm, self.own_news()))
 
@@ -260,6 +280,7 @@ class TrainingRun:
                 self.batch = reading.used
                 self.schedule.after_step()
                 self.interval.add(result.loss, len(batch.labels))
+                self.tell("on_step_end", result)
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
                 if self.engine.num_steps % self.config.run.log_interval == 0:
@@ -290,7 +311,7 @@ class TrainingRun:
     def own_news(self, bad_image: bool = False) -> News:
         """What this rank has to tell the others."""
         cannot_save = self.checkpoints is not None and self.checkpoints.failed
-        return News(self.signals.caught is not None, cannot_save, bad_image)
+        return News(self.stopping or self.signals.caught is not None, cannot_save, bad_image)
 
     def heed(self, news: News) -> None:
         """Raises Stopped if a signal came to any rank, Refusal if a checkpoint cannot be written; on all ranks."""
@@ -329,6 +350,7 @@ class TrainingRun:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
         with self.saved_if_refused(), put_back(self.engine.executor):
             self.evaluation = found = self.engine.evaluate(batches(), self.size)
+        self.tell("on_validation_end", found)
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)
             accuracy = found.accuracy if self.config.data.text is not None else found.accuracy or 0.0

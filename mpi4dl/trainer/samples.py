@@ -6,13 +6,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
 
 SAMPLE_IMAGES = 4
 SAMPLE_IMAGE_PX = 256
 
 
-def samples(engine: Any, tiles: Sequence[Any], microbatch: Any, size: tuple[int, ...]) -> Tensor | None:
+def samples(engine: Engine, tiles: Sequence[Any], microbatch: Any, size: tuple[int, ...]) -> Tensor | None:
     """The first images of a microbatch, (N, channels, H, W), of at most 256 px; None where the first stage is not.
 
     Of volumes it is the slice in the middle, and a sequence is shown as one row. Of images that are streamed there is
@@ -29,7 +30,7 @@ def samples(engine: Any, tiles: Sequence[Any], microbatch: Any, size: tuple[int,
     return whole[:, :, whole.shape[2] // 2] if len(size) == 3 else whole.unsqueeze(2) if len(size) == 1 else whole
 
 
-def show_samples(reporter: Any, engine: Any, tiles: Sequence[Any], microbatch: Any, data: Any) -> None:
+def show_samples(reporter: Any, engine: Engine, tiles: Sequence[Any], microbatch: Any, data: Any) -> None:
     """Give rank 0's reporter a few images for TensorBoard, as they were before `data` says how they were normalised."""
     found = samples(engine, tiles, microbatch, data.image_size)
     if found is not None and reporter is not None and found.shape[1] in (1, 3):

@@ -65,7 +65,7 @@ class Texts:
         """The number of different tokens. Raises ConfigError if another one was asked for."""
         if config.model.num_classes is not None:
             raise ConfigError(
-                f"--num-classes {config.model.num_classes}: of text it is that of different tokens, "
+                f"`num_classes` {config.model.num_classes}: of text it is that of different tokens, "
                 f"{self.training.vocabulary} here"
             )
         return self.training.vocabulary
@@ -130,4 +130,4 @@ def _tokenizer(asked: str, documents: tuple[Document, ...], folder: Path) -> Tok
         return ByteTokenizer()
     if kind == "bpe" and size.isdecimal():
         return BPETokenizer.train((piece for document in documents for piece in pieces(document)), int(size))
-    raise ConfigError(f"--tokenizer {asked}: must be bytes, or bpe: and the number of different tokens, as in bpe:8192")
+    raise ConfigError(f"`tokenizer` {asked}: must be bytes, or bpe: and the number of different tokens, as in bpe:8192")

@@ -1,17 +1,16 @@
 """Text that a model goes on with, token by token, under any plan: for a reader to see what it has learnt."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mpi4dl.datasets.text import Tokenizer
+from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
 
 TEMPERATURE = 0.8
 
 
-def continued(engine: Any, tokenizer: Tokenizer, prompt: str, context: int, num_tokens: int, seed: int = 0) -> str:
+def continued(engine: Engine, tokenizer: Tokenizer, prompt: str, context: int, num_tokens: int, seed: int = 0) -> str:
     """`prompt`, and so many tokens after it, each drawn by softmax(logits / 0.8); it may end before. Collective.
 
     The model sees the last `context` tokens, as in training. Tokens behind them, which are there to fill the sample,
@@ -27,7 +26,7 @@ def continued(engine: Any, tokenizer: Tokenizer, prompt: str, context: int, num_
     return tokenizer.decode(tokens)
 
 
-def _next_logits(engine: Any, tokens: list[int], context: int) -> Tensor:
+def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
     """The logits of the token after these, on all ranks."""
     size = (context,)
     sample = torch.tensor([tokens + [0] * (context - len(tokens))])

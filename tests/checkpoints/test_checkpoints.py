@@ -420,7 +420,7 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_the_last_checkpoint(
     message, left, newest = results[0]
     assert message == (
         f"{'rank 1: ' if failing else ''}step-00000002 cannot be written to {tmp_path}: File too large; "
-        f"{tmp_path / 'step-00000001'} is the newest one, from which --resume goes on once there is room"
+        f"{tmp_path / 'step-00000001'} is the newest one, from which `resume` goes on once there is room"
     )
     assert left == [".lock", "step-00000001"]
     assert newest == 3
@@ -478,7 +478,7 @@ def locked(comm: Communicator, folder: Path) -> str:
 
 
 def test_only_one_job_writes_into_a_folder(ranks: Ranks, tmp_path: Path) -> None:
-    message = f"another job is writing to {tmp_path}: wait for its end, or name another --run-folder"
+    message = f"another job is writing to {tmp_path}: wait for its end, or name another `run_folder`"
     assert ranks(2).run(locked, tmp_path) == [message] * 2
 
 

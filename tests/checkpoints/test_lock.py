@@ -31,7 +31,7 @@ input()
 
 
 def in_use(folder: Path) -> str:
-    return f"another job is writing to {folder}: wait for its end, or name another --run-folder"
+    return f"another job is writing to {folder}: wait for its end, or name another `run_folder`"
 
 
 def test_a_folder_is_locked_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def start(comm: Communicator, folder: Path, *flags: str) -> str:
 def test_a_run_that_goes_on_is_left_alone_also_without_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     flags = ("--resume", "auto", "--save-every", "none")
     other = RunFolder.create(tmp_path / "run")
-    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path)] * 2
+    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path).replace("`run_folder`", "--run-folder")] * 2
     other.write_config("")
-    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path)] * 2
+    assert ranks(2).run(start, other.path, *flags) == [in_use(other.path).replace("`run_folder`", "--run-folder")] * 2
     other.unlock()
     assert sorted(path.name for path in other.path.iterdir()) == [".lock", "config.toml"]
     ranks(2).run(train, flags_of(other.path, *flags, "--max-steps", "1", "--eval-every", "none"))

@@ -142,7 +142,7 @@ def test_ranks_take_the_gpus_of_their_machine_in_turn(
 def test_without_a_gpu_the_cpu_is_used_unless_a_gpu_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     Cuda(0).install(monkeypatch)
     assert Node(0, 1, 2, 2).device() == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"):
+    with pytest.raises(ValueError, match=r"'cuda' was asked for, but PyTorch sees no GPU here: use `device` cpu"):
         Node(0, 1, 2, 2).device("cuda")
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.comm.endings import HOOKS, RUN, ended
 from tests.pool.job import mpirun
 
-TIME_IS_UP = "came no further for 1 s, and a job waits no longer than that (--hang-timeout); where it was:\n"
+TIME_IS_UP = "came no further for 1 s, and a job waits no longer than that (the hang timeout); where it was:\n"
 
 
 def test_a_rank_that_never_answers_ends_the_job_with_the_stacks() -> None:

@@ -120,7 +120,7 @@ def test_fp16_gives_up_after_20_steps_without_a_finite_gradient(ranks: Ranks) ->
     for message, skipped, scale, state in ranks(2).run(overflow_always):
         assert message == (
             "step 19: the gradient of 20 steps in a row was not finite in fp16, down to a loss scale of 0.125; the "
-            "weights are as before them: try --precision bf16 or fp32"
+            "weights are as before them: try `precision` bf16 or fp32"
         )
         assert skipped == [True] * 19
         assert scale == INITIAL_SCALE / 2**19

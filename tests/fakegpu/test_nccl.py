@@ -227,13 +227,13 @@ def test_a_group_that_cannot_be_made_is_refused_together(ranks: Ranks) -> None:
 def test_without_nccl_it_is_refused(command: tuple[str, ...]) -> None:
     said = refusal(mpirun(2, "-m", *command, "--gpu-wire", "nccl"))
     reason = f"PyTorch {torch.__version__} was built without NCCL"
-    assert said == f"gpu wire is 'nccl', but {reason}: use --gpu-wire auto, or install one with CUDA"
+    assert said == f"gpu wire is 'nccl', but {reason}: use `gpu_wire` auto, or install one with CUDA"
 
 
 def share_a_gpu(comm: Communicator) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(dist, "is_nccl_available", lambda: True)
-    with pytest.raises(Refusal, match="gpu wire is 'nccl', but PyTorch sees no GPU here: use --gpu-wire auto"):
+    with pytest.raises(Refusal, match="gpu wire is 'nccl', but PyTorch sees no GPU here: use `gpu_wire` auto"):
         nccl.check(comm)
     with installed():
         of_rank = [7, 8, 7]

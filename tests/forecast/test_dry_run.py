@@ -23,15 +23,15 @@ def said(flags: str, device: str = "cpu") -> list[str]:
     ("flags", "idle"),
     [
         ("", []),
-        ("--offload cpu", ["--offload cpu"]),
+        ("--offload cpu", ["`offload` cpu"]),
         ("--offload disk", []),
-        ("--zero 2 --stages 3", ["--zero 2"]),
+        ("--zero 2 --stages 3", ["`zero` 2"]),
         ("--zero 2 --stages 3 --data 2", []),
-        ("--zero 1 --tiles 1x2 --allreduce ring", ["--allreduce ring"]),
+        ("--zero 1 --tiles 1x2 --allreduce ring", ["`allreduce` ring"]),
         ("--tiles 1x2 --allreduce ring", []),
-        ("--balance 3,4", ["--balance"]),
-        ("--balance 3,4 --stages 2 --zero 3", ["--zero 3"]),
-        ("--zero 3 --offload cpu --balance memory", ["--offload cpu", "--zero 3", "--balance"]),
+        ("--balance 3,4", ["`balance`"]),
+        ("--balance 3,4 --stages 2 --zero 3", ["`zero` 3"]),
+        ("--zero 3 --offload cpu --balance memory", ["`offload` cpu", "`zero` 3", "`balance`"]),
     ],
 )
 def test_options_that_change_nothing_are_named(flags: str, idle: list[str]) -> None:

@@ -33,7 +33,7 @@ def test_a_prediction_that_holds_is_said_as_it_is() -> None:
 def test_a_prediction_that_is_far_off_is_called_so() -> None:
     *_, last = compared(Forecast((0.5, 0.5), (0.0, 0.0)), [Worked(4.0, 5.0), Worked(1.0, 5.0)], crowded=True)
     assert last == (
-        "the prediction of rank 1's work is off by 150 %: --balance measured cuts by what the ranks themselves take"
+        "the prediction of rank 1's work is off by 150 %: `balance` measured cuts by what the ranks themselves take"
     )
 
 

@@ -244,9 +244,9 @@ def test_a_rank_that_reads_for_both_directions_says_both() -> None:
 @pytest.mark.parametrize(
     ("plan", "image", "message"),
     [
-        (Plan(data=9), IMAGE, "--data 9 replicas cannot share a batch of 8"),
+        (Plan(data=9), IMAGE, "`data` 9 replicas cannot share a batch of 8"),
         (Plan.of(stages=8), IMAGE, "resnet_v2: Sequential has 7 atoms, too few for 8 stages"),
-        (Plan(tiles=((1, 65),)), IMAGE, "--tiles 1x65 cuts images into 65 tiles along their cols"),
+        (Plan(tiles=((1, 65),)), IMAGE, "`tiles` 1x65 cuts images into 65 tiles along their cols"),
         (Plan(), (2, 4, 64, 64), "resnet_v2: cannot take images of 4 x 64 x 64 (channels, height, width): Invalid"),
         (
             Plan.of(stages=2),

@@ -90,7 +90,7 @@ def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
 
 def test_no_plan_at_all_is_one_message(tmp_path: Path) -> None:
     small = (1, 3, 2, 2)
-    with pytest.raises(ValueError, match="no plan is for so many ranks and such batches: raise --batch-size"):
+    with pytest.raises(ValueError, match="no plan is for so many ranks and such batches: raise `batch_size`"):
         search(forecaster(tmp_path, 0.0), candidates(61, 3, small))
 
 

@@ -13,6 +13,9 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, ConfigError, parse
+from mpi4dl.options.data import build_datasets, build_views, number_of_classes
+from mpi4dl.options.models import blaming_the_model, build_model
+from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
 from mpi4dl.tasks.losses import classification_loss
 from tests.commands import write_images
 
@@ -31,7 +34,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_the_model_is_the_one_that_is_named_with_its_options() -> None:
-    model = build.build_model(configured("--model resnet_v2 --model-options depth=29,num_filters=4"), 7, 3)
+    model = build_model(configured("--model resnet_v2 --model-options depth=29,num_filters=4"), 7, 3)
     assert isinstance(model, nn.Sequential)
     assert len(model) == 1 + 9 + 1
     assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 7)
@@ -41,7 +44,7 @@ def test_the_models_values_depend_on_the_seed_alone() -> None:
     found = []
     for seed, before in ((0, 1), (0, 2), (5, 1)):
         torch.manual_seed(before)
-        model = build.build_model(configured(f"--model small_resnet --seed {seed}"), 2, 3)
+        model = build_model(configured(f"--model small_resnet --seed {seed}"), 2, 3)
         found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
@@ -49,17 +52,17 @@ def test_the_models_values_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize(("asked", "built"), [("", 3), ("--num-classes 3", 3), ("--num-classes 5", 5)])
 def test_as_many_classes_as_asked_or_else_as_the_images_have(asked: str, built: int) -> None:
-    assert build.number_of_classes(configured(asked), ("a", "b", "c")) == built
+    assert number_of_classes(configured(asked), ("a", "b", "c")) == built
 
 
 def test_fewer_classes_than_the_images_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--num-classes 2, but the images have 3: a, b, c$"):
-        build.number_of_classes(configured("--num-classes 2"), ("a", "b", "c"))
+    with pytest.raises(ConfigError, match=r"^`num_classes` 2, but the images have 3: a, b, c$"):
+        number_of_classes(configured("--num-classes 2"), ("a", "b", "c"))
 
 
 def test_synthetic_images_of_the_size_and_number_that_were_asked() -> None:
     config = configured("--num-samples 20 --val-fraction 0.25 --image-size 12x16 --num-classes 4")
-    training, validation = build.build_datasets(config)
+    training, validation = build_datasets(config)
     assert (len(training), len(validation), len(training.classes)) == (20, 5, 4)
     assert training.image(0).size == (12, 16)
 
@@ -68,7 +71,7 @@ def test_a_folder_is_split_by_the_fraction_and_the_seed(tmp_path: Path) -> None:
     write_images(tmp_path / "images", count=8)
     sets = []
     for flags in ("--val-fraction 0.25", "--val-fraction 0.25 --seed 3", "--val-fraction 0.25 --seed 0"):
-        training, validation = build.build_datasets(configured(f"--images {tmp_path / 'images'} {flags}"))
+        training, validation = build_datasets(configured(f"--images {tmp_path / 'images'} {flags}"))
         assert (len(training) + len(validation), training.classes) == (16, ("dark", "light"))
         sets.append([training.name(i) for i in range(len(training))])
     assert sets[0] != sets[1]
@@ -77,13 +80,13 @@ def test_a_folder_is_split_by_the_fraction_and_the_seed(tmp_path: Path) -> None:
 
 def test_validation_images_are_never_varied() -> None:
     flags = "--image-size 8x10 --fit crop --jitter 0.5 --random-crop --mean 0.25 --std 0.5 --seed 3"
-    training, validation = build.build_views(configured(flags), channels=1, fit="crop")
+    training, validation = build_views(configured(flags), channels=1, fit="crop")
     assert validation.augmentation is None
     assert training.augmentation is not None
     assert (training.augmentation.crop, training.augmentation.contrast, training.seed) == (0.8, 0.5, 3)
     for view in (training, validation):
         assert (view.size, view.fit, view.mean, view.std) == ((8, 10), "crop", (0.25,), (0.5,))
-    plain = build.build_views(configured("--no-flip"), channels=3, fit="resize")[0].augmentation
+    plain = build_views(configured("--no-flip"), channels=3, fit="resize")[0].augmentation
     assert plain is not None
     assert plain.draw(0, 0, 0) == type(plain)(flip_cols=False).draw(0, 0, 0)
 
@@ -91,7 +94,7 @@ def test_validation_images_are_never_varied() -> None:
 def test_the_optimizer_is_the_one_that_is_named_with_its_options() -> None:
     model = small_model()
     config = configured("--optimizer AdamW --lr 0.5 --optimizer-options betas=[0.5,0.75],weight_decay=0.1")
-    optimizer = build.build_optimizer(config, model.parameters())
+    optimizer = build_optimizer(config, model.parameters())
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (0.5, (0.5, 0.75), 0.1)
@@ -120,7 +123,7 @@ def test_the_bytes_of_an_optimizers_state_are_those_of_a_real_step(name: str, op
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
     state = repr(optimizer.state_dict())
     before = [p.detach().clone() for p in model.parameters()]
-    expected = build.state_bytes(optimizer)
+    expected = state_bytes(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert repr(optimizer.state_dict()) == state
     step(model, optimizer)
@@ -131,34 +134,34 @@ def test_the_bytes_of_an_optimizers_state_are_those_of_a_real_step(name: str, op
 @pytest.mark.parametrize("flags", ["Adafactor", "ASGD", "AdamW --optimizer-options fused=true"])
 def test_optimizers_that_need_values_are_built(flags: str) -> None:
     model = small_model()
-    step(model, build.build_optimizer(configured(f"--optimizer {flags}"), model.parameters()))
+    step(model, build_optimizer(configured(f"--optimizer {flags}"), model.parameters()))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--optimizer adamw", "--optimizer adamw: torch.optim has no such class; did you mean AdamW?"),
-        ("--optimizer Optimizer", "--optimizer Optimizer: torch.optim has no such class"),
+        ("--optimizer adamw", "`optimizer` adamw: torch.optim has no such class; did you mean AdamW?"),
+        ("--optimizer Optimizer", "`optimizer` Optimizer: torch.optim has no such class"),
         (
             "--optimizer SGD --optimizer-options momentun=0.9",
-            "--optimizer SGD has no option momentun; did you mean momentum?",
+            "`optimizer` SGD has no option momentun; did you mean momentum?",
         ),
-        ("--optimizer SGD --optimizer-options params=3", "--optimizer SGD has no option params"),
-        ("--optimizer SGD --optimizer-options momentum=-1", "--optimizer SGD does not take these options"),
-        ("--optimizer LBFGS", "--optimizer LBFGS cannot make a step here"),
-        ("--optimizer SparseAdam", "--optimizer SparseAdam cannot make a step here"),
+        ("--optimizer SGD --optimizer-options params=3", "`optimizer` SGD has no option params"),
+        ("--optimizer SGD --optimizer-options momentum=-1", "`optimizer` SGD does not take these options"),
+        ("--optimizer LBFGS", "`optimizer` LBFGS cannot make a step here"),
+        ("--optimizer SparseAdam", "`optimizer` SparseAdam cannot make a step here"),
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build.build_optimizer(configured(flags), small_model().parameters())
+        build_optimizer(configured(flags), small_model().parameters())
 
 
 def learning_rates(flags: str, epochs: int, steps: int, validation_losses: list[float | None]) -> list[float]:
     """The rate of every step of a run."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    schedule = build.build_schedule(configured(flags), optimizer)
+    schedule = build_schedule(configured(flags), optimizer)
     rates = []
     for epoch in range(epochs):
         for _ in range(steps):
@@ -197,9 +200,9 @@ def test_a_plateau_is_not_seen_where_nothing_was_validated() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--low-precision-weights", "--low-precision-weights are kept in the type of --precision: choose bf16 or fp16"),
-        ("--offload-folder {here}", "--offload-folder {here} is for --offload disk, but this is --offload none"),
-        ("--offload disk --offload-folder {here}/no", "--offload-folder {here}/no: no such folder"),
+        ("--low-precision-weights", "`low_precision_weights` are kept in the type of `precision`: choose bf16 or fp16"),
+        ("--offload-folder {here}", "`offload_folder` {here} is for `offload` disk, but this is `offload` none"),
+        ("--offload disk --offload-folder {here}/no", "`offload_folder` {here}/no: no such folder"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path, flags: str, message: str) -> None:
@@ -212,32 +215,32 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, flags: s
 def test_a_schedule_for_a_number_of_steps_says_so() -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0, momentum=0.9)
     one_cycle = configured("--scheduler OneCycleLR --scheduler-options max_lr=2,total_steps=7")
-    assert build.build_schedule(one_cycle, optimizer).num_steps == 7
-    assert build.build_schedule(configured(""), optimizer).num_steps is None
+    assert build_schedule(one_cycle, optimizer).num_steps == 7
+    assert build_schedule(configured(""), optimizer).num_steps is None
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("StepL --scheduler-options step_size=1", "--scheduler StepL: torch.optim.lr_scheduler has no such class; did"),
-        ("StepLR", "--scheduler StepLR does not take these options {}"),
-        ("StepLR --scheduler-options stepsize=1", "--scheduler StepLR has no option stepsize; did you mean step_size?"),
-        ("StepLR --scheduler-options step_size=a", "--scheduler StepLR cannot go on with {'step_size': 'a'}"),
-        ("LambdaLR --scheduler-options lr_lambda=a", "--scheduler LambdaLR does not take"),
-        (" --scheduler-options gamma=0.5", "--scheduler-options {'gamma': 0.5} are for no --scheduler: name one"),
+        ("StepL --scheduler-options step_size=1", "`scheduler` StepL: torch.optim.lr_scheduler has no such class; did"),
+        ("StepLR", "`scheduler` StepLR does not take these options {}"),
+        ("StepLR --scheduler-options stepsize=1", "`scheduler` StepLR has no option stepsize; did you mean step_size?"),
+        ("StepLR --scheduler-options step_size=a", "`scheduler` StepLR cannot go on with {'step_size': 'a'}"),
+        ("LambdaLR --scheduler-options lr_lambda=a", "`scheduler` LambdaLR does not take"),
+        (" --scheduler-options gamma=0.5", "`scheduler_options` {'gamma': 0.5} are for no `scheduler`: name one"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(flags: str, message: str) -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        build.build_schedule(configured(f"--scheduler {flags}" if flags[0] != " " else flags), optimizer)
+        build_schedule(configured(f"--scheduler {flags}" if flags[0] != " " else flags), optimizer)
 
 
 def test_trying_a_schedule_leaves_the_optimizer_alone() -> None:
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    build.build_schedule(configured("--scheduler StepLR --scheduler-options step_size=1"), optimizer)
+    build_schedule(configured("--scheduler StepLR --scheduler-options step_size=1"), optimizer)
     assert optimizer.param_groups[0]["lr"] == 1.0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -264,12 +267,12 @@ def test_what_goes_wrong_in_training_is_blamed_on_the_model_only_if_it_is_the_mo
     config = configured("--model small_resnet --image-size 8")
 
     def said(error: Exception) -> str:
-        blaming = build.blaming_the_model(config, build.build_plan(config), 2, 3)
+        blaming = blaming_the_model(config, build.build_plan(config), 2, 3)
         with pytest.raises(Exception) as caught, blaming:  # noqa: PT011 - its kind is said with its message
             raise error
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    assert said(ValueError("too small")) == "Refusal: --model small_resnet: too small"
+    assert said(ValueError("too small")) == "Refusal: `model` small_resnet: too small"
     assert said(DatasetError("no tifffile")) == "Refusal: no tifffile"
     assert said(Refusal("as it is")) == "Refusal: as it is"
     assert said(RuntimeError("out of luck")) == "RuntimeError: out of luck"

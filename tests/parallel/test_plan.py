@@ -87,15 +87,15 @@ def test_one_value_of_a_flag_stands_for_all_stages() -> None:
 WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
     (
         {"stages": 3, "schedule": "interleaved", "chunks": 2},
-        "--stages 3 cannot be dealt out 2 times: --chunks must divide it",
+        "`stages` 3 cannot be dealt out 2 times: `chunks` must divide it",
     ),
     (
         {"stages": 3, "tiles": [(1, 2), (1, 1)]},
-        "--tiles has 2 entries, but --stages 3 needs 1 for all, or 3",
+        "`tiles` has 2 entries, but `stages` 3 needs 1 for all, or 3",
     ),
     (
         {"stages": 4, "batch_ways": [1, 2, 1], "schedule": "interleaved", "chunks": 2},
-        "--batch-ways has 3 entries, but --stages 4 needs 1 for all, or 2 (4 stages in 2 chunks)",
+        "`batch_ways` has 3 entries, but `stages` 4 needs 1 for all, or 2 (4 stages in 2 chunks)",
     ),
     (
         {"schedule": "fastest"},
@@ -103,30 +103,30 @@ WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"stages": 2, "schedule": "interleaved"},
-        "--schedule interleaved with --chunks 1: the interleaved schedule needs 2 chunks or more, and no other "
+        "`schedule` interleaved with `chunks` 1: the interleaved schedule needs 2 chunks or more, and no other "
         "schedule can have them",
     ),
     (
         {"stages": 2, "chunks": 2},
-        "--schedule 1f1b with --chunks 2: the interleaved schedule needs 2 chunks or more, and no other schedule can "
+        "`schedule` 1f1b with `chunks` 2: the interleaved schedule needs 2 chunks or more, and no other schedule can "
         "have them",
     ),
     (
         {"bidirectional": 1},
-        "--bidirectional 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
-        "--stages is 1 and --chunks 1",
+        "`bidirectional` 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
+        "`stages` is 1 and `chunks` 1",
     ),
     (
         {"stages": 4, "bidirectional": 1, "schedule": "interleaved", "chunks": 2},
-        "--bidirectional 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
-        "--stages is 4 and --chunks 2",
+        "`bidirectional` 1 lays a mirrored copy over the ranks: it needs at least 2 stages of one chunk each, but "
+        "`stages` is 4 and `chunks` 2",
     ),
 ]
 
 
 @pytest.mark.parametrize(("flags", "sentence"), WRONG_FLAGS)
 def test_flags_that_do_not_fit_together(flags: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=r"--|no schedule") as caught:
+    with pytest.raises(ValueError, match=r"`|no schedule") as caught:
         Plan.of(**flags)
     assert str(caught.value) == sentence
 
@@ -154,45 +154,45 @@ WRONG_RUNS = [
         DRAWN,
         (8, (64, 64), 8),
         "stages(3: 2x2 + 1x2 + 1x1 tiles) x data(2) = 14 ranks, but mpirun started 8: start with mpirun -n 14, or "
-        "change --stages, --tiles, --batch-ways or --data",
+        "change `stages`, `tiles`, `batch_ways` or `data`",
     ),
     (
         Plan(((1, 2),), (2,), data=2),
         (4, (64, 64), 8),
         "tiles(1x2) x batch-ways(2) x data(2) = 8 ranks, but mpirun started 4: start with mpirun -n 8, or change "
-        "--tiles or --data",
+        "`tiles` or `data`",
     ),
     (
         Plan(((2, 1), (1, 1)), (1, 2), schedule="interleaved", chunks=2),
         (2, (64, 64), 8),
         "stages(4 in 2 chunks: 2x1 + 1x1 x 2 ways tiles) x data(1) = 4 ranks, but mpirun started 2: start with "
-        "mpirun -n 4, or change --stages, --tiles, --batch-ways or --data",
+        "mpirun -n 4, or change `stages`, `tiles`, `batch_ways` or `data`",
     ),
     (
         Plan(((1, 3),)),
         (3, (64, 2), 8),
-        "--tiles 1x3 cuts images into 3 tiles along their cols, of which they have only 2",
+        "`tiles` 1x3 cuts images into 3 tiles along their cols, of which they have only 2",
     ),
     (
         Plan(((3, 1),)),
         (3, (2, 64), 8),
-        "--tiles 3x1 cuts images into 3 tiles along their rows, of which they have only 2",
+        "`tiles` 3x1 cuts images into 3 tiles along their rows, of which they have only 2",
     ),
     (
         Plan(microbatches=4),
         (1, (64, 64), 3),
-        "--microbatches 4 cannot share a batch of 3: raise --batch-size to 4",
+        "`microbatches` 4 cannot share a batch of 3: raise `batch_size` to 4",
     ),
     (
         MIRRORED,
         (6, (64, 64), 7),
-        "--microbatches 2 x 4 (both directions) cannot share a batch of 7: raise --batch-size to 8",
+        "`microbatches` 2 x 4 (both directions) cannot share a batch of 7: raise `batch_size` to 8",
     ),
-    (Plan(data=3), (3, (64, 64), 2), "--data 3 replicas cannot share a batch of 2: raise --batch-size"),
+    (Plan(data=3), (3, (64, 64), 2), "`data` 3 replicas cannot share a batch of 2: raise `batch_size`"),
     (
         Plan(((1, 1), (1, 1)), (1, 2), data=2, microbatches=2),
         (6, (64, 64), 7),
-        "data(2) x batch-ways(2) cannot share a microbatch of 3: raise --batch-size to 8",
+        "data(2) x batch-ways(2) cannot share a microbatch of 3: raise `batch_size` to 8",
     ),
 ]
 
@@ -361,7 +361,7 @@ def test_who_holds_what_stages_share(
 
 
 def test_there_are_four_zero_stages() -> None:
-    with pytest.raises(ValueError, match="--zero 4: the ZeRO stages are 0"):
+    with pytest.raises(ValueError, match="`zero` 4: the ZeRO stages are 0"):
         Plan(zero=4)
 
 

@@ -82,7 +82,7 @@ def test_of_a_batch_without_a_readable_image_nothing_is_left(ranks: Ranks) -> No
 
 def test_by_policy_error_all_ranks_stop_with_the_first_image(ranks: Ranks) -> None:
     found = ranks(2).run(agree, "error", TWO_TILES, [{}, {3: "d: damaged", 2: "c: damaged"}])
-    assert found == ["c: damaged; --on-bad-image skip leaves such images out"] * 2
+    assert found == ["c: damaged; `on_bad_image` skip leaves such images out"] * 2
 
 
 def meet_again(comm: Communicator) -> tuple[int, list[str]]:
@@ -109,7 +109,7 @@ def test_an_image_is_counted_and_logged_once(ranks: Ranks) -> None:
 def test_one_rank_alone_needs_no_others(ranks: Ranks, policy: str) -> None:
     (found,) = ranks(1).run(agree, policy, [(0, 4)], [{0: "a: damaged"}])
     expected = ([1.0, 2.0, 3.0], [11, 12, 13], (21, 22, 23), {}, 1)
-    assert found == ("a: damaged; --on-bad-image skip leaves such images out" if policy == "error" else expected)
+    assert found == ("a: damaged; `on_bad_image` skip leaves such images out" if policy == "error" else expected)
 
 
 def several(comm: Communicator, errors: dict[int, str]) -> object:

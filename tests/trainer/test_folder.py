@@ -39,7 +39,7 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path)
     assert str(caught.value) == (
         f"the run folder {tmp_path} holds files already, and a run never overwrites another's; "
-        "name another with --run-folder, remove it, or go on with --resume auto"
+        "name another with `run_folder`, remove it, or go on with `resume` auto"
     )
     assert RunFolder(tmp_path).path == tmp_path, "a run that is continued takes it as it is"
 
@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     for path, reason in ((file, "File exists"), (file / "inside", "Not a directory")):
         with pytest.raises(ConfigError) as caught:
             RunFolder.create(path)
-        message = f"the run folder {path} cannot be created: {reason}; name another with --run-folder"
+        message = f"the run folder {path} cannot be created: {reason}; name another with `run_folder`"
         assert str(caught.value) == message
 
 

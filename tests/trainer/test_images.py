@@ -128,8 +128,8 @@ def described(comm: Communicator, *flags: str) -> tuple[str, tuple[str, ...]] | 
 @pytest.mark.parametrize(
     ("flags", "fit", "sentence"),
     [
-        ((), "resize", "are resized to 32x32; --fit crop would show windows of that size"),
-        (("--random-crop",), "resize", "are resized to 32x32 from random crops, validated whole; --fit crop would"),
+        ((), "resize", "are resized to 32x32; `fit` crop would show windows of that size"),
+        (("--random-crop",), "resize", "are resized to 32x32 from random crops, validated whole; `fit` crop would"),
         (("--fit", "crop"), "crop", "are cropped to 32x32 at random; validated on the centre"),
         (("--fit", "crop", "--image-size", "41x46"), "crop", "at random, white where they are smaller; validated on"),
     ],
@@ -158,7 +158,7 @@ def test_one_rule_for_all_formats_and_for_all_images_of_a_run(ranks: Ranks, tmp_
     for index in range(5):
         PIL.Image.new("RGB", (20, 10)).save(root / "dark" / f"{index}.png")
     assert ranks(1).run(described_with_small_slides, "--images", str(root)) == [
-        "--fit auto cannot choose for images of 10x20 to 40x46 px: say --fit resize, or --fit crop for windows of the "
+        "`fit` auto cannot choose for images of 10x20 to 40x46 px: say `fit` resize, or `fit` crop for windows of the "
         "image size"
     ]
 

@@ -75,7 +75,7 @@ def test_auto_needs_a_name_and_leaves_other_folders_alone(ranks: Ranks, tmp_path
     (tmp_path / "thesis.tex").touch()
     assert found(ranks, "--run-folder", str(tmp_path), "--resume", "auto") == (tmp_path, False, [])
     assert said(ranks, "--resume", "auto") == (
-        "--resume auto goes on in the folder that --run-folder names: add --run-folder"
+        "`resume` auto goes on in the folder that `run_folder` names: add `run_folder`"
     )
 
 
@@ -93,9 +93,9 @@ def test_a_path_is_a_run_or_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_path_without_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     assert said(ranks, "--resume", str(missing)) == (
-        f"--resume {missing}: no such folder; name a run, one of its checkpoints, or auto"
+        f"`resume` {missing}: no such folder; name a run, one of its checkpoints, or auto"
     )
-    assert said(ranks, "--resume", str(tmp_path)) == f"--resume {tmp_path}: there is no checkpoint in this folder"
+    assert said(ranks, "--resume", str(tmp_path)) == f"`resume` {tmp_path}: there is no checkpoint in this folder"
 
 
 CONFIG = parse([])
@@ -108,10 +108,14 @@ def shown(name: str) -> str:
     return OPTIONS[name].strip('"')
 
 
+def called(name: str) -> str:
+    return name if name == NUM_IMAGES else f"`{name}`"
+
+
 def test_a_checkpoint_remembers_every_option() -> None:
     assert {*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT, *OF_THIS_START} < set(OPTIONS)
     assert set(OPTIONS) == {NUM_IMAGES, *shared_options(CONFIG)}
-    assert (OPTIONS["--lr"], OPTIONS["--seed"], OPTIONS[NUM_IMAGES]) == ("0.01", "0", "100")
+    assert (OPTIONS["lr"], OPTIONS["seed"], OPTIONS[NUM_IMAGES]) == ("0.01", "0", "100")
 
 
 def test_what_is_as_it_was_is_not_said() -> None:
@@ -122,35 +126,44 @@ def test_what_is_as_it_was_is_not_said() -> None:
 @pytest.mark.parametrize("batch", [0, 3])
 def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> None:
     there, here = PROGRESS._replace(batch=batch), {**OPTIONS, name: '"other"'}
-    was = f"{PLACE} was written with {name} {shown(name)}, but this is other"
+    was = f"{PLACE} was written with {called(name)} {shown(name)}, but this is other"
     if name in SAME_ALWAYS or (batch and name in SAME_WITHIN_AN_EPOCH):
         with pytest.raises(Refusal) as caught:
             compare(PLACE, there, here)
         rule = ": go on with what it was" if name in SAME_ALWAYS else ", which must not change within an epoch"
         assert str(caught.value) == was + rule
     elif name in FROM_CHECKPOINT:
-        said = f"{name} other is not used: the checkpoint goes on with {shown(name)}"
+        said = f"{called(name)} other is not used: the checkpoint goes on with {shown(name)}"
         assert compare(PLACE, there, here) == [said]
     elif name in OF_THIS_START:
         assert compare(PLACE, there, here) == []
     else:
-        said = f"{name} other is new: the checkpoint was written with {shown(name)}"
+        said = f"{called(name)} other is new: the checkpoint was written with {shown(name)}"
         assert compare(PLACE, there, here) == [said]
 
 
-def test_an_option_of_which_nothing_is_known_is_refused() -> None:
-    known = {name: value for name, value in OPTIONS.items() if name != "--mean"}
-    with pytest.raises(Refusal, match=r"step-00000007: state.json does not say what --mean was$"):
+def test_an_option_that_a_version_before_did_not_have_was_at_its_default() -> None:
+    known = {name: value for name, value in OPTIONS.items() if name != "mean"}
+    assert compare(PLACE, PROGRESS._replace(options=known), OPTIONS) == []
+    with pytest.raises(Refusal, match=r"was written with `mean` 0.5, but this is 0.25: go on with what it was$"):
+        compare(PLACE, PROGRESS._replace(options=known), {**OPTIONS, "mean": "0.25"})
+
+
+def test_the_number_of_images_must_be_known() -> None:
+    known = {name: value for name, value in OPTIONS.items() if name != NUM_IMAGES}
+    with pytest.raises(
+        Refusal, match=r"step-00000007: state.json does not say what the number of training images was$"
+    ):
         compare(PLACE, PROGRESS._replace(options=known), OPTIONS)
 
 
 def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() -> None:
-    options = {**OPTIONS, "--lr": "0.5", "--optimizer-options": "{ betas = [0.8, 0.9] }", "--mean": "0.25"}
+    options = {**OPTIONS, "lr": "0.5", "optimizer_options": "{ betas = [0.8, 0.9] }", "mean": "0.25"}
     found = with_its_own(CONFIG, PLACE, PROGRESS._replace(options=options))
     assert found.optimizer == replace(CONFIG.optimizer, lr=0.5, optimizer_options={"betas": [0.8, 0.9]})
     assert replace(found, optimizer=CONFIG.optimizer) == CONFIG
-    with pytest.raises(Refusal, match=r"step-00000007: state.json: --lr is 'fast', but must be a number of at least 0"):
-        with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "--lr": "fast"}))
+    with pytest.raises(Refusal, match=r"step-00000007: state.json: `lr` is 'fast', but must be a number of at least 0"):
+        with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "lr": "fast"}))
 
 
 def test_progress_comes_back(tmp_path: Path) -> None:
@@ -165,7 +178,7 @@ def test_progress_comes_back(tmp_path: Path) -> None:
         ("skipped", "x", "'skipped' is 'x', but must be a list"),
         ("evaluation", {"loss": 1.0, "count": 3}, "'evaluation' has no 'accuracy'"),
         ("scheduler", 3, "'scheduler' is 3, but must be an object"),
-        ("options", {"--lr": 0.1}, "'options': '--lr' is 0.1, but must be text"),
+        ("options", {"lr": 0.1}, "'options': 'lr' is 0.1, but must be text"),
     ],
 )
 def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value: Any, complaint: str) -> None:

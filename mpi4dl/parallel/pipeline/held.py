@@ -135,7 +135,7 @@ class Held(nn.Module):
             name for name in cutting.parameters if name not in found and name.rpartition(".")[0] in cutting.experts
         ]
         if frozen:
-            raise Refusal(f"{frozen[0]} is frozen, but ranks share out experts to train them: leave out --experts")
+            raise Refusal(f"{frozen[0]} is frozen, but ranks share out experts to train them: leave out `experts`")
         self.cutting = replace(cutting, parameters=found)
         for stage, module in self.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:

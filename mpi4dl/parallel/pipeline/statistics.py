@@ -49,13 +49,13 @@ class RunningStatistics:
             if times is not None and times > 1:
                 raise Refusal(
                     f"a {type(m).__name__} is used {int(times)} times on one image: the copies of a model that runs in "
-                    "both directions cannot follow its running statistics; leave out --bidirectional"
+                    "both directions cannot follow its running statistics; leave out `bidirectional`"
                 )
         for (name, buffer), version in zip(self.others, versions, strict=True):
             if buffer._version != version:
                 raise Refusal(
                     f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies in both "
-                    "directions would differ; leave out --bidirectional"
+                    "directions would differ; leave out `bidirectional`"
                 )
         self._found[direction, number] = row
 

@@ -84,7 +84,7 @@ class Disk:
             except OSError as error:
                 raise OSError(
                     f"there is no room for {num_bytes >> 20} MiB more in {self.folder or tempfile.gettempdir()} "
-                    f"({error.strerror}): make room, or choose another --offload-folder"
+                    f"({error.strerror}): make room, or choose another `offload_folder`"
                 ) from error
             return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 

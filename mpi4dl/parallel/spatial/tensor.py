@@ -380,7 +380,7 @@ def refusal(function: str, why: str = "") -> NoRule:
         f"{function}{where} has no exact rule for a tensor whose image is spread over ranks"
         f"{f': {why}' if why else ''}. Either gather first (y = spatial.gather(x), then every rank computes it whole), "
         f"teach it with spatial.register({function}), or let it be gathered, computed whole and cut again within "
-        "spatial.gathering(), at the memory of the whole (--no-rule gather)."
+        "spatial.gathering(), at the memory of the whole (`no_rule` gather)."
     )
 
 

@@ -88,7 +88,7 @@ def choose_visits(
     least = min(tried, key=lambda each: each.num_bytes)
     raise CannotStream(
         f"no visits keep a rank within {mebibytes(most_bytes)}: the least would be {mebibytes(least.num_bytes)}, with "
-        f"{words(least)}; allow for that, or use more --tiles, --zero or a smaller --batch-size"
+        f"{words(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
     )
 
 

@@ -84,7 +84,7 @@ class KnownStatistics:
             if not given.get("training", False) or not isinstance(x, SpatialTensor):
                 return rule(*args, **kwargs)
             if mean is None or variance is None:
-                raise Refusal("a batch norm of the streamed part has no running statistics: use --stream-norm exact")
+                raise Refusal("a batch norm of the streamed part has no running statistics: use `stream_norm` exact")
             if noted:
                 seen.append((RunningUpdate(mean, variance, given.get("momentum", 0.1)), Moments.of(owned(x))))
             return rule(**given | {"training": False})

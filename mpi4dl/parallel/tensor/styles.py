@@ -247,13 +247,13 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
             parts = _matching(pattern)
             layers |= {path: _num_experts(path, module) for path, module in modules.items() if parts.fullmatch(path)}
     if degrees.experts > 1 and not layers:
-        raise ValueError(f"{type(model).__name__} has no experts to share: leave out --experts {degrees.experts}")
+        raise ValueError(f"{type(model).__name__} has no experts to share: leave out `experts` {degrees.experts}")
     both = ("experts", "features") if degrees.whole_experts else ("experts",)
     axes = tuple(axis for axis in both if getattr(degrees, axis) > 1)
     count = prod(getattr(degrees, axis) for axis in axes)
     for path, number in layers.items():
         if number < count:
-            flags = " and ".join({"experts": "--experts", "features": "--tensor"}[axis] for axis in axes)
+            flags = " and ".join({"experts": "`experts`", "features": "`tensor`"}[axis] for axis in axes)
             raise ValueError(f"{path} has {number} experts, which {count} ranks cannot share: use fewer for {flags}")
     found: dict[str, Cuts] = {}
     if degrees.features > 1:
@@ -293,8 +293,8 @@ def _check_parts(path: str, module: nn.Module, cuts: Mapping[str, Cuts]) -> None
     for name, parameter in module.named_parameters():
         if f"{path}.{name}" not in cuts:
             raise ValueError(
-                f"{path}.{name} is whole, but ranks of --tensor that have parts of experts add up what these make: "
-                "give it the style column, gated-column or row, or let ranks have whole experts (--moe expert)"
+                f"{path}.{name} is whole, but ranks of `tensor` that have parts of experts add up what these make: "
+                "give it the style column, gated-column or row, or let ranks have whole experts (`moe` expert)"
             )
         (cut,) = cuts[f"{path}.{name}"]
         widths[name] = parameter.shape[cut.dim] // cut.outer
@@ -302,7 +302,7 @@ def _check_parts(path: str, module: nn.Module, cuts: Mapping[str, Cuts]) -> None
         found = ", ".join(f"{number} of {name}" for name, number in widths.items())
         raise ValueError(
             f"{path} is cut along different features, {found}: parts of experts are cut where one product meets the "
-            "next (gated-column for two in one), or let ranks have whole experts (--moe expert)"
+            "next (gated-column for two in one), or let ranks have whole experts (`moe` expert)"
         )
 
 
@@ -363,7 +363,7 @@ def _cut(
     if rest or size % units:
         raise ValueError(f"{path} has {shape[dim]} features, which are not those of {units} heads")
     if units < num_ranks:
-        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
+        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
     return Cut(dim, outer, size // units)
 
 
@@ -376,7 +376,7 @@ def _channel_cuts(path: str, module: _ConvNd, style: str, num_ranks: int) -> Ite
     units = module.groups if module.groups > 1 else module.weight.shape[dim]
     if units < num_ranks:
         what = "groups" if module.groups > 1 else "channels"
-        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for --tensor")
+        raise ValueError(f"{path} has {units} {what}, which {num_ranks} ranks cannot share: use fewer for `tensor`")
     yield f"{path}.weight", Cut(dim, 1, module.weight.shape[dim] // units)
     if module.bias is not None and style == "column":
         yield f"{path}.bias", Cut(0, 1, module.out_channels // units)

@@ -117,12 +117,12 @@ def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bo
         (
             twice,
             "a BatchNorm2d is used 2 times on one image: the copies of a model that runs in both directions cannot "
-            "follow its running statistics; leave out --bidirectional",
+            "follow its running statistics; leave out `bidirectional`",
         ),
         (
             Counting,
             "the model changes its buffer seen as it runs, which is no batch norm's: its copies in both directions "
-            "would differ; leave out --bidirectional",
+            "would differ; leave out `bidirectional`",
         ),
     ],
 )

@@ -92,5 +92,5 @@ def test_a_full_disk_says_where_and_what_to_do(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=f"no room for 64 MiB more in {tmp_path} .*choose another --offload-folder"):
+    with pytest.raises(OSError, match=f"no room for 64 MiB more in {tmp_path} .*choose another `offload_folder`"):
         Disk(tmp_path).place(torch.ones(1))

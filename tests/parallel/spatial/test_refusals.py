@@ -100,7 +100,7 @@ def test_what_has_no_rule_is_refused_alike_on_all_ranks(ranks: Ranks) -> None:
         assert "spatial.gather(x)" in message
         assert "spatial.register(" in message
         assert "spatial.gathering()" in message
-        assert "--no-rule gather" in message
+        assert "`no_rule` gather" in message
 
 
 class Fourier(nn.Module):

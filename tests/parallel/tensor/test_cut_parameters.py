@@ -138,7 +138,7 @@ def test_grouped_queries_and_losses(ranks: Ranks, name: str) -> None:
 
 REFUSED = {
     "heads of keys": (2, {"blocks.*.attention.key": "heads"}, 3, "has 2 heads of keys, which 3 ranks cannot share"),
-    "words": (6, {"words": "vocabulary"}, 24, "has 23 rows, which 24 ranks cannot share: use fewer for --tensor"),
+    "words": (6, {"words": "vocabulary"}, 24, "has 23 rows, which 24 ranks cannot share: use fewer for `tensor`"),
     "features": (6, {"blocks.*.up": "column"}, 18, "has 17 features, which 18 ranks cannot share"),
     "no such module": (6, {"blocks.*.attention.q": "heads"}, 2, "no module or parameter of Language has a name like"),
     "no such style": (6, {"words": "rows"}, 2, "'rows', but must have one of column, gated-column, row"),
@@ -162,7 +162,7 @@ def test_parts_of_experts_that_would_not_add_up() -> None:
         setattr(model.experts, name, nn.Parameter(torch.zeros(size)))
     model.experts.num_experts = 4  # type: ignore[assignment]
     styles = {"experts": "experts", "experts.gate_up": "column", "experts.down": "row"}
-    with pytest.raises(ValueError, match=re.escape("experts.bias is whole, but ranks of --tensor that have parts")):
+    with pytest.raises(ValueError, match=re.escape("experts.bias is whole, but ranks of `tensor` that have parts")):
         cutting_of(model, styles, Degrees(2))
     assert cutting_of(model, styles, Degrees(2, 1, whole_experts=True))
     del model.experts.bias

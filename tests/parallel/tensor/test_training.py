@@ -241,7 +241,7 @@ def refuse(comm: Communicator) -> list[str]:
         found.append(str(caught.value))
     with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
         Plan(((1,), (1,)), tensor=2, bidirectional=1)
-    with pytest.raises(ValueError, match="--sequence shares tokens among the ranks of --tensor"):
+    with pytest.raises(ValueError, match="`sequence` shares tokens among the ranks of `tensor`"):
         replace(ONE, sequence=True)
     return found
 

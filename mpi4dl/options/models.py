@@ -1,0 +1,222 @@
+"""The model that a configuration names, whole, or the stages of a rank."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpi4dl import datasets, models
+from mpi4dl._files import read_regular
+from mpi4dl._memory import return_freed_memory
+from mpi4dl._wording import counted
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.models.aggregators import AGGREGATORS, headless
+from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
+from mpi4dl.models.registry import takes, takes_channels
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.kinds import part_name
+from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.timing import Column, time_column
+from mpi4dl.parallel.inputs import batch_shape
+from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
+from mpi4dl.parallel.pipeline.split import outline, unfit
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial import NoRule, gathering
+from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
+from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.rehearsal import CannotStream
+
+RGB = ("red", "green", "blue")
+
+
+def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
+    """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option."""
+    torch.manual_seed(config.training.seed)
+    name, options = config.model.model, config.model.model_options
+    if is_own(name):
+        model = own_model(name, options, num_classes, channels)
+        return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
+    tokens, asked = takes(name) == "tokens", "`text`" if config.data.text is not None else "`images`"
+    if tokens != (config.data.text is not None):
+        raise ConfigError(f"`model` {name} takes {takes(name)}, which {asked} {'have' if tokens else 'has'} not")
+    if tokens:
+        options = {"vocabulary": num_classes, "context": config.data.context, **options}
+        if config.data.document_mask:  # the end of a document is the last of the tokenizer's, before the mask
+            options["separator"] = num_classes - (2 if config.data.task == "masked" else 1)
+    elif takes_channels(name):
+        options = {"in_channels": channels, **options}
+    try:
+        model = models.build(name, None if tokens else num_classes, **options)
+    except TypeError as error:
+        raise ConfigError(f"`model` {name} does not take these options {dict(options)}: {error}") from None
+    return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
+
+
+def own_model(part: Any, options: Mapping[str, Any], num_classes: int, channels: int) -> nn.Module:
+    """A model of the user's, or a copy of it if it is one already. Raises ConfigError."""
+    made = load("model", part)
+    if isinstance(made, nn.Module):
+        if options:
+            raise ConfigError(f"`model_options` {dict(options)} are for what makes a model, but `model` is one already")
+        return deepcopy(made)
+    known = {"num_classes": num_classes, "in_channels": channels}
+    model = call("model", part, known={n: v for n, v in known.items() if n not in options}, **options)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` {part_name(part)} made a {type(model).__name__}, which is no torch.nn.Module")
+    return model
+
+
+def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: int) -> PatchModel:
+    """The model that looks at patches by this encoder. Raises ConfigError if it cannot."""
+    chosen, patch = config.model, config.model.patches
+    assert patch is not None
+    if chosen.min_tissue and channels != len(RGB):
+        raise ConfigError(
+            f"`min_tissue` {chosen.min_tissue}: tissue is found by its colour, and images have "
+            f"{counted(channels, 'channel')}"
+        )
+    try:
+        patches_in(config.data.image_size, patch)
+        num_features = headless(encoder, num_classes)
+    except ValueError as error:
+        raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
+    aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
+    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / config.data.std)
+
+
+def hold_model(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    channels: int,
+    comm: Communicator,
+    device: torch.device,
+    stream: StreamOptions | ChooseStream | None = None,
+) -> Held:
+    """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
+
+    The first stage may `stream` its images. The random numbers that training draws follow from `seed`, in one
+    stage or several.
+    """
+    torch.manual_seed(config.training.seed)
+    check_text(config, plan)
+    bags = bag_options(config, plan)
+    if bags is not None:
+        model = build_model(config, num_classes, channels).to(device)
+        assert isinstance(model, PatchModel)
+        try:
+            visit_patches(model, bags, channels)
+        except ValueError as error:
+            raise ConfigError(f"`stream_segments` {bags.segments} of `model` {config.model_name}: {error}") from error
+        return Held.whole(model, plan, comm, bags)
+    if plan.num_stages == 1 and stream is None:
+        model = build_model(config, num_classes, channels)
+        return Held.whole(model, plan, comm, styles=tensor_styles(config), device=device)
+    try:
+        return split(
+            lambda: build_model(config, num_classes, channels),
+            plan,
+            comm,
+            device=device,
+            seed=config.training.seed,
+            balance=config.parallel.balance,
+            image=_microbatch(config, plan, channels),
+            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
+            stream=stream,
+            styles=tensor_styles(config),
+        )
+    except ConfigError:
+        raise
+    except CannotStream as error:
+        asked = config.parallel.stream
+        named = asked if isinstance(asked, str) else "x".join(map(str, asked or ()))
+        raise ConfigError(f"`stream` {named}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"`model` {config.model_name}: {error}") from error
+
+
+def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
+    """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
+    return batch_shape(max(1, config.data.batch_size // plan.num_microbatches), channels, config.data.image_size)
+
+
+def tensor_styles(config: Config) -> dict[str, str] | None:
+    """How parameters are cut, by the file that flags name; None if by the table for the model. Raises ConfigError."""
+    name = config.parallel.tensor_styles
+    if name is None:
+        return None
+    try:
+        found = tomllib.loads(read_regular(Path(name)).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"`tensor_styles` {name}: {error}") from None
+    if not all(isinstance(style, str) for style in found.values()):
+        raise ConfigError(f'`tensor_styles` {name}: expected lines such as "blocks.*.up" = "column"')
+    return found
+
+
+def check_text(config: Config, plan: Plan) -> None:
+    """Raises ConfigError for what is not done with text, or with parameters that are cut."""
+    if config.data.text is not None and config.visits:
+        raise ConfigError("`stream` and `patches` are for images, but `text` was given")
+    if plan.cuts_parameters and config.visits:
+        raise ConfigError(f"{plan} with `stream` or `patches`: visits have whole parameters")
+
+
+def bag_options(config: Config, plan: Plan) -> BagOptions | None:
+    """How patches are visited; None if the model sees whole images. Raises ConfigError where options contradict."""
+    chosen = config.model
+    if chosen.patches is None:
+        if chosen.min_tissue:
+            raise ConfigError(f"`min_tissue` {chosen.min_tissue} chooses patches, but `patches` is missing")
+        return None
+    if plan.num_stages > 1 or plan.bidirectional:
+        raise ConfigError(
+            f"`patches` {chosen.patches} takes one stage, whose ranks share the patches: `tiles` 1x{plan.num_stages} "
+            "instead of `stages`"
+        )
+    if config.parallel.stream is not None:
+        raise ConfigError("`stream` is for images that the model sees whole; `patches` are visited one after the other")
+    rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
+    which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
+    remark = (
+        f"{rows} x {cols} patches of {chosen.patches} px in each image{which}: {chosen.patches_at_once} at once on "
+        f"each rank, {config.parallel.stream_norm} norms, aggregated by {chosen.aggregator}"
+    )
+    return BagOptions(chosen.patches_at_once, config.parallel.stream_norm, config.parallel.stream_segments or 1, remark)
+
+
+def time_and_tidy(*site: Any) -> Column:
+    """Time atoms, and leave no trace of that in the memory of this rank, which is to be that of training."""
+    found = time_column(*site)
+    return_freed_memory()
+    return found
+
+
+@contextmanager
+def blaming_the_model(config: Config, plan: Plan, num_classes: int, channels: int) -> Iterator[None]:
+    """Train in here: errors of operators without a rule, or that the plain model makes too, become a Refusal."""
+    name = config.model_name
+    try:
+        yield
+    except Refusal:
+        raise
+    except datasets.DatasetError as problem:  # no model's fault: a package that reads such images is not installed
+        raise Refusal(str(problem)) from problem
+    except (RuntimeError, AssertionError, ValueError) as problem:  # NoRule is one: shapes are those of the whole
+        model = outline(lambda: build_model(config, num_classes, channels))
+        reason = unfit(model, _microbatch(config, plan, channels))
+        if reason is None and not isinstance(problem, NoRule | ValueError):
+            raise
+        raise Refusal(f"`model` {name}: {reason or problem}") from problem
+
+
+def without_rules(config: Config) -> AbstractContextManager[None]:
+    """Within it, operators without a rule are gathered or refused, as `no_rule` says."""
+    return gathering() if config.parallel.no_rule == "gather" else nullcontext()

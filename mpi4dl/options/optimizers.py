@@ -1,0 +1,126 @@
+"""The optimizer that a configuration names, and the learning rate's schedule."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl.comm import Refusal
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import nearest
+from mpi4dl.options.kinds import part_name
+from mpi4dl.options.parts import call, is_own
+
+PER_STEP = ("OneCycleLR", "CyclicLR")
+
+
+def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **options: Any) -> Any:
+    """An instance of the class `name` of a torch module. Raises ConfigError for unknown names and options."""
+    known = [n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
+    if name not in known:
+        raise ConfigError(f"`{kind}` {name}: {home.__name__} has no such class{nearest(name, known)}")
+    kind_of = getattr(home, name)
+    legal = list(inspect.signature(kind_of).parameters)[len(args) :]
+    for option in options:
+        if option not in legal:
+            raise ConfigError(f"`{kind}` {name} has no option {option}{nearest(option, legal)}")
+    try:
+        return kind_of(*args, **options)
+    except Exception as error:  # torch raises anything for values that it cannot use
+        raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
+
+
+def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    chosen = config.optimizer
+    options = {"lr": chosen.lr, **chosen.optimizer_options}
+    base = torch.optim.Optimizer
+    if is_own(chosen.optimizer):
+        given = {"lr": chosen.lr} if "lr" not in chosen.optimizer_options else {}
+        optimizer = call("optimizer", chosen.optimizer, parameters, known=given, **chosen.optimizer_options)
+        if not isinstance(optimizer, base):
+            made = type(optimizer).__name__
+            raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} made a {made}, no torch.optim.Optimizer")
+    else:
+        optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, parameters, **options)
+    try:
+        _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
+    except Exception as error:
+        raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here: {error}") from None
+    return optimizer
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer will keep beside the parameters, found by a step on others of the same shapes."""
+    try:
+        states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"))
+    except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them
+        states = _trial(optimizer, torch.zeros_like)
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def _trial(optimizer: torch.optim.Optimizer, like: Callable[[Tensor], Tensor]) -> list[Mapping[str, Any]]:
+    """The state that an optimizer of this class and these options has after a step."""
+
+    def parameter(p: Tensor) -> Tensor:
+        value = like(p.detach()).requires_grad_()
+        value.grad = torch.zeros_like(value)
+        return value
+
+    groups = [{**group, "params": [parameter(p) for p in group["params"]]} for group in optimizer.param_groups]
+    trial: torch.optim.Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+    trial.step()
+    return list(trial.state.values())
+
+
+@dataclass
+class Schedule:
+    """The learning rate's schedule: most count epochs, a few count steps, one looks at the validation loss."""
+
+    scheduler: Any
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps the schedule is for; None if it goes on for ever."""
+        return getattr(self.scheduler, "total_steps", None)
+
+    def require(self, num_steps: int) -> None:
+        """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule."""
+        if self.num_steps is not None and self.num_steps < num_steps:
+            raise Refusal(f"`scheduler` is for {self.num_steps} steps, but there will be {num_steps}")
+
+    def after_step(self) -> None:
+        if type(self.scheduler).__name__ in PER_STEP:
+            self.scheduler.step()
+
+    def after_epoch(self, validation_loss: float | None) -> None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if validation_loss is not None:
+                self.scheduler.step(validation_loss)
+        elif self.scheduler is not None and type(self.scheduler).__name__ not in PER_STEP:
+            self.scheduler.step()
+
+
+def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
+    chosen = config.optimizer
+    if not chosen.scheduler:
+        if chosen.scheduler_options:
+            raise ConfigError(f"`scheduler_options` {dict(chosen.scheduler_options)} are for no `scheduler`: name one")
+        return Schedule(None)
+    home = torch.optim.lr_scheduler
+    options = dict(chosen.scheduler_options)
+
+    def schedule(of: torch.optim.Optimizer) -> Schedule:
+        return Schedule(by_torch_name("scheduler", home, home.LRScheduler, chosen.scheduler, of, **options))
+
+    trial_optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr, momentum=0.9)
+    trial = schedule(trial_optimizer)
+    try:
+        trial_optimizer.step()
+        trial.after_step()
+        trial.after_epoch(1.0)
+    except Exception as error:
+        raise ConfigError(f"`scheduler` {chosen.scheduler} cannot go on with {options}: {error}") from None
+    return schedule(optimizer)

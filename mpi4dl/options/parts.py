@@ -1,0 +1,156 @@
+"""Own parts of a run, such as my_code.py:build or package.module:Class: loaded by all ranks, blamed by their line.
+
+    --model my_code.py:build          build(num_classes=2, **model_options) -> nn.Module
+    --optimizer my_code.py:Lion       Lion(parameters, lr=0.1, **optimizer_options)
+
+From Python the object itself may stand where the text does.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpi4dl.comm.refusal import Refusal
+from mpi4dl.options.declare import ConfigError, nearest
+from mpi4dl.options.kinds import part_name
+
+
+def is_own(part: Any) -> bool:
+    """Whether this is no name of ours: an object, or text such as file.py:name or package.module:name."""
+    if not isinstance(part, str):
+        return True
+    where, colon, name = part.rpartition(":")
+    dotted = all(word.isidentifier() for word in where.split("."))
+    return bool(colon) and name.isidentifier() and (where.endswith(".py") or dotted)
+
+
+def load(option: str, part: Any) -> Any:
+    """The object that a part names, or is. Raises ConfigError."""
+    if not isinstance(part, str):
+        return part
+    where, _, name = part.rpartition(":")
+    module = _module(option, part, where)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        known = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"`{option}` {part}: {where} has no {name}{nearest(name, known)}") from None
+
+
+def print_of(part: Any) -> str | None:
+    """A digest of the file that an own part is written in, which all ranks must have alike; None if there is none."""
+    if isinstance(part, str):
+        if not is_own(part):
+            return None
+        where = part.rpartition(":")[0]
+        file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+    else:
+        try:
+            file = inspect.getsourcefile(part if inspect.isroutine(part) or inspect.isclass(part) else type(part))
+        except TypeError:
+            file = None
+    try:
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except OSError:  # written at a prompt, or in a notebook
+        return None
+
+
+def call(option: str, part: Any, *args: Any, known: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Call a part with `options`, and with those of `known` that it has parameters for.
+
+    Raises ConfigError, with the line of the user's that raises what it raises.
+    """
+    made = load(option, part)
+    if not callable(made):
+        raise ConfigError(f"`{option}` {part_name(part)} is a {type(made).__name__}, which cannot be called")
+    taken = _taken_by(made, known or {})
+    with blaming(option, part):
+        try:
+            signature = inspect.signature(made)
+        except (TypeError, ValueError):  # written in C
+            signature = None
+        try:
+            if signature is not None:
+                signature.bind(*args, **{**taken, **options})
+        except TypeError as error:
+            raise ConfigError(f"`{option}` {part_name(part)} does not take these arguments: {error}") from None
+        return made(*args, **{**taken, **options})
+
+
+def _taken_by(made: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(made).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: value for name, value in known.items() if name in parameters}
+
+
+@contextmanager
+def blaming(option: str, part: Any) -> Iterator[None]:
+    """What the user's code raises in here becomes a ConfigError that names the line, once."""
+    try:
+        yield
+    except (ConfigError, Refusal):
+        raise
+    except Exception as error:
+        raise ConfigError(f"`{option}` {part_name(part)}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """The error, and the innermost line that is in no library: the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and "/mpi4dl/" not in f.filename.replace("\\", "/")]
+    said = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, SyntaxError):
+        return said
+    where = [f"{Path(f.filename).name}, line {f.lineno}: {f.line}" for f in own if f.filename.endswith(".py")]
+    return f"{said} ({where[-1]})" if where else said
+
+
+def _module(option: str, part: str, where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        with blaming(option, part):
+            try:
+                return importlib.import_module(where)
+            except ModuleNotFoundError as error:
+                if error.name is not None and f"{where}.".startswith(f"{error.name}."):
+                    raise ConfigError(f"`{option}` {part}: there is no module {where}") from None
+                raise
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"`{option}` {part}: there is no file {where}")
+    with blaming(option, part):
+        return _from_file(path)
+
+
+@cache
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, imported once; what lies beside it can be imported by it."""
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    name = path.stem if loaded is None else f"_own_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
