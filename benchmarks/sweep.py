@@ -13,7 +13,7 @@ other with all other plans, so that what else the machine does meets all of them
 
 A job that fails, by its limit of time or memory, a refusal or a crash, is recorded with its reason, and the sweep goes
 on. After each job all is saved; the same command goes on where a sweep was broken off, and one with other plans, or
-more turns, adds to it. Imports, building the model and the first steps are measured by nobody (sweep_worker.py).
+more turns, adds to it. Imports, building the model, reading and the first steps are not measured (sweep_worker.py).
 """
 
 import os
@@ -32,8 +32,8 @@ from benchmarks.sweep_options import Space, Sweep, legal, parse
 from benchmarks.sweep_results import Results, Tried
 from mpi4dl._wording import counted
 
-CHANNELS, CLASSES = 3, 10  # of made-up images, if the flags say nothing else
 INTERRUPTED = 130
+READING = ("--num-workers", "0")  # of a single batch, before anything is measured
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
             plans = [results.known.get(each.key, each) for each in foreseen(sweep)]
             results.add(plans)
     except (ValueError, OSError) as problem:
-        print(f"python -m benchmarks.sweep: {problem}", file=sys.stderr)
+        print(f"python -m benchmarks.sweep: {in_flags(problem)}", file=sys.stderr)
         raise SystemExit(2) from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the job that runs ends too
     try:
@@ -60,6 +60,13 @@ def main() -> None:
         publish(sweep, results)
     if not any(each.measured for each in plans):
         raise SystemExit("no plan was measured")
+
+
+def in_flags(problem: Exception) -> str:
+    from mpi4dl.options.config import Config
+    from mpi4dl.options.words import spelling
+
+    return spelling(Config)(str(problem))
 
 
 def foreseen(sweep: Sweep) -> list[Tried]:
@@ -97,16 +104,17 @@ def foreseen_of(sweep: Sweep, num_ranks: int) -> list[Tried]:
     from mpi4dl.forecast.outlook import Outlook
     from mpi4dl.forecast.search import candidates, outlooks, search
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.plan import as_a_rank
+    from mpi4dl.plan import as_a_rank, opened
 
     config = sweep.config()
     plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.data.batch_size)
     if not plans and sweep.best is None:
         return []
-    num_classes = config.model.num_classes or CLASSES
+    images = opened(config)
+    num_classes, channels = images.number_of_classes(config), images.channels
     print("forecasting: atoms are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
-        forecaster = build_forecaster(config, num_classes, CHANNELS, Clockwork.of_user(), torch.device(device))
+        forecaster = build_forecaster(config, num_classes, channels, Clockwork.of_user(), torch.device(device))
         if sweep.best is not None:
             every = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
             best = search(forecaster, every, float("inf") if sweep.memory is None else sweep.memory).best
@@ -152,7 +160,7 @@ def duration(seconds: float) -> str:
 def worker_arguments(sweep: Sweep, each: Tried) -> list[str]:
     limit = [] if sweep.memory is None else [f"--memory={sweep.memory}"]
     how = [f"--steps={sweep.steps}", f"--warm-up={sweep.warm_up}", *limit]
-    return ["-m", "benchmarks.sweep_worker", *how, "--", *sweep.training, *each.flags]
+    return ["-m", "benchmarks.sweep_worker", *how, "--", *READING, *sweep.training, *each.flags]
 
 
 def publish(sweep: Sweep, results: Results) -> None:
@@ -182,7 +190,7 @@ def title(sweep: Sweep, rows: list[dict[str, Any]], cores: int) -> str:
     ranks = " or ".join(map(str, sweep.space.ranks))
     limit = "" if sweep.memory is None else f", of {sweep.memory / 2**20:.0f} MiB each"
     return (
-        f"{config.model.model}{f' ({options})' if options else ''}, {size} px, batches of {config.data.batch_size}, "
+        f"{config.model_name}{f' ({options})' if options else ''}, {size} px, batches of {config.data.batch_size}, "
         f"{config.optimizer.optimizer}; {ranks} ranks{limit}, on {counted(cores, 'core')} in all, "
         f"threads of a rank: {threads}\nmedians of {counted(sweep.turns, 'turn')} of {counted(sweep.steps, 'step')}; "
         f"{allocator}, freed memory {freed}"

@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> Sweep:
     how.add_argument("--warm-up", type=int, default=1, help="steps of a job that are not measured")
     how.add_argument("--steps", type=int, default=3, help="steps of a job that are")
     how.add_argument("--time-limit", type=float, default=600.0, help="seconds that a job may take, its start included")
-    how.add_argument("--memory", help="what each rank may allocate for training, such as 2GiB; none: what there is")
+    how.add_argument("--memory", help="what each rank may use at most, such as 2GiB; none: what there is")
     how.add_argument("--cores", type=int, help="which all ranks of a plan share; none: all that there are")
     how.add_argument("--retry", action="store_true", help="try again what failed, where a sweep goes on")
     how.add_argument("--out", type=Path, default=Path("results/sweep"), help="how .json, .csv and .png begin")
@@ -144,14 +144,14 @@ def memory_of(text: str) -> int:
 
 
 def require_plain_images(sweep: Sweep) -> None:
-    """Raise ValueError for flags of the training that a plan decides, or that a sweep has no data for."""
+    """Raise ValueError for flags of the training that a plan decides, or that it has none for."""
     for word in sweep.training:
         if word.split("=")[0] in DECIDED:
             own = ", ".join(f"--{leaf.name}" for leaf in fields(Space))
             raise ValueError(f"{word} is for each plan to decide: say what plans may be by {own}")
     config = sweep.config()
     if config.data.text is not None or config.model.patches is not None:
-        raise ValueError("sweeps train on whole images made up in memory: not with --text, nor --patches")
+        raise ValueError("sweeps train on whole images: not with --text, nor --patches")
 
 
 def legal(space: Space, image_size: Sequence[int], batch_size: int) -> list["Plan"]:
