@@ -160,7 +160,8 @@ def settings_of(sweep: Sweep, cores: int) -> dict[str, Any]:
     """What measurements depend on beside their plans: the options of the training, and how it was measured."""
     from mpi4dl.options.config import shared_options
 
-    plan = {*DECIDED, *(f"--{name}" for name in vars(sweep.space)), "--batch-ways"}
-    training = {flag: value for flag, value in shared_options(sweep.config()).items() if flag not in plan}
+    plan = {*DECIDED, *(f"--{name}" for name in vars(sweep.space))}
+    options = {f"--{name.replace('_', '-')}": value for name, value in shared_options(sweep.config()).items()}
+    training = {flag: value for flag, value in options.items() if flag not in plan}
     how = {"--steps": sweep.steps, "--warm-up": sweep.warm_up, "--memory": sweep.memory, "--cores": cores}
     return {**training, **how, "LD_PRELOAD": os.environ.get("LD_PRELOAD")}
