@@ -11,7 +11,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
-.PHONY: install train gpt moe test test-gpu lint clean
+.PHONY: install train gpt moe docs test test-gpu lint clean
 install: $(STAMP)
 
 data/tissue: $(STAMP) examples/tissue_slides.py
@@ -25,6 +25,9 @@ gpt: $(STAMP)
 
 moe: $(STAMP)
 	$(BIN)/mpirun -n 4 $(BIN)/python -m mpi4dl.train --config examples/gpt_moe.toml
+
+docs: $(STAMP)
+	$(BIN)/python docs/reference.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -40,4 +43,4 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/test_gpu_training.py tests/comm/test_gpu.py tests/test_memory.py tests/fakegpu
 
 clean:
-	rm -rf .venv data runs results
+	rm -rf .venv data runs results site

@@ -33,7 +33,7 @@ def scripts() -> dict[str, tuple[int, str]]:
 
 
 def test_all_scripts_are_found() -> None:
-    assert list(scripts()) == ["tiles", "stages", "program"]
+    assert list(scripts()) == ["tiles", "own", "grid", "stages", "program"]
     assert all(text.count("\n") > 8 for _, text in scripts().values())
 
 
@@ -45,7 +45,14 @@ def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     job = mpirun(num_ranks, str(script), folder=tmp_path)
     assert (job.code, job.stderr) == (0, ""), job.stdout + job.stderr
     assert job.stdout.count("StepResult(loss=") == (5 if name == "stages" else 0)
-    assert job.stdout.count("layer4.1.conv2") == (1 if name == "tiles" else 0)
+    assert job.stdout.count("layer4.1.conv2") == (1 if name == "grid" else 0)
+    assert ("accuracy 100.0 %" in job.stdout) == (name == "own")
+
+
+@pytest.mark.parametrize("name", ["tiles", "own"])
+def test_the_examples_are_printed_as_they_are(name: str) -> None:
+    example = (ROOT / "examples" / f"{name}.py").read_text().partition('"""\n\n')[2]
+    assert scripts()[name][1].partition("\n")[2] == example
 
 
 @pytest.mark.parametrize(
