@@ -102,19 +102,21 @@ def foreseen_of(sweep: Sweep, num_ranks: int) -> list[Tried]:
 
     from mpi4dl.forecast.dry_run import build_forecaster
     from mpi4dl.forecast.outlook import Outlook
+    from mpi4dl.forecast.planning import as_a_rank
     from mpi4dl.forecast.search import candidates, outlooks, search
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.plan import as_a_rank, opened
+    from mpi4dl.plan import trained_on
 
     config = sweep.config()
     plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.data.batch_size)
     if not plans and sweep.best is None:
         return []
-    images = opened(config)
-    num_classes, channels = images.number_of_classes(config), images.channels
+    samples = trained_on(config)
     print("forecasting: atoms are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
-        forecaster = build_forecaster(config, num_classes, channels, Clockwork.of_user(), torch.device(device))
+        forecaster = build_forecaster(
+            config, samples.num_classes, samples.channels, Clockwork.of_user(), torch.device(device)
+        )
         if sweep.best is not None:
             every = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
             best = search(forecaster, every, float("inf") if sweep.memory is None else sweep.memory).best
