@@ -4,16 +4,18 @@ import csv
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.report import pyplot, table
 from benchmarks.turns import median
 
 MIB = 2**20
+MOST_FAILED = 10
 MOST_NAMED = 30  # plans that a picture names beside it
 LONGEST = 110  # characters of a reason in a table
 FRONT, OTHERS, FORESEEN, FAILED = "tab:orange", "tab:blue", "0.55", "tab:red"
-SIDES = ((7, 4), (-7, 4), (7, -10), (-7, -10), (0, 9), (0, -15), (14, -3), (-14, -3))  # of a point, for its number
+SIDES = ((-8, 5), (7, 4), (7, -10), (-7, -10), (0, 9), (0, -15), (14, -3), (-14, -3))  # of a point, for its number
 
 
 def measured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,7 +53,7 @@ def shortened(reason: str) -> str:
 
 def accuracy(rows: Sequence[dict[str, Any]]) -> list[str]:
     """How far off forecasts were, and how often the planner puts two plans into the order in which they were found."""
-    names = (("images_per_second", "images/s"), ("peak_bytes", "memory"))
+    names = (("images_per_second", "images/s, ranks with a core each"), ("peak_bytes", "memory"))
     found = []
     for key, what in names:
         pairs = [(row[f"predicted_{key}"], row[key]) for row in measured(rows) if row[f"predicted_{key}"]]
@@ -89,17 +91,18 @@ def plot(rows: Sequence[dict[str, Any]], heading: str) -> Any:
     if len(named) < len(there):
         lines.append(f"  and {len(there) - len(named)} more in the table")
     lines += ["", "failed:"] * bool(failed)
-    lines += [f"  {row['number']:>2}  {short(row)}\n        {row['failure'][:62]}" for row in failed[:10]]
-    height = max(7.0, 0.19 * sum(line.count("\n") + 1 for line in lines) + 1.5)
-    figure = plots.figure(figsize=(14, height))
-    grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.15), height_ratios=(1.7, 1))
-    pareto(figure.add_subplot(grid[0, :2]), there)
-    for place, key, what, unit in (
-        (grid[1, 0], "images_per_second", "images/s", 1.0),
-        (grid[1, 1], "peak_bytes", "peak MiB", MIB),
-    ):
-        against(figure.add_subplot(place), there, key, what, unit)
-    text = figure.add_subplot(grid[:, 2])
+    for row in failed[:MOST_FAILED]:
+        lines.append(f"  {row['number']:>2}  {short(row)}")
+        lines += [f"      {line}" for line in wrap(shortened(row["failure"]), 56)]
+    height = max(7.5, 0.17 * len(lines) + 1.2)
+    figure = plots.figure(figsize=(15, height))
+    left, right = figure.add_gridspec(1, 2, width_ratios=(2.2, 1))
+    grid = left.subgridspec(2, 3, height_ratios=(1.7, 1), hspace=0.3, wspace=0.45)
+    pareto(figure.add_subplot(grid[0, :]), there)
+    worked(figure.add_subplot(grid[1, 0]), there)
+    against(figure.add_subplot(grid[1, 1]), there, "images_per_second", "images/s", 1.0)
+    against(figure.add_subplot(grid[1, 2]), there, "peak_bytes", "peak MiB", MIB)
+    text = figure.add_subplot(right)
     text.axis("off")
     text.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=8, transform=text.transAxes)
     figure.suptitle(heading, fontsize=9)
@@ -137,20 +140,36 @@ def pareto(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def number(axis: Any, points: Sequence[tuple[float, float]], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the number of each plan on that side of its point that is farthest from other points and numbers."""
+    """Write the number of each plan on that side of its point that is farthest from other points and numbers.
+
+    Those on the front stand above it on the left, where there is nothing.
+    """
     axis.figure.canvas.draw()
     there = [tuple(axis.transData.transform(point)) for point in points]
     taken = list(there)
+
+    def place(x: float, y: float, side: tuple[int, int]) -> tuple[float, float]:
+        return x + 1.4 * side[0], y + 1.4 * (side[1] + 3)
+
     for (x, y), point, row in zip(there, points, rows, strict=True):
-
-        def room(side: tuple[int, int], x: float = x, y: float = y) -> float:
-            place = x + 1.4 * side[0], y + 1.4 * (side[1] + 3)
-            return min((place[0] - a) ** 2 + (place[1] - b) ** 2 for a, b in taken)
-
-        side = max(SIDES, key=room)
-        taken.append((x + 1.4 * side[0], y + 1.4 * (side[1] + 3)))
+        rooms = {
+            side: min((a - c) ** 2 + (b - d) ** 2 for c, d in taken)
+            for side in SIDES[:1] * row["on_front"] or SIDES
+            for a, b in [place(x, y, side)]
+        }
+        side = max(rooms, key=lambda each: rooms[each])
+        taken.append(place(x, y, side))
         style = {"weight": "bold", "color": FRONT} if row["on_front"] else {"color": "0.25"}
         axis.annotate(str(row["number"]), point, side, textcoords="offset points", ha="center", fontsize=8, **style)
+
+
+def worked(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """What a second of a core brings, which other work on the machine, and waits, change little."""
+    for row in rows:
+        point = row["peak_bytes"] / MIB, 1 / max(row["work_seconds_per_image"], 1e-9)
+        axis.plot(*point, "o", markersize=4, color=FRONT if row["on_front"] else OTHERS)
+    axis.set(xlabel="peak MiB", ylabel="images a CPU second", ylim=(0, None))
+    axis.margins(0.1)
 
 
 def against(axis: Any, rows: Sequence[dict[str, Any]], key: str, what: str, unit: float) -> None:

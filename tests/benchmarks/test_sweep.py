@@ -224,7 +224,7 @@ def test_the_table_the_csv_and_the_picture(tmp_path: Path) -> None:
     assert lines[5].endswith(f"failed: {'x' * 107}...")
     assert lines[6:] == [
         f"forecast of {what} of what was measured), 0 % of pairs in the order that was found"
-        for what in ("images/s: off by 25 % (median; 1.25", "memory: off by 38 % (median; 1.12")
+        for what in ("images/s, ranks with a core each: off by 25 % (median; 1.25", "memory: off by 38 % (median; 1.12")
     ]
     as_csv(rows, tmp_path / "s.csv")
     with (tmp_path / "s.csv").open(newline="") as file:
