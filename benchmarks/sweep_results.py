@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,12 +116,12 @@ class Results:
             self.tried = [Tried(**each) for each in found["plans"]]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{self.path} is no file of a sweep: choose another --out") from None
-        now = self.settings | environment()
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
+        before = training_options(()) | before  # options that are new since then were what they are by default
+        for name, value in (self.settings | environment()).items():
+            if before.get(name) != value:
                 raise ValueError(
-                    f"{self.path} was measured with {name} {before.get(name)}, and this is {now.get(name)}: numbers of "
-                    "both are not to be compared, so choose another --out"
+                    f"{self.path} was measured with {name} {before.get(name)}, and this is {value}: numbers of both "
+                    "are not to be compared, so choose another --out"
                 )
         self.asked_before = found["asked"] == self.asked
 
@@ -158,10 +159,14 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def settings_of(sweep: Sweep, cores: int) -> dict[str, Any]:
     """What measurements depend on beside their plans: the options of the training, and how it was measured."""
-    from mpi4dl.options.config import shared_options
-
     plan = {*DECIDED, *(f"--{name}" for name in vars(sweep.space))}
-    options = {f"--{name.replace('_', '-')}": value for name, value in shared_options(sweep.config()).items()}
-    training = {flag: value for flag, value in options.items() if flag not in plan}
+    training = {flag: value for flag, value in training_options(sweep.training).items() if flag not in plan}
     how = {"--steps": sweep.steps, "--warm-up": sweep.warm_up, "--memory": sweep.memory, "--cores": cores}
     return {**training, **how, "LD_PRELOAD": os.environ.get("LD_PRELOAD")}
+
+
+def training_options(flags: Sequence[str]) -> dict[str, str]:
+    """Every option of a training by these flags, by its flag."""
+    from mpi4dl.options.config import parse, shared_options
+
+    return {f"--{name.replace('_', '-')}": value for name, value in shared_options(parse(flags)).items()}

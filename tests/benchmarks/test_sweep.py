@@ -197,6 +197,10 @@ def test_what_was_measured_otherwise_is_not_added_to(
             started(*flags)
         assert left.value.code == 2
         assert f"s.json was measured with {named}" in capsys.readouterr().err
+    there = json.loads((tmp_path / "s.json").read_text())
+    del there["results"]["settings"]["--clip-norm"]  # as if this option were new
+    (tmp_path / "s.json").write_text(json.dumps(there))
+    assert started() == []
     (tmp_path / "s.json").write_text('{"results": []}')
     with pytest.raises(SystemExit) as left:
         started()
