@@ -41,8 +41,8 @@ def classes_of(dataset: Any) -> list[int]:
         if all(isinstance(label, int | np.integer) for label in found):
             return [int(label) for label in found]
     raise DatasetError(
-        f"samples of {type(dataset).__name__} are for {task_of(dataset)}, and have not one class each, by which they "
-        "could be counted or balanced"
+        f"labels to {task_of(dataset)} are not one class for each sample, by which samples could be counted or "
+        "balanced: leave `sampling` shuffled"
     )
 
 

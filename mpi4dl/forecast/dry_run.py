@@ -33,14 +33,14 @@ def title(config: Config, engine: Engine) -> str:
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
         f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
-        f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
+        f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
         f"{engine.device.type}"
     )
 
 
 def batch_of(config: Config, channels: int) -> tuple[int, ...]:
     """The shape of a batch of images of so many channels, or of tokens, which have none."""
-    return batch_shape(config.data.batch_size, channels, config.data.image_size)
+    return batch_shape(config.samples_per_step, channels, config.data.image_size)
 
 
 def without_effect(config: Config, engine: Engine) -> list[str]:
@@ -114,7 +114,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         return
     batch = batch_of(config, channels)
     try:
-        model = outline(lambda: build_model(config, num_classes, channels)).train()
+        model = outline(lambda: build_model(config, num_classes, channels))
         cuts = planned_cuts(model, plan, tensor_styles(config))
         spatial.require_rules(
             model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)

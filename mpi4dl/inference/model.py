@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from mpi4dl._memory import keep_freed_memory, load_libraries
-from mpi4dl.comm import Communicator
-from mpi4dl.datasets.base import printable
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.split import Named
+from mpi4dl.datasets.view import View
 from mpi4dl.engine import Engine
 from mpi4dl.engine.evaluating import BatchOutputs
+from mpi4dl.forecast.visiting import stream_of
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import require_sight
 from mpi4dl.inference.options import Inference, placed
@@ -28,7 +31,6 @@ from mpi4dl.trainer.bad_images import BadImages
 from mpi4dl.trainer.best import BEST
 from mpi4dl.trainer.patience import Patience
 from mpi4dl.trainer.trained import description_of, find_weights, folder_of, load_weights, opened
-from mpi4dl.trainer.visiting import stream_of
 
 
 class Seen(NamedTuple):
@@ -159,9 +161,40 @@ class SeeingModel:
                     yield Seen((), None, None, errors)
                     continue
                 left, microbatches = readable
-                given = (left.tiles, len(left.indices), microbatches)
-                outputs = next(iter(engine.predict([given], size, of)))
-                yield Seen(left.indices, left.labels, outputs, errors)
+                try:
+                    seen = self._see(left, microbatches, of, errors)
+                except Refusal as refusal:
+                    if not self._found_late(refusal):
+                        raise
+                    yield Seen((), None, None, errors)
+                    yield from self._one_by_one(images, view, left.indices, of)
+                    continue
+                yield seen
+
+    def _see(self, batch: Batch, microbatches: Any, of: Callable[[Any], Tensor], errors: dict[int, str]) -> Seen:
+        given = (batch.tiles, len(batch.indices), microbatches)
+        outputs = next(iter(self.engine.predict([given], self.config.data.image_size, of)))
+        return Seen(batch.indices, batch.labels, outputs, errors)
+
+    def _found_late(self, refusal: Refusal) -> bool:
+        """Whether an image that is read box by box was found to be damaged, by all ranks together."""
+        together = self.plan.num_stages == 1 and not self.plan.bidirectional
+        return together and self.config.visits and isinstance(refusal.__cause__, BadImage)
+
+    def _one_by_one(
+        self, images: Named, view: View, indices: tuple[int, ...], of: Callable[[Any], Tensor]
+    ) -> Iterator[Seen]:
+        """The images of a batch of which one is damaged, each alone."""
+        shown = ShownImages(images, view, reports=True, lazy=True)
+        for index in indices:
+            batch = shown.read((index,), 0, self._boxes(1))
+            try:
+                seen = self._see(batch, self.plan.divide(1, False), of, {})
+            except Refusal as refusal:
+                if not self._found_late(refusal):
+                    raise
+                seen = Seen((), None, None, {index: str(refusal)})
+            yield seen
 
     def _boxes(self, num_samples: int) -> list[Box]:
         return [read.box for read in self.engine.reads(num_samples, self.config.data.image_size, False)]

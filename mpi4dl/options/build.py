@@ -17,7 +17,7 @@ def build_plan(config: Config) -> Plan:
         tiles=chosen.tiles,
         batch_ways=chosen.batch_ways,
         data=chosen.data,
-        microbatches=chosen.microbatches,
+        microbatches=chosen.microbatches * config.training.accumulate,
         schedule=chosen.schedule,
         bidirectional=chosen.bidirectional,
         chunks=chosen.chunks,
@@ -35,6 +35,8 @@ def engine_options(config: Config) -> dict[str, Any]:
     chosen = config.training
     if chosen.low_precision_weights and chosen.precision == "fp32":
         raise ConfigError("`low_precision_weights` are kept in the type of `precision`: choose bf16 or fp16")
+    if config.optimizer.clip_norm is not None and config.optimizer.clip_value is not None:
+        raise ConfigError("`clip_norm` and `clip_value` both clip the gradient: choose one")
     place, folder = config.parallel.offload, config.parallel.offload_folder
     if folder is not None and place != "disk":
         raise ConfigError(f"`offload_folder` {folder} is for `offload` disk, but this is `offload` {place}")
@@ -46,6 +48,8 @@ def engine_options(config: Config) -> dict[str, Any]:
         "recompute": chosen.recompute,
         "halo": config.parallel.halo,
         "clip_norm": config.optimizer.clip_norm,
+        "clip_value": config.optimizer.clip_value,
+        "ema": config.tuning.ema,
         "offload": config.parallel.offload,
         "offload_folder": config.parallel.offload_folder,
         "all_reduce": config.parallel.allreduce,

@@ -41,8 +41,9 @@ from mpi4dl.options.kinds import (
     sides_or,
 )
 from mpi4dl.options.learning import TASK_NAMES, Learning
+from mpi4dl.options.tuning import Tuning
 
-__all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training"]
+__all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
@@ -53,7 +54,7 @@ DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spre
 class Model:
     model: Any = option(
         "resnet18",
-        "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm; or an own one: "
+        "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS; or an own one: "
         "my_code.py:build or package.module:Class",
         PART,
     )
@@ -94,7 +95,7 @@ class Data:
     image_size: tuple[int, ...] = option(
         (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
     )
-    batch_size: int = option(4, "images per step, over all ranks together", COUNT)
+    batch_size: int = option(4, "images per step (of --accumulate batches: in each), over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
     val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
     fit: str = option(
@@ -277,12 +278,20 @@ class Optimizer:
     optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
     scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
+    lr_schedule: str = option(
+        "constant",
+        "how the learning rate falls from step to step, to 0 at the end: constant, linear, or as half a cosine",
+        choice("constant", "linear", "cosine"),
+    )
+    warmup: int = option(0, "in how many steps the learning rate rises before that, from a hundredth", COUNT_OR_ZERO)
     clip_norm: float | None = option(None, "the largest norm of the gradient; none: any", optional(POSITIVE))
+    clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
 
 
 @dataclass(frozen=True)
 class Training:
     epochs: int = option(1, "how many times every image is seen", COUNT)
+    accumulate: int = option(1, "how many batches make one step together", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
     loss: Any = option(
         None,
@@ -334,6 +343,7 @@ class Config:
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    tuning: Tuning = field(default_factory=Tuning)
     training: Training = field(default_factory=Training)
     learning: Learning = field(default_factory=Learning)
     run: Run = field(default_factory=Run)
@@ -355,6 +365,11 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @property
+    def samples_per_step(self) -> int:
+        """How many samples all ranks together take for a step."""
+        return self.data.batch_size * self.training.accumulate
 
     @property
     def model_name(self) -> str:

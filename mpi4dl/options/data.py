@@ -12,6 +12,7 @@ from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transforms import Pointwise
 from mpi4dl.datasets.view import NORMALISATIONS, Fit
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load
 
 RGB = 3  # channels
@@ -95,9 +96,12 @@ def build_transform(config: Config, channels: int) -> Pointwise | None:
         return None
     made = load("transforms", part)
     made = call("transforms", part) if inspect.isclass(made) else made
-    with blaming("transforms", part):
-        transform = Pointwise(made)
-        transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
+    try:
+        with blaming("transforms", part, datasets.DatasetError):
+            transform = Pointwise(made)
+            transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
+    except datasets.DatasetError as problem:
+        raise ConfigError(f"`transforms` {part_name(part)}: {problem}") from None
     return transform
 
 
@@ -115,6 +119,8 @@ def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
+    if config.data.task == "survival":
+        return 1  # the risk
     if not asked and not classes:
         raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
     if asked is not None and asked < len(classes):

@@ -19,6 +19,7 @@ from typing import Any
 
 from mpi4dl._files import naming, read_regular
 from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.view import Fit
 from mpi4dl.options import parts
@@ -90,6 +91,18 @@ class Description:
         """Put it into the folder of a run. Raises OSError."""
         with naming(folder / FILE):
             write_durably(folder / FILE, self.text.encode())
+
+    def record(self, comm: Communicator, folder: Path) -> "Description":
+        """Put it into the folder of a run, from rank 0. Collective; raises Refusal if that cannot be."""
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                self.write(folder)
+        return self
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What weights say."""
+        return {KEY: self.text}
 
     def config(self, where: str, **instead: Any) -> Config:
         """The configuration by which the model is built; `instead` of a part that is the user's own, another one.

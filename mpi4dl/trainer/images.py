@@ -63,7 +63,7 @@ class Images(NamedTuple):
         ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
         ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
         return (
-            Loader(self.training, views[0], data.batch_size, training, **ordered, **common),
+            Loader(self.training, views[0], config.samples_per_step, training, **ordered, **common),
             Loader(self.validation, views[1], data.batch_size, validation, **common),
         )
 

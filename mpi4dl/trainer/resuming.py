@@ -28,6 +28,12 @@ SAME_ALWAYS = (
     "model_options",
     "optimizer",
     "scheduler",
+    "lr_schedule",
+    "warmup",
+    "freeze",
+    "unfreeze",
+    "lr_of",
+    "weight_decay_of",
     "seed",
     "val_fraction",
     "mean",
@@ -35,7 +41,7 @@ SAME_ALWAYS = (
     "label_columns",
     "ignore_index",
 )
-SAME_WITHIN_AN_EPOCH = ("batch_size", "sampling", NUM_IMAGES)
+SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
 OF_THIS_START = ("resume", "dry_run", "print_config")
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
-from mpi4dl.checkpoints.manifest import CHECKPOINTS
+from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
 from mpi4dl.checkpoints.randomness import put_back
 from mpi4dl.engine import Engine, Evaluation, NotFinite
 from mpi4dl.forecast.dry_run import explain, title, without_effect
@@ -24,7 +24,7 @@ from mpi4dl.tasks.task import Classify, Task
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
 from mpi4dl.trainer.best import BEST, Best
-from mpi4dl.trainer.description import KEY, Description
+from mpi4dl.trainer.description import Description
 from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
@@ -61,7 +61,9 @@ class TrainingRun:
     ) -> None:
         self.spell, self.argv = spell, argv
         self.callbacks: tuple[Any, ...] = ()
+        self.remarks: tuple[str, ...] = ()
         self.stopping = False
+        self.unfrozen: set[tuple[int, str]] = set()
         self.task: Task = Classify(num_classes)
         self.metrics: Mapping[str, Any] = {}
         self.best: Best | None = None
@@ -71,7 +73,7 @@ class TrainingRun:
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
-        schedule.require(self.num_steps)
+        schedule.begin(self.num_steps)
         self.options = options_to_compare(config, len(images.training), engine.held.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
@@ -99,7 +101,7 @@ class TrainingRun:
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
                 found = explain(self.config, self.engine, self.num_classes, self.channels)
-                print(self.spell("\n".join((*found, *self.images.remarks))))
+                print(self.spell("\n".join((*found, *self.images.remarks, *self.remarks))))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
     def open(self, closing: ExitStack) -> None:
@@ -117,10 +119,7 @@ class TrainingRun:
         if self.checkpoints is None and config.run.save_every != "none":
             self.open_checkpoints()
         self.images.record(comm, self.folder.path)
-        self.about = Description.of(config, self.images, self.num_classes)
-        with comm.together((OSError,)):
-            if comm.rank == 0:
-                self.about.write(self.folder.path)
+        self.about = Description.of(config, self.images, self.num_classes).record(comm, self.folder.path)
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:
@@ -131,8 +130,8 @@ class TrainingRun:
             self.reporter = closing.enter_context(reporter)
             self.engine.executor.progress = self.progress
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
-        said = (*self.images.remarks, *without_effect(config, self.engine), *filter(None, streamed), *remarks)
-        for line in (title(config, self.engine), *said):
+        said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
+        for line in (title(config, self.engine), *said, *remarks):
             self.say(line)
 
     def open_checkpoints(self) -> None:
@@ -224,7 +223,10 @@ class TrainingRun:
         self.patience.begin("end")
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes, {KEY: self.about.text})
+        save_model(self.engine, self.folder.path / MODEL, self.images.classes, self.about.metadata)
+        if self.config.tuning.ema is not None:
+            with self.averaged():
+                save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         self.write()
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()
@@ -264,6 +266,7 @@ class TrainingRun:
         """Train for an epoch, or what is left of it, save, and do what comes behind it."""
         saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
         if not self.due:
+            self.unfreeze()
             self.train()
             if self.config.training.check_replicas:
                 self.engine.check_replicas()
@@ -281,6 +284,18 @@ class TrainingRun:
         self.tell("on_epoch_end", epoch)
         if not last:
             self.heed(News.of_all(self.comm, self.own_news()))
+
+    def unfreeze(self) -> None:
+        """Train what is frozen no more in this epoch."""
+        for epoch, pattern in self.config.tuning.unfreeze:
+            if epoch <= self.epoch + 1 and (epoch, pattern) not in self.unfrozen:
+                self.unfrozen.add((epoch, pattern))
+                names = self.engine.unfreeze(pattern)
+                self.say(f"epoch {epoch}: {counted(len(names), 'parameter is', 'parameters are')} trained: {pattern}")
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The context in which the weights are those that are validated."""
+        return nullcontext() if self.config.tuning.ema is None else self.engine.averaged()
 
     def train(self) -> None:
         """Train for the rest of the epoch, or up to the last step."""
@@ -367,12 +382,12 @@ class TrainingRun:
 
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
-        with self.saved_if_refused(), put_back(self.engine.executor):
+        with self.saved_if_refused(), self.averaged(), put_back(self.engine.executor):
             found = self.engine.evaluate(batches(), self.size, self.metrics, self.task.measured)
             self.evaluation = found
             better = self.best is not None and self.best.see(found, self.engine.num_steps)
             if better:
-                save_model(self.engine, self.folder.path / BEST, self.images.classes, {KEY: self.about.text})
+                save_model(self.engine, self.folder.path / BEST, self.images.classes, self.about.metadata)
         self.tell("on_validation_end", found)
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)

@@ -137,7 +137,7 @@ class Bags:
             all_of_them = product(range(images.samples.size), range(rows), range(cols))
             return replace(found, places=tuple(Place(*each) for each in all_of_them))
         mine: dict[tuple[int, int], Tensor] = {}
-        problem = None
+        problem: DatasetError | None = None
         ranks = grid.ranks_along(grid.space)  # those that can read the same samples
         strips = list(product(range(*own), range(rows)))
         try:
@@ -145,11 +145,11 @@ class Bags:
                 strip = found.strip(Place(sample, row, 0), cols)
                 mine[sample, row] = tissue(cut(strip, patch), self._model.colour)
         except DatasetError as error:
-            problem = str(error)
+            problem = error
         shares: dict[tuple[int, int], Tensor] = {}
         for theirs, trouble in grid.comm.all_gather_object((mine, problem)):
             if trouble is not None:
-                raise Refusal(trouble)
+                raise Refusal(str(trouble)) from trouble
             shares |= theirs
         places = [
             Place(sample, number // cols, number % cols)
@@ -181,9 +181,10 @@ class Bags:
         """Cut the encoder, so that rounds are shared out evenly to segments. Raises ValueError if it cannot be."""
         encoder, patch = self._model.encoder, self._model.patch
         outline = copy.deepcopy(encoder, memo=shapes_of(encoder)).train()
-        cuttable, shape = Cuttable(outline), GridShape(2, 1, 1)
+        shape = GridShape(2, 1, 1)
         visits = Visits(shape, 0, (1, 1), True)
         size = torch.Size((2 * self._options.at_once, channels, patch, patch))
+        cuttable = Cuttable(outline, image=tuple(size))
         given = visits.images(size, image_dtype(encoder), Split.at(even_cuts(size[0], shape.size)))
 
         def rounds_of(end: int) -> int | None:

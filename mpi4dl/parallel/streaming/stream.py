@@ -286,7 +286,7 @@ class Streaming:
             problems.append(trouble)
         for trouble in problems:
             if isinstance(trouble, DatasetError):
-                raise Refusal(str(trouble))
+                raise Refusal(str(trouble)) from trouble
         for trouble in problems:
             if trouble is not None:
                 raise trouble
