@@ -3,19 +3,24 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mpi4dl.evaluate import EvaluateConfig
+from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import parse_options
 from mpi4dl.plan import PlanConfig
+from mpi4dl.predict import PredictConfig
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
 
 README = (ROOT / "README.md").read_text()
 START = re.compile(r"# mpirun -n (\d+) python (\w+)\.py\n")
 COMMAND = re.compile(r"^ {4}(?:mpirun -n (\d+) )?python -m mpi4dl\.(train|plan)((?:.*\\\n)*.*)$", re.MULTILINE)
+AFTER = re.compile(r"^ {4}(?:mpirun -n (\d+) )?python -m mpi4dl\.(evaluate|predict)(.*)$", re.MULTILINE)
 
 
 def scripts() -> dict[str, tuple[int, str]]:
@@ -64,8 +69,17 @@ def test_a_command_is_one_that_there_is(num_ranks: str, command: str, flags: str
     assert num_ranks in ("", str(build_plan(found).num_ranks))
 
 
+@pytest.mark.parametrize(("num_ranks", "command", "flags"), AFTER.findall(README), ids=lambda words: words.strip()[:40])
+def test_a_command_after_training_is_one_that_there_is(num_ranks: str, command: str, flags: str) -> None:
+    config: Any = EvaluateConfig if command == "evaluate" else PredictConfig
+    found = parse_options(config, shlex.split(flags)[1:], "", "")
+    ranks = int(num_ranks or 1)
+    assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
+
+
 def test_commands_are_found() -> None:
     assert len(COMMAND.findall(README)) >= 5
+    assert len(AFTER.findall(README)) == 4
 
 
 def test_the_files_that_it_names_are_there() -> None:
