@@ -1,7 +1,9 @@
-"""Timelines of a simulated table, as text for a terminal and as a PNG."""
+"""Timelines of a simulated table, as text for a terminal, as a PNG, and as SVG for a page."""
 
 from pathlib import Path
 from statistics import median
+from typing import BinaryIO
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.parallel.tables.table import Action
@@ -52,8 +54,8 @@ def summary(simulation: Simulation) -> str:
     )
 
 
-def as_png(simulation: Simulation, path: Path | str) -> None:
-    """The timeline as a picture: a lane a rank, a box an action with its microbatch in it, coloured by kind."""
+def as_png(simulation: Simulation, path: Path | str | BinaryIO) -> None:
+    """The timeline as a picture, in a file: a lane a rank, a box an action with its microbatch, coloured by kind."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
@@ -61,7 +63,6 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     spans = [span for row in simulation.rows for span in row]
     many = _hold_several_stages(simulation)
     labels = {span: _label(span.action, many)[1:] for span in spans}
-    used = {(span.action.kind, span.action.direction) for span in spans}
     typical = median(span.end_seconds - span.start_seconds for span in spans) or makespan
     lane_inches = min(40.0, max(6.0, makespan / typical * (0.42 if many else 0.32)))
     width, height = lane_inches + 2.2, 1.9 + 0.36 * len(simulation.rows)
@@ -89,11 +90,7 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(summary(simulation), fontsize=10, loc="left")
-    patches = [
-        Patch(color=COLOURS[key], label=NAMES[key[0]] + (", mirrored copy" if key[1] else ""))
-        for key in COLOURS
-        if key in used
-    ]
+    patches = [Patch(color=colour, label=name) for colour, name in legend(simulation)]
     figure.legend(
         handles=patches,
         loc="outside lower center",
@@ -101,7 +98,50 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
         frameon=False,
         fontsize=9,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def as_svg(simulation: Simulation) -> str:
+    """The same as an SVG element, as wide as its actions need, whose boxes say when they run if one points at them."""
+    makespan = simulation.makespan_seconds or 1.0
+    spans = [span for row in simulation.rows for span in row]
+    many = _hold_several_stages(simulation)
+    typical = median(span.end_seconds - span.start_seconds for span in spans) or makespan if spans else makespan
+    left, lane, scale = 58, 22, min(4000.0, max(300.0, makespan / typical * (32 if many else 20))) / makespan
+    width, height = left + makespan * scale + 76, lane * len(simulation.rows)
+    look = {"viewBox": f"0 0 {width:.0f} {height + 18}", "width": f"{width:.0f}", "height": str(height + 18)}
+    picture = Element("svg", {**look, "role": "img", "aria-label": summary(simulation), "font-size": "11"})
+    for rank, (row, bubble) in enumerate(zip(simulation.rows, simulation.bubbles, strict=True)):
+        top, middle = lane * rank, str(lane * rank + 15)
+        ink = {"fill": "currentColor", "y": middle}
+        SubElement(picture, "text", {**ink, "x": "0"}).text = f"rank {rank}"
+        idle = {"x": str(left), "y": str(top + 1), "width": f"{makespan * scale:.1f}", "height": str(lane - 2)}
+        SubElement(picture, "rect", {**idle, "fill": "#9994"})
+        for action, start, end in row:
+            label = _label(action, many)
+            size = {"x": f"{left + start * scale:.1f}", "width": f"{(end - start) * scale:.1f}"}
+            fill = {"fill": COLOURS[action.kind, action.direction], "stroke": "white", "stroke-width": "0.7"}
+            box = SubElement(picture, "rect", {**idle, **size, **fill})
+            SubElement(box, "title").text = f"{action}: {start:.4g} to {end:.4g} s"
+            if (end - start) * scale >= 6.5 * (len(label) - 1) + 2:
+                place = {"x": f"{left + (start + end) / 2 * scale:.1f}", "y": middle, "text-anchor": "middle"}
+                colour = "black" if action.direction else "white"
+                SubElement(picture, "text", {**place, "fill": colour, "pointer-events": "none"}).text = label[1:]
+        SubElement(picture, "text", {**ink, "x": f"{width - 70:.0f}"}).text = f"{100 * bubble:.0f} % idle"
+    for seconds, anchor in ((0.0, "start"), (makespan, "end")):
+        place = {"x": f"{left + seconds * scale:.0f}", "y": str(height + 13), "text-anchor": anchor}
+        SubElement(picture, "text", {**place, "fill": "currentColor"}).text = f"{seconds:.4g} s"
+    return tostring(picture, encoding="unicode")
+
+
+def legend(simulation: Simulation) -> list[tuple[str, str]]:
+    """What the colours of its actions mean: each with its name."""
+    used = {(span.action.kind, span.action.direction) for row in simulation.rows for span in row}
+    return [
+        (colour, NAMES[kind] + (", mirrored copy" if direction else ""))
+        for (kind, direction), colour in COLOURS.items()
+        if (kind, direction) in used
+    ]
 
 
 def _hold_several_stages(simulation: Simulation) -> bool:
