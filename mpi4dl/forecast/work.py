@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.meter import SavedTensors, TensorMeter
 from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
@@ -44,24 +44,16 @@ def count_work(
     values: tuple[Any, ...] = (shape_only(nn.ModuleList(stages), microbatch),)
     found = []
     for stage, atoms in zip(stages, names, strict=True):
-        own = {t.untyped_storage()._cdata for t in [*stage.parameters(), *stage.buffers()]}
-        saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, for the address of a freed one is used again
-
-        def keep(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage
-            return tensor
-
-        hooks, meter = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), TensorMeter()
+        saved, meter = SavedTensors([*stage.parameters(), *stage.buffers()]), TensorMeter()
         with torch.enable_grad(), meter:
-            with hooks, FlopCounter() as counter:
+            with saved.counting(), FlopCounter() as counter:
                 results = stage(*values)
             last = stage is stages[-1]
             if last:
                 accept(results)
             handed = pack(results, stage.recipe.outputs)[0] if isinstance(stage, Stage) and not last else []
-            kept = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
-            saved.clear()
+            kept = saved.num_bytes
+            saved.let_go()
             _backward(stage, results)
         most = meter.peak_bytes + sum(value.nbytes for value in pytree.tree_leaves(values) if isinstance(value, Tensor))
         size = sum(p.numel() for p in stage.parameters())

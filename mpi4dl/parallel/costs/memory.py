@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.parallel.costs.fused import FusedAttention
-from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.meter import SavedTensors, TensorMeter
 from mpi4dl.parallel.costs.timing import Site, as_received, cut_at, imagined, input_at, local_part
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
@@ -57,36 +57,24 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
     model = cuttable.model
     empty = shapes_of(model)
     values: tuple[Any, ...] = (input_at(site, grid, model, torch.device("meta")),)
-    own = {tensor.untyped_storage()._cdata for tensor in empty.values()}
-    saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by which atom first; that keeps it alive, and its address
-    total = 0
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal total
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own and storage._cdata not in saved:
-            saved[storage._cdata] = i, storage
-            total += storage.nbytes()
-        return tensor
-
+    saved = SavedTensors(empty.values())
     found: list[AtomBytes] = []
     handed_on: list[list[torch.UntypedStorage]] = []
-    parts: list[list[Tensor]] = []  # keeps what is cut of parameters alive, for the same reason
     for i in range(len(cuttable)):
         atom = cut_at(site, deepcopy(cuttable.atom(i), {**empty}).train(), grid)
-        parts.append([*atom.parameters()])
-        own |= {part.untyped_storage()._cdata for part in parts[-1]}
-        before, received, summed = total, map_leaves(as_received, values), grid.comm.counts["over_features"]
+        saved.disregard(atom.parameters())
+        saved.turn = i
+        before, received, summed = saved.num_bytes, map_leaves(as_received, values), grid.comm.counts["over_features"]
         meter = TensorMeter()
         grid.foresight.begin()
         with torch.enable_grad(), meter, FusedAttention():
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with saved.counting():
                 results = atom(*received)
                 if i == len(cuttable) - 1 and of_tokens(site.image):
                     results = _with_loss(results)
                 grid.foresight.pay()
             tensors = [local_part(t) for t in pack((results,))[0]]
-            kept, handed = total - before, sum(tensor.nbytes for tensor in tensors)
+            kept, handed = saved.num_bytes - before, sum(tensor.nbytes for tensor in tensors)
             forward, lasting = meter.peak_bytes, meter.live_bytes
             meter.peak_bytes = lasting
             roots = [tensor for tensor in tensors if tensor.requires_grad]
@@ -102,7 +90,7 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
         handed_on.append([tensor.untyped_storage() for tensor in tensors])
         values = map_leaves(as_received, results)
     return tuple(
-        atom._replace(unkept=sum(s.nbytes() for s in storages if s._cdata not in saved or saved[s._cdata][0] <= place))
+        atom._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
         for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
     )
 

@@ -1,10 +1,13 @@
 """Counts the bytes of tensors as they come and go, without the memory for them: on the meta device too."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,3 +49,42 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             yield leaf.untyped_storage()
+
+
+class SavedTensors:
+    """Counts the bytes that autograd saves for the backward pass, each storage once, without those of `own` tensors.
+
+    `with saved.counting(): ...` counts what is saved in there, on any device, meta too. Storages are kept alive, for
+    the address of one that is freed is used again. `turns` says by address in which `turn` each was saved first.
+    """
+
+    def __init__(self, own: Iterable[Tensor] = ()) -> None:
+        self.turn = 0
+        self.turns: dict[int, int] = {}
+        self.num_bytes = 0
+        self._storages: list[torch.UntypedStorage] = []
+        self._own: list[torch.UntypedStorage] = []
+        self._addresses: set[int] = set()
+        self.disregard(own)
+
+    def disregard(self, own: Iterable[Tensor]) -> None:
+        """Do not count these tensors from now on."""
+        for tensor in own:
+            self._own.append(tensor.untyped_storage())
+            self._addresses.add(self._own[-1]._cdata)
+
+    def counting(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self.keep, lambda tensor: tensor)
+
+    def let_go(self) -> None:
+        """Keep no storage alive from now on, so that a backward pass can free it; `num_bytes` stays."""
+        self._storages.clear()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor as saved."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._addresses and storage._cdata not in self.turns:
+            self.turns[storage._cdata] = self.turn
+            self.num_bytes += storage.nbytes()
+            self._storages.append(storage)
+        return tensor

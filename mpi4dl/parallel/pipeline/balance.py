@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4dl.parallel.costs.meter import SavedTensors
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
@@ -98,25 +99,14 @@ def count_bytes(cuttable: Cuttable, *inputs: Any) -> Costs:
 
     What two atoms save counts for the first, and so does a tied parameter. Nothing is computed.
     """
-    seen: dict[int, torch.UntypedStorage] = {}
-    total = 0
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal total
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen[storage._cdata] = storage
-            total += storage.nbytes()
-        return tensor
-
-    costs = []
+    saved, costs = SavedTensors(), []
     for run in _each_atom_on_meta(cuttable, inputs):
-        before = total
+        before = saved.num_bytes
         for parameter in run.stage.parameters():
-            keep(parameter)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            saved.keep(parameter)
+        with torch.enable_grad(), saved.counting():
             run()
-        costs.append(float(total - before))
+        costs.append(float(saved.num_bytes - before))
     return costs
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
+from mpi4dl.parallel.costs.meter import SavedTensors
 from mpi4dl.parallel.costs.widening import HaloChoice
 from mpi4dl.parallel.inputs import made_up
 from mpi4dl.parallel.spatial.grid import Grid
@@ -185,24 +186,16 @@ def _forward(
     layout = even_layout(grid, shape)
     x = SpatialTensor(made_up(model, layout.local_shape(shape), shape, torch.device("meta")), layout)
     path = [""]
-    saved: dict[int, torch.UntypedStorage] = {}
-    parameters = {value.untyped_storage()._cdata for value in values.values()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            saved[storage._cdata] = storage
-        return tensor
-
+    saved = SavedTensors(values.values())
     hooks, recorder = [], _Recorder(grid.comm, path)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
         # A function is no other one in a copy of the module, as rehearsals make; a method would have another recorder.
         hooks.append(module.register_forward_hook(lambda *args: recorder.leave(*args)))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), recorder:
+        with saved.counting(), recorder:
             torch.func.functional_call(model, values, (x,))
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.operators, sum(storage.nbytes() for storage in saved.values())
+    return recorder.operators, saved.num_bytes
