@@ -13,11 +13,10 @@ WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 24
 MOST_POINTS = 300  # of a curve that are drawn
 MOST_DOTS = 60
-DECADES = 2.0  # that values must span for a logarithmic axis
+DECADES = 1.3  # that values must span for a logarithmic axis
 
 Points = Sequence[tuple[int, float]]
 Scale = Callable[[float], float]
-Text = Callable[[float], str]
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ def number_text(value: float) -> str:
     return f"{value:.4g}"
 
 
-def chart(curves: Sequence[Curve], title: str, text: Text = number_text) -> str:
-    """Curves over steps; the axis of values is logarithmic where positive ones span more than two decades."""
+def chart(curves: Sequence[Curve], title: str) -> str:
+    """Curves over steps; the axis of values is logarithmic where positive ones span more than DECADES."""
     shown = [Curve(c.name, thinned(finite(c.points)), c.colour, c.dots) for c in curves]
     values = [value for curve in shown for _, value in curve.points]
     if not values:
@@ -74,17 +73,17 @@ def chart(curves: Sequence[Curve], title: str, text: Text = number_text) -> str:
         SubElement(picture, "line", {"class": "grid", "x1": str(LEFT), "x2": str(WIDTH - RIGHT), "y1": at, "y2": at})
         label = SubElement(picture, "text", {"class": "tick", "x": str(LEFT - 5), "y": at, "dy": "0.35em"})
         label.set("text-anchor", "end")
-        label.text = text(value)
+        label.text = number_text(value)
     for step in (tick for tick in ticks(first, last, 4) if tick == int(tick)):
         label = SubElement(picture, "text", {"class": "tick", "x": _n(x(step)), "y": str(HEIGHT - 8)})
         label.set("text-anchor", "middle")
         label.text = number_text(step)
     for curve in shown:
-        _draw(picture, curve, x, y, text)
+        _draw(picture, curve, x, y)
     return tostring(picture, encoding="unicode")
 
 
-def _draw(picture: Element, curve: Curve, x: Scale, y: Scale, text: Text) -> None:
+def _draw(picture: Element, curve: Curve, x: Scale, y: Scale) -> None:
     places = [(_n(x(step)), _n(y(value))) for step, value in curve.points]
     line = {"points": " ".join(map(",".join, places)), "stroke": curve.colour}
     SubElement(picture, "polyline", line | {"class": "validation" if curve.dots else "curve"})
@@ -92,7 +91,7 @@ def _draw(picture: Element, curve: Curve, x: Scale, y: Scale, text: Text) -> Non
     for (cx, cy), (step, value) in zip(places, curve.points, strict=True) if len(places) <= MOST_DOTS else ():
         look = {"r": "3", "fill": curve.colour} if alone else {"r": "6", "class": "spot"}
         dot = SubElement(picture, "circle", {"cx": cx, "cy": cy, **look})
-        SubElement(dot, "title").text = f"{curve.name}, step {step}: {text(value)}"
+        SubElement(dot, "title").text = f"{curve.name}, step {step}: {number_text(value)}"
 
 
 def thinned(points: Points) -> list[tuple[int, float]]:
@@ -118,9 +117,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between these exponents, few enough to be read."""
-    exponents = range(math.ceil(low), math.floor(high) + 1)
-    return [10.0**e for e in exponents[:: max(1, -(-len(exponents) // 5))]]
+    """Round numbers between these powers of ten: few enough to be read."""
+    exponents = range(math.floor(low), math.ceil(high) + 1)
+    few = high - low < 3
+    found = [factor * 10.0**e for e in exponents for factor in ((1, 2, 5) if few else (1,))]
+    inside = [value for value in found if 10.0**low <= value <= 10.0**high]
+    return inside[:: max(1, -(-len(inside) // 7))]
 
 
 def _n(value: float) -> str:

@@ -4,7 +4,7 @@ What a run has is read in `reading`, the looks are in page.html. The template es
 pictures are made as trees of elements, which escape theirs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -120,13 +120,18 @@ def is_lower_better(metric: str) -> bool:
     return any(word in metric.lower() for word in LOWER)
 
 
-def text_of(metric: str) -> tuple[str, Callable[[float], str]]:
-    """How a metric is called, and how its values are written."""
+def named(metric: str) -> tuple[str, float]:
+    """How a metric is called, and what its values are multiplied by to be read."""
     if metric.endswith("_bytes"):
-        return metric.removesuffix("_bytes").replace("_", " ") + ", MiB", lambda value: number_text(value / 2**20)
+        return metric.removesuffix("_bytes").replace("_", " ") + ", MiB", 2.0**-20
     if metric in SHARES:
-        return metric.replace("_", " ") + ", %", lambda value: number_text(100 * value)
-    return metric.replace("images_per_second", "images/s").replace("_", " "), number_text
+        return metric.replace("_", " ") + ", %", 100.0
+    return metric.replace("images_per_second", "images/s").replace("_", " "), 1.0
+
+
+def _points(run: Run, phase: str, metric: str) -> list[tuple[int, float]]:
+    _, factor = named(metric)
+    return [(step, value * factor) for step, value in run.series(phase, metric)]
 
 
 def _is_operation(metric: str) -> bool:
@@ -140,14 +145,14 @@ def _names(runs: Sequence[Run], operation: bool, phases: Sequence[str] = ("train
 
 def _charts(runs: Sequence[Run], operation: bool) -> Iterator[tuple[str, Markup]]:
     for metric in _names(runs, operation):
-        name, text = text_of(metric)
+        name, _ = named(metric)
         curves = [
             Curve(f"{run.name}, {phase}", points, colour_of(number), phase != "train")
             for number, run in enumerate(runs)
             for phase in ("train", "validation")
-            if (points := run.series(phase, metric))
+            if (points := _points(run, phase, metric))
         ]
-        picture = chart(curves, name, text)
+        picture = chart(curves, name)
         if picture:
             yield name, Markup(picture)
 
@@ -156,17 +161,19 @@ def results(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """For each phase and metric: of each run the last value, and the best with its step."""
     for phase in ("validation", "train"):
         for metric in _names(runs, operation=False, phases=(phase,)):
-            name, text = text_of(metric)
+            name, _ = named(metric)
             lower = is_lower_better(metric)
             cells: list[dict[str, Any]] = []
             bests: list[float | None] = []
             for run in runs:
-                points = run.series(phase, metric)
+                points = _points(run, phase, metric)
                 good = finite(points)
                 best = (min if lower else max)(good, key=lambda point: point[1]) if good else None
                 bests.append(None if best is None else best[1])
-                last = text(points[-1][1]) if points else NOTHING
-                cells.append({"last": last, "best": NOTHING if best is None else f"{text(best[1])} at step {best[0]}"})
+                last = number_text(points[-1][1]) if points else NOTHING
+                cells.append(
+                    {"last": last, "best": NOTHING if best is None else f"{number_text(best[1])} at step {best[0]}"}
+                )
             known = [best for best in bests if best is not None]
             top = (min if lower else max)(known) if len(runs) > 1 and known else None
             for cell, value in zip(cells, bests, strict=True):
@@ -179,10 +186,10 @@ def speeds(runs: Sequence[Run]) -> Iterator[Row]:
     for metric in _names(runs, operation=True):
         if metric.startswith(("learning_rates", "loss_scale")):
             continue
-        name, text = text_of(metric)
+        name, _ = named(metric)
         peak = metric.endswith("_bytes")
-        values = [[value for _, value in finite(run.series("train", metric))] for run in runs]
-        cells = [NOTHING if not each else text(max(each) if peak else median(each)) for each in values]
+        values = [[value for _, value in finite(_points(run, "train", metric))] for run in runs]
+        cells = [NOTHING if not each else number_text(max(each) if peak else median(each)) for each in values]
         yield Row(f"{name} ({'most' if peak else 'median'})", cells, False)
 
 

@@ -7,6 +7,7 @@ written by another version. All of that can be looked at.
 import json
 import math
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def flattened(tables: Any) -> dict[str, str]:
 def shown(value: Any) -> str:
     if isinstance(value, str):
         return value
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return shlex.join(value)
     try:
         return dump(value)
     except (TypeError, ValueError):

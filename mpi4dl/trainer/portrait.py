@@ -7,22 +7,14 @@
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
 from mpi4dl.parallel.tables.table import Action
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mpi4dl.engine import Engine
-
 PORTRAIT = "portrait.json"
-MOST_SPANS = 20_000  # of a timeline that is kept
-REST = "activations and the rest"
 
 
 @dataclass(frozen=True)
@@ -62,64 +54,3 @@ def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, 
     if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
         raise ValueError(f"no action is {kind!r} in direction {direction!r}")
     return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))
-
-
-def timeline_of(engine: "Engine") -> Simulation | None:
-    """How a step of a plan of several stages was foreseen, where what its atoms cost is known."""
-    from mpi4dl.forecast.forecast import foreseen
-
-    held, plan = engine.held, engine.plan
-    if held.prices is None or plan.num_stages == 1:
-        return None
-    found = foreseen(plan, held.prices, held.counts)
-    return found if sum(map(len, found.rows)) <= MOST_SPANS else None
-
-
-def modules_of(engine: "Engine") -> Iterator[tuple[str, int, int]]:
-    """The values of each part of the model, tied ones once: its first two levels, or one where that says enough."""
-    held = engine.held
-    sizes = {name: prod(shape) for name, (shape, _) in held.shapes.items() if name not in held.ties}
-    tops = {name.partition(".")[0] for name in sizes}
-    levels = 1 if len(tops) > 3 else 2
-    found: dict[str, list[int]] = {}
-    for name, size in sizes.items():
-        *above, _ = name.split(".")
-        row = found.setdefault(".".join(above[:levels]) or name, [0, 0])
-        row[0] += size
-        row[1] += size * (name in held.trained)
-    return ((name, values, trained) for name, (values, trained) in found.items())
-
-
-def purposes_of(engine: "Engine", peak_bytes: int, on_disk: bool = False) -> dict[str, int]:
-    """What this rank's memory is for, in bytes, once steps were made; of the peak the rest is activations' and others'.
-
-    Storages count once, whole: flat buckets too. Gradients are those that stay until the step. What the optimizer has
-    on disk is none of the memory.
-    """
-    held, optimizer = engine.held, engine.optimizer
-    kept: list[Tensor] = [*held.parameters(), *held.buffers()]
-    updated: list[Tensor] = []
-    gradients = 0
-    for group in engine.groups:
-        for piece in (piece for bucket in group.update.pieces for piece in bucket):
-            size = piece.span.stop - piece.span.start
-            own = piece.value if piece.target is None else piece.target
-            kept.append(own.detach())
-            if piece.target is not None:
-                updated.append(piece.value.detach())
-            gradients += size * own.element_size() if group.zero > 1 else 0
-        if group.zero <= 1:
-            gradients += sum(p.numel() * p.element_size() for p in group.parameters)
-    updated += [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "nbytes")]
-    found = {
-        "parameters and buffers": _bytes_of(kept),
-        "gradients": gradients,
-        "optimizer": 0 if on_disk else _bytes_of(updated),
-    }
-    return found | {REST: max(0, peak_bytes - sum(found.values()))}
-
-
-def _bytes_of(tensors: Iterable["Tensor"]) -> int:
-    """Of the storages of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())

@@ -26,6 +26,7 @@ from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
 from mpi4dl.trainer.patience import Patience
+from mpi4dl.trainer.portraying import Painter, purposes_of
 from mpi4dl.trainer.reading import Divided, Reading
 from mpi4dl.trainer.report import Reporter, ValidationReport, summary
 from mpi4dl.trainer.resuming import options_to_compare
@@ -58,7 +59,7 @@ class TrainingRun:
     ) -> None:
         self.spell, self.argv = spell, argv
         self.callbacks: tuple[Any, ...] = ()
-        self.stopping = False
+        self.stopping = self.remembered = False
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
@@ -73,6 +74,7 @@ class TrainingRun:
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         self.reporter: Any = None
+        self.painter: Painter | None = None
         self.folder: Any = None
         self.checkpoints: Any = None
         self.signals: Any = None
@@ -113,7 +115,9 @@ class TrainingRun:
             first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
             reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
             self.reporter = closing.enter_context(reporter)
+            self.painter = Painter(reporter, self.folder, config, self.engine, self.num_steps)
             self.engine.executor.progress = self.progress
+        self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
         said = (*self.images.remarks, *without_effect(config, self.engine), *filter(None, streamed), *remarks)
         for line in (title(config, self.engine), *said):
@@ -278,8 +282,8 @@ class TrainingRun:
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
                 reading.hear(result.told)
                 self.batch = reading.used
-                self.schedule.after_step()
                 self.interval.add(result.loss, len(batch.labels))
+                self.schedule.after_step()
                 self.tell("on_step_end", result)
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
@@ -294,6 +298,12 @@ class TrainingRun:
 
     def report(self) -> None:
         """Say how the steps went since the last report."""
+        if not self.remembered and self.interval.losses:
+            self.remembered = True
+            on_disk = self.config.parallel.offload == "disk"
+            memory = self.comm.all_gather_object(purposes_of(self.engine, self.meter.peak_bytes(), on_disk))
+            if self.painter is not None:
+                self.painter.remember(memory)
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
         use = expert_use(self.engine) if self.mixed else None
