@@ -17,13 +17,13 @@ from mpi4dl.options.config import Config, to_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.charts import Curve, chart, colour_of, number_text
 from mpi4dl.reports.evaluations import Evaluated, Judged, Measured, extremes
-from mpi4dl.reports.reading import Run, finite, flattened, not_finite, read_runs
+from mpi4dl.reports.reading import FoundRun, finite, flattened, not_finite, read_runs
 from mpi4dl.reports.thumbnails import find, thumbnail
 
 PAGE = "page.html"
 NOTHING = "-"
 OPERATION: tuple[str, ...] = ("images_per_second", "tokens_per_second", "data_wait", "comm_wait", "peak_memory_bytes")
-OPERATION += ("learning_rates", "skipped_steps", "loss_scale")
+OPERATION += ("learning_rate", "skipped_steps", "loss_scale")
 SHARES = ("data_wait", "comm_wait", "dropped_tokens")
 LOWER = ("loss", "error", "mae", "mse", "bits", "perplexity", "brier", "distance")
 MOST_EXAMPLES = 6
@@ -51,7 +51,7 @@ def write(paths: Sequence[Path], out: Path) -> list[str]:
     return [*said, f"{out}: {counted(len(runs), 'run')}, {out.stat().st_size / 1024:.0f} KiB"]
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[FoundRun]) -> str:
     """The page as HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -79,12 +79,12 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _head(run: Run, number: int) -> dict[str, Any]:
+def _head(run: FoundRun, number: int) -> dict[str, Any]:
     remarks = [*run.remarks, *not_finite(run)]
     return {"run": run, "colour": colour_of(number), "remarks": remarks, "path": str(run.path.absolute())}
 
 
-def table(runs: Sequence[Run], values: Sequence[Mapping[str, str]]) -> list[Row]:
+def table(runs: Sequence[FoundRun], values: Sequence[Mapping[str, str]]) -> list[Row]:
     """Everything that some run has, with what each run has; what differs comes first."""
     rows = []
     for name in dict.fromkeys(name for each in values for name in each):
@@ -93,7 +93,7 @@ def table(runs: Sequence[Run], values: Sequence[Mapping[str, str]]) -> list[Row]
     return sorted(rows, key=lambda row: not row.marked)
 
 
-def configurations(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
+def configurations(runs: Sequence[FoundRun]) -> tuple[list[Row], list[Row]]:
     """The options that differ between runs, or from their defaults; and all others."""
     import tomllib
 
@@ -109,7 +109,7 @@ def configurations(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
     return first, rest
 
 
-def _versions(run: Run) -> dict[str, str]:
+def _versions(run: FoundRun) -> dict[str, str]:
     found = {name: " ".join(text.split()) for name, text in run.versions.items()}
     if "mpi" in found:
         found["mpi"] = found["mpi"].partition(" MPICH Device")[0][:120]
@@ -129,7 +129,7 @@ def named(metric: str) -> tuple[str, float]:
     return metric.replace("images_per_second", "images/s").replace("_", " "), 1.0
 
 
-def _points(run: Run, phase: str, metric: str) -> list[tuple[int, float]]:
+def _points(run: FoundRun, phase: str, metric: str) -> list[tuple[int, float]]:
     _, factor = named(metric)
     return [(step, value * factor) for step, value in run.series(phase, metric)]
 
@@ -138,12 +138,12 @@ def _is_operation(metric: str) -> bool:
     return metric.startswith(OPERATION)
 
 
-def _names(runs: Sequence[Run], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
+def _names(runs: Sequence[FoundRun], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
     found = dict.fromkeys(name for phase in phases for run in runs for name in run.metrics(phase))
     return [name for name in found if _is_operation(name) == operation]
 
 
-def _charts(runs: Sequence[Run], operation: bool) -> Iterator[tuple[str, Markup]]:
+def _charts(runs: Sequence[FoundRun], operation: bool) -> Iterator[tuple[str, Markup]]:
     for metric in _names(runs, operation):
         name, _ = named(metric)
         curves = [
@@ -157,7 +157,7 @@ def _charts(runs: Sequence[Run], operation: bool) -> Iterator[tuple[str, Markup]
             yield name, Markup(picture)
 
 
-def results(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
     """For each phase and metric: of each run the last value, and the best with its step."""
     for phase in ("validation", "train"):
         for metric in _names(runs, operation=False, phases=(phase,)):
@@ -181,10 +181,10 @@ def results(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             yield {"name": f"{phase} {name}", "lower": lower, "cells": cells}
 
 
-def speeds(runs: Sequence[Run]) -> Iterator[Row]:
+def speeds(runs: Sequence[FoundRun]) -> Iterator[Row]:
     """Medians over all reports of a run of what it was like, and the most memory."""
     for metric in _names(runs, operation=True):
-        if metric.startswith(("learning_rates", "loss_scale")):
+        if metric.startswith(("learning_rate", "loss_scale")):
             continue
         name, _ = named(metric)
         peak = metric.endswith("_bytes")
@@ -193,7 +193,7 @@ def speeds(runs: Sequence[Run]) -> Iterator[Row]:
         yield Row(f"{name} ({'most' if peak else 'median'})", cells, False)
 
 
-def _validated(run: Run) -> list[Evaluated]:
+def _validated(run: FoundRun) -> list[Evaluated]:
     """The last confusion matrix that training reported, as an evaluation without images."""
     found = run.last_matrix()
     if found is None:
@@ -202,7 +202,7 @@ def _validated(run: Run) -> list[Evaluated]:
     return [Evaluated(where, run.path, "", {}, run.classes, matrix, ())]
 
 
-def _evaluation(run: Run, one: Evaluated) -> dict[str, Any]:
+def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
     folders = [one.folder, run.path]
     for root in (one.images_at, run.options.get("data.images", "")):
         folders += [Path(root), Path(root) / "val", Path(root) / "test"] if root else []
@@ -260,7 +260,7 @@ def _confusions(one: Evaluated) -> list[tuple[str, str, str]]:
     return [(a, b, number_text(n)) for n, a, b in sorted(pairs, key=lambda p: -p[0])[:MOST_CONFUSIONS]]
 
 
-def _memory(run: Run) -> dict[str, Any] | None:
+def _memory(run: FoundRun) -> dict[str, Any] | None:
     """A bar for each rank, as long as its peak beside that of the rank with most."""
     if run.portrait is None or not run.portrait.memory:
         return None
@@ -278,7 +278,7 @@ def _memory(run: Run) -> dict[str, Any] | None:
     return {"name": run.name, "bars": bars, "legend": list(colours.items()), "left": left, "table": cells}
 
 
-def _timeline(run: Run) -> dict[str, Any]:
+def _timeline(run: FoundRun) -> dict[str, Any]:
     assert run.portrait is not None
     drawn = run.portrait.timeline
     found: dict[str, Any] = {"name": run.name, "plan": run.portrait.plan, "picture": None, "legend": [], "words": ""}
@@ -289,7 +289,7 @@ def _timeline(run: Run) -> dict[str, Any]:
     return found | {"picture": Markup(as_svg(drawn)), "legend": legend(drawn), "words": f"a step of {words}{source}"}
 
 
-def _model(run: Run) -> dict[str, Any]:
+def _model(run: FoundRun) -> dict[str, Any]:
     assert run.portrait is not None
     rows = [(name, f"{values:,}", f"{trained:,}") for name, values, trained in run.portrait.modules]
     return {"name": run.name, "rows": rows[:MOST_MODULES], "left": max(0, len(rows) - MOST_MODULES)}

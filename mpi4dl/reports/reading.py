@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class FoundRun:
     """What a folder tells of a run. `options` and `versions` are text by name; `remarks` what is missing or damaged."""
 
     name: str
@@ -83,7 +83,7 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() or (path / METRICS).is_file()
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[FoundRun]:
     """The runs in these folders, named so that no two have the same name. Raises ValueError for what is no run."""
     for path in paths:
         if not path.is_dir():
@@ -105,7 +105,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [f"{n} ({names[:i].count(n) + 1})" if n in names[:i] else n for i, n in enumerate(names)]
 
 
-def _read(path: Path, name: str) -> Run:
+def _read(path: Path, name: str) -> FoundRun:
     remarks: list[str] = []
 
     def read(file: str, parse: Callable[[bytes], Any], otherwise: Any, why: str = "") -> Any:
@@ -136,7 +136,7 @@ def _read(path: Path, name: str) -> Run:
     evaluations, faults = evaluations_in(path)
     for fault in faults:
         remarks.append(fault)
-    return Run(
+    return FoundRun(
         name,
         path,
         portrait.title if portrait else options.get("model.model", ""),
@@ -261,7 +261,7 @@ def finite(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
-def not_finite(run: Run) -> list[str]:
+def not_finite(run: FoundRun) -> list[str]:
     """What to say of numbers that are none."""
     found = []
     for phase in ("train", "validation"):

@@ -49,7 +49,7 @@ class LogInterval:
         total = seconds * comm.size
         loss, rate = sum(self.losses) / len(self.losses), self.num_samples / seconds
         found = StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
-        found = replace(found, learning_rates=self.learning_rates or None)
+        found = replace(found, learning_rate=self.learning_rates or None)
         if self.tokens_in_sample is not None:
             found = replace(found, images_per_second=None, tokens_per_second=rate * self.tokens_in_sample)
         scaler = self.engine.scaler

@@ -28,8 +28,8 @@ class StepReport:
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
     for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
     `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
-    Of experts three are told, as `routing.ExpertUse` has them. `learning_rates` of the optimizer's groups are those of
-    the last of the steps.
+    Of experts three are told, as `routing.ExpertUse` has them. `learning_rate` is that of each of the optimizer's
+    groups in the last of the steps.
     """
 
     step: int
@@ -45,7 +45,7 @@ class StepReport:
     expert_imbalance: float | None = None
     dropped_tokens: float | None = None
     router_entropy: float | None = None
-    learning_rates: tuple[float, ...] | None = None
+    learning_rate: tuple[float, ...] | None = None
 
     def line(self, num_steps: int | None = None, left: str = "") -> str:
         """`num_steps` are those of the whole run, `left` is how long it still takes."""
@@ -217,17 +217,17 @@ class Reporter:
         self.close()
 
     def _report(self, phase: str, report: StepReport | ValidationReport, line: str) -> None:
-        values = {name: value for name, value in asdict(report).items() if value is not None}
+        values = scalars({name: value for name, value in asdict(report).items() if value is not None})
         self._metrics.append({"phase": phase} | values)
         if self._writer is not None:
-            for name, value in scalars(values).items():
+            for name, value in values.items():
                 if name != "step":
                     self._writer.add_scalar(f"{phase}/{name}", value, report.step)
         self.say(line)
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers by name; of several, such as the learning rates of groups, each by its number, and of one that alone."""
+    """Numbers by name; of several, such as the learning rates of groups, each with its number, unless it is alone."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The page of runs: sound HTML that needs no network, with the numbers of the runs, whatever is wrong with their folders."""
+"""A page of runs: sound HTML that needs no network, with the numbers of runs, whatever is wrong with their folders."""
 
 import json
 import os
@@ -86,7 +86,8 @@ def write_run(folder: Path, lr: float = 0.1, losses: tuple[Any, ...] = (2.345, 1
         "images_per_second": 12.5,
         "data_wait": 0.25,
         "peak_memory_bytes": 3 << 20,
-        "learning_rates": [lr, lr / 2],
+        "learning_rate/0": lr,
+        "learning_rate/1": lr / 2,
     }
     lines = [{"phase": "train", "step": 10 * i + 10, "epoch": i + 1, "loss": x} | common for i, x in enumerate(losses)]
     lines.append({"phase": "validation", "step": 20, "epoch": 2, "loss": 1.9, "metrics": {"accuracy": 0.625}})
@@ -108,7 +109,7 @@ def test_a_page_has_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixt
     for word in (
         "title of one", "done: 20 steps in 3 s", "2.345", "1.678 at step 20", "2.3 at step 10", "0.625", "12.5", "1.9",
         "train loss is not finite in 1 report, the first at step 20", "python 'a b'", "1,234,567", "6 MiB", "rank 2",
-        "learning rates 1", "StepLR",
+        "learning rate/1", "StepLR",
     ):  # fmt: skip
         assert word in page.text, word
     rows = re.findall(r"<tr class=\"marked\"><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", _raw(tmp_path))

@@ -178,7 +178,7 @@ def as_image(simulation: Simulation, scale: int = 2) -> Any:
             anchor = {"start": "lm", "middle": "mm", "end": "rm"}[mark.anchor]
             draw.text((x, y), mark.words, mark.colour or "black", font, anchor)
         else:
-            box = (x, y + scale, x + mark.width * scale - 1, y + (LANE_PX - 1) * scale)
+            box = (x, y + scale, x + max(mark.width * scale - 1, 0), y + (LANE_PX - 1) * scale)
             draw.rectangle(box, mark.colour, outline="white")
     for number, (colour, name) in enumerate(meanings):
         x, y = 110 * number * scale, (height + LANE_PX // 2) * scale
