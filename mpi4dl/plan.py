@@ -118,7 +118,7 @@ def planned(config: PlanConfig, flags: Sequence[str]) -> "Overview":
     num_classes, channels = images.number_of_classes(config), images.channels
     num_batches = len(images.loaders(config, lambda _: [], lambda _: [])[0])
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build_schedule(config, optimizer).require(build.number_of_steps(config, num_batches))
+    build_schedule(config, optimizer).begin(build.number_of_steps(config, num_batches))
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
     with as_a_rank(config, plan.num_ranks) as device:

@@ -1,8 +1,9 @@
 """Evaluations in the folder of a run: what was found of each image, and metrics with their intervals.
 
-    evaluation*.csv     a line an image: image, label, prediction, `probability NAME` of each class, error
-    evaluation*.json    {"metrics": {NAME: value}, "intervals": {NAME: [low, high]}, "confusion_matrix": [[...]],
-                         "classes": [...], "images": FOLDER}
+    evaluation*.csv     a line an image: image, label, prediction, `probability NAME` of each class, error; of masks
+                         how like they are, instead of label and prediction: dice, iou or accuracy
+    evaluation*.json    {"metrics": {NAME: {"value": 0.9, "low": 0.8, "high": 0.95, "level": 0.95}}, "classes": [...],
+                         "confusion": [[...]], "images": FOLDER}
 
 They lie in the folder or in folders of it that are named so. The two files of one name are one evaluation; each may be
 missing, and so may every key and column but `image`. Labels are names of classes, or numbers.
@@ -21,6 +22,7 @@ from mpi4dl._files import read_regular
 
 PREFIX = "evaluation"
 PROBABILITY = "probability"
+ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks
 MOST_CLASSES = 1000  # that a matrix is made of
 MOST_REMARKS = 3
 
@@ -35,7 +37,7 @@ class Judged(NamedTuple):
     wrong: float
 
 
-class Measured(NamedTuple):
+class Scored(NamedTuple):
     """A metric and its interval, if there is one; `of` says how that was found."""
 
     value: float
@@ -51,10 +53,20 @@ class Evaluated:
     name: str
     folder: Path
     images_at: str
-    metrics: Mapping[str, Measured]
+    metrics: Mapping[str, Scored]
     classes: tuple[str, ...]
     matrix: Sequence[Sequence[float]] | None
     images: tuple[Judged, ...]
+
+
+def is_matrix(value: Any) -> bool:
+    """Whether it is a square of numbers."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and len(row) == len(value) for row in value)
+        and all(isinstance(each, int | float) and not isinstance(each, bool) for row in value for each in row)
+    )
 
 
 def evaluations_in(run: Path) -> tuple[list[Evaluated], list[str]]:
@@ -67,7 +79,16 @@ def evaluations_in(run: Path) -> tuple[list[Evaluated], list[str]]:
         name = str(stem.relative_to(run))
         try:
             evaluated = _read(stem, name, faults)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, csv.Error, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            csv.Error,
+            RecursionError,
+        ) as error:
             faults.append(f"{name} is damaged: {' '.join(str(error).split())[:200]}")
             continue
         if evaluated is not None:
@@ -82,7 +103,7 @@ def _read(stem: Path, name: str, faults: list[str]) -> Evaluated | None:
     for suffix in (".json", ".csv"):
         file = stem.with_name(stem.name + suffix)
         if file.exists():
-            text = read_regular(file).decode(errors="replace")
+            text = read_regular(file).decode(errors="surrogateescape")
             if suffix == ".json":
                 told = json.loads(text)
             else:
@@ -96,13 +117,15 @@ def _read(stem: Path, name: str, faults: list[str]) -> Evaluated | None:
     if len(left_out) > MOST_REMARKS:
         faults.append(f"{name}: ... and {len(left_out) - MOST_REMARKS} images more have no result")
     classes = tuple(map(str, told.get("classes") or _classes(rows)))
-    matrix = told.get("confusion_matrix") or told.get("metrics", {}).get("confusion_matrix")
-    named = set(classes) >= {each for one in images for each in (one.label, one.prediction)}
-    if matrix is None and images and named and len(classes) <= MOST_CLASSES:
+    matrix = told.get("confusion")
+    if not is_matrix(matrix):
+        matrix = None
+    named = set(classes) >= {each for one in images for each in (one.label, one.prediction) if each}
+    if matrix is None and any(one.label for one in images) and named and len(classes) <= MOST_CLASSES:
         matrix = _counted(images, classes)
-    metrics = _metrics(told.get("metrics", {}), told.get("intervals", {}))
-    if images:
-        metrics = _with_own(metrics, images, numbers=not named)
+    metrics = _metrics(told.get("metrics", {}))
+    if not metrics and any(one.label for one in images):
+        metrics = _from(images, numbers=not named)
     return Evaluated(name, stem.parent, str(told.get("images", "")), metrics, classes, matrix, images)
 
 
@@ -125,12 +148,14 @@ def _class_of(column: str | None) -> str | None:
 
 
 def _images(rows: Sequence[Mapping[str, str]]) -> tuple[tuple[Judged, ...], list[str]]:
-    """What is judged, and of what is not, why."""
+    """What is judged, and of what is not, why. Masks are judged by how like they are, as by a probability."""
     found, left_out = [], []
     for row in rows:
         image, label, prediction = (row.get(column) or "" for column in ("image", "label", "prediction"))
         if row.get("error"):
             left_out.append(f"{image}: {row['error']}")
+        elif image and (alike := next((n for c in ALIKE if (n := _number(row.get(c))) is not None), None)) is not None:
+            found.append(Judged(image, "", "", alike, 0.0))
         elif image and label and prediction:
             probability = next((_number(row[c]) for c in row if _class_of(c) == label), None)
             a, b = _number(label), _number(prediction)
@@ -155,34 +180,32 @@ def _counted(images: Sequence[Judged], classes: Sequence[str]) -> list[list[floa
     return matrix
 
 
-def _metrics(values: Mapping[str, Any], intervals: Mapping[str, Any]) -> dict[str, Measured]:
-    """Metrics of one number, with their intervals: [low, high] beside them, or in an object with the value."""
+def _metrics(values: Mapping[str, Any]) -> dict[str, Scored]:
+    """Metrics of one number; those with an interval are objects that have its ends too."""
     found = {}
-    for name, value in values.items():
-        between = intervals.get(name)
-        if isinstance(value, dict):
-            between = [value.get("low"), value.get("high")]
-            value = value.get("value")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            ends = between if isinstance(between, list) and len(between) == 2 and None not in between else (None, None)
-            low, high = (None if end is None else float(end) for end in ends)
-            found[str(name)] = Measured(float(value), low, high, "" if low is None else "as evaluated")
+    for name, told in values.items():
+        value, low, high = (
+            (told.get(key) for key in ("value", "low", "high")) if isinstance(told, dict) else (told, 0, 0)
+        )
+        numbers = [None if each is None else float(each) for each in (value, low, high) if not isinstance(each, list)]
+        if len(numbers) < 3 or numbers[0] is None:
+            continue
+        known = isinstance(told, dict) and numbers[1] is not None and numbers[2] is not None
+        level = f"{100 * float(told.get('level', 0.95)):g} % of resamples" if known else ""
+        found[str(name)] = Scored(numbers[0], *(numbers[1:] if known else (None, None)), level)
     return found
 
 
-def _with_own(metrics: dict[str, Measured], images: Sequence[Judged], numbers: bool) -> dict[str, Measured]:
-    """Metrics that follow from what was predicted for each image, with intervals, where the evaluation has none."""
-    name = "mean absolute error" if numbers else "accuracy"
-    if name in metrics and metrics[name].low is not None:
-        return metrics
+def _from(images: Sequence[Judged], numbers: bool) -> dict[str, Scored]:
+    """What follows from the predictions for images, of which no metrics are told: the accuracy, or the mean error."""
     import torch
 
     from mpi4dl.tasks.bootstrap import bootstrap
 
     scores = torch.tensor([one.wrong if numbers else float(not one.wrong) for one in images], dtype=torch.float64)
     low, high, _ = bootstrap(lambda draw: float(scores[draw].mean()), len(scores))
-    value = metrics[name].value if name in metrics else float(scores.mean())
-    return metrics | {name: Measured(value, low, high, f"bootstrap of {len(scores)} images")}
+    how = f"95 % of resamples of {len(scores)} images"
+    return {"mean absolute error" if numbers else "accuracy": Scored(float(scores.mean()), low, high, how)}
 
 
 def extremes(evaluated: Evaluated, count: int) -> tuple[list[Judged], list[Judged]]:

@@ -16,7 +16,7 @@ from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.charts import Curve, chart, colour_of, number_text
-from mpi4dl.reports.evaluations import Evaluated, Judged, Measured, extremes
+from mpi4dl.reports.evaluations import Evaluated, Judged, Scored, extremes
 from mpi4dl.reports.reading import FoundRun, finite, flattened, not_finite, read_runs
 from mpi4dl.reports.thumbnails import find, thumbnail
 
@@ -221,7 +221,7 @@ def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
     }
 
 
-def _between(metric: Measured) -> str:
+def _between(metric: Scored) -> str:
     if metric.low is None or metric.high is None:
         return ""
     return f"{number_text(metric.low)} to {number_text(metric.high)}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
-from mpi4dl.reports.evaluations import Evaluated, evaluations_in
+from mpi4dl.reports.evaluations import Evaluated, evaluations_in, is_matrix
 from mpi4dl.trainer.folder import METRICS
 from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 
@@ -116,7 +116,7 @@ def _read(path: Path, name: str) -> FoundRun:
             remarks.append(f"there is no {file}{why}")
         except OSError as error:
             remarks.append(f"{file} cannot be read: {error.strerror or error}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             remarks.append(f"{file} is damaged: {' '.join(str(error).split())[:200]}")
         return otherwise
 
@@ -184,7 +184,7 @@ def _records(raw: bytes) -> tuple[tuple[Recorded, ...], list[str]]:
         if line.strip():
             try:
                 found.append(_recorded(json.loads(line)))
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
                 damaged.append(number)
     if not damaged:
         return tuple(found), []
@@ -202,7 +202,7 @@ def _recorded(line: Any) -> Recorded:
     if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError("no step")
     values = {key: value for key, value in line.items() if key not in COORDINATES}
-    matrices = {key: value for key, value in _leaves(values) if _is_matrix(value)}
+    matrices = {key: value for key, value in _leaves(values) if is_matrix(value)}
     return Recorded(phase, step, dict(_numbers(values)), matrices)
 
 
@@ -231,15 +231,6 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, Number):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
-
-
-def _is_matrix(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(row, list) and len(row) == len(value) for row in value)
-        and all(as_number(each) is not None for row in value for each in row)
-    )
 
 
 def _tail(raw: bytes) -> tuple[str, ...]:

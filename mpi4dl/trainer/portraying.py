@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from mpi4dl._memory import MemoryMeter
 from mpi4dl.engine import Engine
 from mpi4dl.forecast.dry_run import title
 from mpi4dl.forecast.forecast import foreseen
@@ -55,6 +56,15 @@ class Painter:
             path.write_text(self.portrait.text(), encoding="utf-8")
         except OSError as error:
             self._reporter.say(f"{path} cannot be written: {error.strerror}; the run goes on without")
+
+
+def remember(painter: Painter | None, config: Config, engine: Engine, meter: MemoryMeter) -> bool:
+    """Have rank 0's painter remember the memory of all ranks, once steps were made. Collective; True, as it is done."""
+    own = purposes_of(engine, meter.peak_bytes(), config.parallel.offload == "disk")
+    memory = engine.comm.all_gather_object(own)
+    if painter is not None:
+        painter.remember(memory)
+    return True
 
 
 def timeline_of(engine: Engine) -> Simulation | None:

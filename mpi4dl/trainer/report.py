@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from mpi4dl._wording import counted
 from mpi4dl.trainer.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.trainer.pictures import confusion_picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,8 @@ class StepReport:
 class ValidationReport:
     """One pass over what validates; `accuracy` is the share, 0 to 1, that was classified correctly, if anything was.
 
-    The loss of text that is predicted token by token is in bits per byte too.
+    The loss of text that is predicted token by token is in bits per byte too. `metrics` are others by name; the line
+    shows those that are one number. `best`: no validation before was as good.
     """
 
     step: int
@@ -83,13 +85,26 @@ class ValidationReport:
     loss: float
     accuracy: float | None
     bits_per_byte: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    best: bool = False
 
     def line(self) -> str:
         accuracy = () if self.accuracy is None else (f"accuracy {100 * self.accuracy:.1f} %",)
         bits = () if self.bits_per_byte is None else (f"{self.bits_per_byte:.3f} bits per byte",)
-        return "  ".join(
-            (f"step {self.step}", f"epoch {self.epoch}", f"validation loss {self.loss:#.4g}", *accuracy, *bits)
+        more = [
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float) and name != "accuracy"
+        ]
+        said = (
+            f"step {self.step}",
+            f"epoch {self.epoch}",
+            f"validation loss {self.loss:#.4g}",
+            *accuracy,
+            *bits,
+            *more,
         )
+        return "  ".join((*said, "best so far") if self.best else said)
 
 
 def summary(evaluation: Any, num_steps: int, seconds: float, num_unreadable: int) -> str:
@@ -122,15 +137,23 @@ class Reporter:
 
     Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
     stands below the lines; else they say how much time is left. Reports of steps after `first_step` that TensorBoard's
-    files hold already are hidden.
+    files hold already are hidden. Pictures of confusion matrices have the names of `classes`.
     """
 
-    def __init__(self, folder: RunFolder, total_steps: int, *, first_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        classes: Sequence[str] = (),
+    ) -> None:
         self._metrics = MetricsFile(folder)
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar: Any = None
         self._said = time.monotonic()
-        self._total_steps = total_steps
+        self._total_steps, self._classes = total_steps, classes
         self._first: tuple[int, float] | None = None  # the first step that was finished, and when
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
@@ -217,24 +240,24 @@ class Reporter:
         self.close()
 
     def _report(self, phase: str, report: StepReport | ValidationReport, line: str) -> None:
-        values = scalars({name: value for name, value in asdict(report).items() if value is not None})
+        values = {name: value for name, value in asdict(report).items() if value is not None}
+        values |= values.pop("metrics", {})
+        if not values.get("best", True):
+            del values["best"]
+        values |= numbered("learning_rate", values.pop("learning_rate", ()))
         self._metrics.append({"phase": phase} | values)
         if self._writer is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(f"{phase}/{name}", value, report.step)
+                elif isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+                    self.figure(f"{phase}/{name}", confusion_picture(value, self._classes), report.step)
         self.say(line)
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers by name; of several, such as the learning rates of groups, each with its number, unless it is alone."""
-    found: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, list | tuple):
-            found |= {name if len(value) == 1 else f"{name}/{i}": each for i, each in enumerate(value)}
-        else:
-            found[name] = value
-    return found
+def numbered(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Several numbers by name, each with its number, unless it is alone."""
+    return {name if len(values) == 1 else f"{name}/{i}": value for i, value in enumerate(values)}
 
 
 def _summary_writer(folder: RunFolder, first_step: int) -> Any:

@@ -158,22 +158,33 @@ def test_images_are_judged_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = run / "evaluation-test"
     folder.mkdir()
     (folder / "evaluation.csv").write_text("\n".join([*lines, "9.png,,,,,it is damaged"]) + "\n")
-    told = {"metrics": {"auc": 0.75, "confusion_matrix": None}, "intervals": {"auc": [0.5, 0.875]}}
-    (folder / "evaluation.json").write_text(json.dumps(told | {"images": str(images)}))
+    (folder / "evaluation.json").write_text(json.dumps({"images": str(images)}))
     ((found,), faults) = evaluations_in(run)
     assert found.matrix == [[4, 2], [0, 3]]
     best, worst = extremes(found, 3)
     assert [one.image for one in best] == ["0.png", "1.png", "6.png"]
     assert [one.image for one in worst] == ["5.png", "4.png", "3.png"]
-    assert found.metrics["auc"][:3] == (0.75, 0.5, 0.875)
     value, low, high, how = found.metrics["accuracy"]
     assert value == pytest.approx(7 / 9)
     assert low is not None and high is not None  # noqa: PT018
     assert 0 <= low < 7 / 9 < high <= 1
-    assert how == "bootstrap of 9 images"
+    assert how == "95 % of resamples of 9 images"
     assert faults == ["evaluation-test/evaluation: 9.png: it is damaged"]
     page = report(capsys, run)
     assert sum(tag == "img" for tag, _ in page.tags) == 8
+    told = {
+        "auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9},
+        "loss": 2,
+        "none": {"value": "nan", "low": None},
+    }
+    (folder / "evaluation.json").write_text(json.dumps({"metrics": told, "confusion": [[[1]]]}))
+    (folder / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\nb.png,0.75,\n")
+    ((masks,), _) = evaluations_in(run)
+    assert masks.matrix is None
+    assert masks.metrics["auc"] == (0.75, 0.5, 0.875, "90 % of resamples")
+    assert masks.metrics["loss"] == (2, None, None, "")
+    assert [one.image for some in extremes(masks, 1) for one in some] == ["b.png", "a.png"]
+    assert "75.0 % alike" in report(capsys, run).text
     assert page.text.count("no picture") == 1
 
 
