@@ -25,6 +25,8 @@ PROBABILITY = "probability"
 ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks
 MOST_CLASSES = 1000  # that a matrix is made of
 MOST_REMARKS = 3
+# What reading a file raises that is not what it should be.
+DAMAGED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, csv.Error)
 
 
 class Judged(NamedTuple):
@@ -79,16 +81,7 @@ def evaluations_in(run: Path) -> tuple[list[Evaluated], list[str]]:
         name = str(stem.relative_to(run))
         try:
             evaluated = _read(stem, name, faults)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            csv.Error,
-            RecursionError,
-        ) as error:
+        except DAMAGED as error:
             faults.append(f"{name} is damaged: {' '.join(str(error).split())[:200]}")
             continue
         if evaluated is not None:
@@ -184,15 +177,12 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, Scored]:
     """Metrics of one number; those with an interval are objects that have its ends too."""
     found = {}
     for name, told in values.items():
-        value, low, high = (
-            (told.get(key) for key in ("value", "low", "high")) if isinstance(told, dict) else (told, 0, 0)
-        )
-        numbers = [None if each is None else float(each) for each in (value, low, high) if not isinstance(each, list)]
-        if len(numbers) < 3 or numbers[0] is None:
-            continue
-        known = isinstance(told, dict) and numbers[1] is not None and numbers[2] is not None
-        level = f"{100 * float(told.get('level', 0.95)):g} % of resamples" if known else ""
-        found[str(name)] = Scored(numbers[0], *(numbers[1:] if known else (None, None)), level)
+        several = told if isinstance(told, dict) else {"value": told}
+        value, low, high = (_number(str(several.get(key))) for key in ("value", "low", "high"))
+        if value is not None:
+            known = low is not None and high is not None
+            how = f"{100 * float(several.get('level', 0.95)):g} % of resamples" if known else ""
+            found[str(name)] = Scored(value, low, high, how)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
-from mpi4dl.reports.evaluations import Evaluated, evaluations_in, is_matrix
+from mpi4dl.reports.evaluations import DAMAGED, Evaluated, evaluations_in, is_matrix
 from mpi4dl.trainer.folder import METRICS
 from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 
@@ -116,7 +116,7 @@ def _read(path: Path, name: str) -> FoundRun:
             remarks.append(f"there is no {file}{why}")
         except OSError as error:
             remarks.append(f"{file} cannot be read: {error.strerror or error}")
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+        except DAMAGED as error:
             remarks.append(f"{file} is damaged: {' '.join(str(error).split())[:200]}")
         return otherwise
 
@@ -184,7 +184,7 @@ def _records(raw: bytes) -> tuple[tuple[Recorded, ...], list[str]]:
         if line.strip():
             try:
                 found.append(_recorded(json.loads(line)))
-            except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            except DAMAGED:
                 damaged.append(number)
     if not damaged:
         return tuple(found), []

@@ -172,11 +172,7 @@ def test_images_are_judged_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert faults == ["evaluation-test/evaluation: 9.png: it is damaged"]
     page = report(capsys, run)
     assert sum(tag == "img" for tag, _ in page.tags) == 8
-    told = {
-        "auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9},
-        "loss": 2,
-        "none": {"value": "nan", "low": None},
-    }
+    told = {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}, "loss": 2, "none": {"value": "nan"}}
     (folder / "evaluation.json").write_text(json.dumps({"metrics": told, "confusion": [[[1]]]}))
     (folder / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\nb.png,0.75,\n")
     ((masks,), _) = evaluations_in(run)
