@@ -50,8 +50,11 @@ def environment() -> dict[str, Any]:
 
 
 def save_json(path: Path, results: Any) -> None:
+    """Write results with what they were measured on; a file that is there stays whole until it is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    new.replace(path)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -25,6 +25,15 @@ ANSWER_SECONDS = 1800.0
 STOP_SECONDS = 60.0
 
 
+def launcher(ranks: int) -> list[str]:
+    """The words that start so many ranks of what follows."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
+    if found is None:
+        raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
+    return [found, "-n", str(ranks)]
+
+
 @dataclass
 class Contestant:
     """A job of `ranks` processes that answers each line on its standard input with a line of JSON.
@@ -49,11 +58,7 @@ class Contestant:
     def start(self) -> None:
         command = [*self.launch, sys.executable, *self.arguments]
         if self.ranks > 1 and not self.launch:
-            mpirun = Path(sys.executable).with_name("mpirun")
-            launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
-            if launcher is None:
-                raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
-            command = [launcher, "-n", str(self.ranks), *command]
+            command = [*launcher(self.ranks), *command]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
         )

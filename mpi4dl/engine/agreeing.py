@@ -30,7 +30,8 @@ def agree_on_model(given: Started, manner: Manner | None, turns: bool, **facts: 
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
     settings = [options_of(group) for group in optimizer.param_groups]
     named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
-    problem = problem_with(optimizer, named, max(each.comm.size for each in held.together))
+    holders = max(each.comm.size for each in held.together)
+    problem = problem_with(optimizer, named, holders, given.plan.num_microbatches, given.plan.cuts_parameters)
     if problem is None and manner is not None:
         problem = manner.problem(name, turns)
     if problem is None and manner is not None and given.plan.cuts_parameters and not manner.elementwise:

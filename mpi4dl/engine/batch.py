@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.held import Part
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.visits import ImageSource
 from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.measuring import Measures
@@ -39,6 +41,16 @@ def settled(outputs: Any) -> Any:
         return spatial.gather(x) if small else x
 
     return pytree.tree_map(of, outputs)
+
+
+def require_batches_for(loss: Any, plan: Plan) -> None:
+    """Raise Refusal if a plan cuts batches that a loss looks at as a whole."""
+    if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
+        raise Refusal(
+            f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
+            f"{plan.num_microbatches}: leave out `microbatches`, `accumulate` and `bidirectional`, or choose another "
+            "`loss`"
+        )
 
 
 class InputFeed:

@@ -19,7 +19,7 @@ from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.agreeing import agree_on_model
-from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, spread
+from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
 from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
@@ -40,7 +40,6 @@ from mpi4dl.parallel.replicas.trial import manner_of
 from mpi4dl.parallel.replicas.update import stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
-from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -48,6 +47,7 @@ UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
     "torch.manual_seed with the same seed on all ranks, and draw on all ranks or on none between steps",
+    "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter",
 )
 Loss = Callable[[Any, Any], Tensor]
 Tell = Callable[[], Sequence[float]]
@@ -118,17 +118,13 @@ class Engine(Values):
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        require_batches_for(loss, plan)
         if clip_norm is not None and clip_value is not None:
             raise ValueError(
                 f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one"
             )
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
-        if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
-            raise Refusal(
-                f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
-                f"{plan.num_microbatches}: leave out `microbatches` and `bidirectional`, or choose another `loss`"
-            )
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
@@ -239,14 +235,15 @@ class Engine(Values):
         self._refuse_hooks()
         for part in self.held.parts.values():
             part.grid.foresight.begin()
-        self.groups.prepare()
+        self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
-        self.groups.finish()
+        unlike = self.groups.finish()
         for part in self.held.parts.values():
             part.grid.foresight.settle()
         drawn = self._drawn_since(before)
-        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
+        self.groups.call_hooks(self.executor.drawing_alike)
+        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
         if self.gradient_hook is not None and math.isfinite(norm):
             alike = self.executor.drawing_alike
             self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)
@@ -322,10 +319,11 @@ class Engine(Values):
         return after + 1 if shared and after != before else 0
 
     def _sum_up(
-        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = ()
+        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False
     ) -> tuple[float, float, tuple[float, ...]]:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
-        stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
+        stages = self.plan.num_stages
+        alike = (self._stepping.num_hooks, drawn, (1 + self.comm.rank) * unlike)  # no two ranks alike, if they are not
         squares = (n**2 for n in alike)
         own = self.groups.squares(stages, batch.total)
         found = torch.tensor([*own, *alike, *squares, *told], dtype=torch.float64)

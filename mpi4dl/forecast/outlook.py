@@ -72,27 +72,37 @@ class Outlook(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """The flags of a training by this plan."""
-        plan = self.plan
-        grids = [grid_name(tiles) for tiles in plan.tiles]
-        flags = {
-            "--stages": str(plan.num_stages),
-            "--tiles": grids[0] if len(set(grids)) == 1 else ",".join(grids),
-            "--data": str(plan.data),
-            "--microbatches": str(plan.microbatches),
-            "--schedule": plan.schedule,
-            "--bidirectional": str(plan.bidirectional),
-            "--chunks": str(plan.chunks),
-            "--zero": str(plan.zero),
-            "--tensor": str(plan.tensor),
-            "--experts": str(plan.experts),
-        }
+        """The flags of a training by this plan, but for those that say what is so anyhow."""
         usual = {"--schedule": "1f1b", "--bidirectional": "0", "--zero": "0"}
-        if self.stream is not None:
-            flags["--stream"] = grid_name(self.stream.counts)
-            flags["--stream-segments"] = str(self.stream.segments)
-        found = [word for name, value in flags.items() if value != usual.get(name, "1") for word in (name, value)]
-        return [*found, "--recompute"] if self.recompute else found
+        chosen = [flag for flag in plan_flags(self.plan).items() if flag[1] != usual.get(flag[0], "1")]
+        return [*(word for flag in chosen for word in flag), *self.saving]
+
+    @property
+    def saving(self) -> list[str]:
+        """The flags of what saves memory beside the plan."""
+        recompute = ["--recompute"] * self.recompute
+        if self.stream is None:
+            return recompute
+        counts, segments = grid_name(self.stream.counts), str(self.stream.segments)
+        return ["--stream", counts, "--stream-segments", segments, *recompute]
+
+
+def plan_flags(plan: Plan) -> dict[str, str]:
+    """What the training command calls what a plan decides, and what it is there."""
+    grids, ways = [grid_name(tiles) for tiles in plan.tiles], [str(number) for number in plan.batch_ways]
+    return {
+        "--stages": str(plan.num_stages),
+        "--tiles": grids[0] if len(set(grids)) == 1 else ",".join(grids),
+        "--batch-ways": ways[0] if len(set(ways)) == 1 else ",".join(ways),
+        "--data": str(plan.data),
+        "--microbatches": str(plan.microbatches),
+        "--schedule": plan.schedule,
+        "--bidirectional": str(plan.bidirectional),
+        "--chunks": str(plan.chunks),
+        "--zero": str(plan.zero),
+        "--tensor": str(plan.tensor),
+        "--experts": str(plan.experts),
+    }
 
 
 class _Way(NamedTuple):
@@ -124,9 +134,9 @@ class Forecaster:
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cuttable = Cuttable(outline(self.build).train())
+        self.cuttable = Cuttable(outline(self.build).train(), image=self.image)
         self._groups = groups_of(self.cuttable)
-        self._lowered = Cuttable(outline(self.build).train())
+        self._lowered = Cuttable(outline(self.build).train(), image=self.image)
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         microbatch = (self.image[0] // plan.num_microbatches, *self.image[1:])
@@ -135,7 +145,7 @@ class Forecaster:
     def outlook(self, plan: Plan, most_bytes: float) -> Outlook:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
 
-        Each under the lowest ZeRO stage with which it fits.
+        Each under the lowest ZeRO stage with which it fits, the plan's own or a higher one.
         """
         prices = self.prices(plan)
         counts = partition(prices.matrix)
@@ -189,7 +199,7 @@ class Forecaster:
         costs = Costs(*way.prices.of_stages(counts), tuple(messages), tuple(stage.kept for stage in way.memory))
         found = simulate(plan.table(), plan.placement, costs)
         shared = any(len(plan.holders(stage)) > 1 for stage in range(len(sizes)))
-        for zero in ZERO_STAGES if shared else ZERO_STAGES[:1]:
+        for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
             chosen = replace(plan, zero=zero)
             needed = self._needed(chosen, states, way.memory, found.peak_bytes, way.stream is not None)
             seconds = found.makespan_seconds + max(

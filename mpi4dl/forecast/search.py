@@ -107,17 +107,26 @@ class Ranking(NamedTuple):
 
 def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = float("inf")) -> Ranking:
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
-    asked = list(plans)
-    shapes = {site for plan in asked for site in forecaster.sites(plan)}
-    seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
-    forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
-    found = []
-    for plan in asked:
-        with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
-            found.append(forecaster.outlook(plan, most_bytes))
+    found = [each for each in outlooks(forecaster, list(plans), most_bytes) if each is not None]
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
         (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
     )
     return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))
+
+
+def outlooks(forecaster: Forecaster, plans: Sequence[Plan], most_bytes: float = float("inf")) -> list[Outlook | None]:
+    """What training by each of these plans would come to; None by one that cannot be. All are timed in TIMING_SECONDS.
+
+    With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
+    """
+    shapes = {site for plan in plans for site in forecaster.sites(plan)}
+    seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
+    forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
+    found: list[Outlook | None] = []
+    for plan in plans:
+        found.append(None)
+        with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
+            found[-1] = forecaster.outlook(plan, most_bytes)
+    return found

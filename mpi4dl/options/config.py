@@ -54,7 +54,7 @@ DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spre
 class Model:
     model: Any = option(
         "resnet18",
-        "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm; or an own one: "
+        "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS; or an own one: "
         "my_code.py:build or package.module:Class",
         PART,
     )

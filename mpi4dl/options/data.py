@@ -119,6 +119,8 @@ def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
+    if config.data.task == "survival":
+        return 1  # the risk
     if not asked and not classes:
         raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
     if asked is not None and asked < len(classes):

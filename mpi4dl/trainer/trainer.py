@@ -11,6 +11,7 @@ from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
 from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine, Evaluation
+from mpi4dl.forecast.visiting import stream_of
 from mpi4dl.options import build, parts
 from mpi4dl.options.config import Config, ConfigError, facts
 from mpi4dl.options.declare import from_keywords
@@ -22,7 +23,6 @@ from mpi4dl.trainer.patience import Patience
 from mpi4dl.trainer.resuming import as_it_was_cut
 from mpi4dl.trainer.run import TrainingRun
 from mpi4dl.trainer.texts import open_texts
-from mpi4dl.trainer.visiting import stream_of
 
 OWN_PARTS = (
     ("model", "model"),

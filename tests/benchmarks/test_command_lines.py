@@ -18,6 +18,7 @@ BENCHMARKS = (
         "peers",
         "spatial",
         "stages",
+        "sweep",
         "tensor_parallel",
     ),
     *("waiting", "zero"),

@@ -1,5 +1,6 @@
 """The search: which plans are looked at, which of them is best, and the flags that each is started by."""
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -83,6 +84,8 @@ def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
     limit = sizes[plans[0]] - 1
     sharing = search(forecaster(tmp_path / "a", 1.0), plans[:1], limit)
     assert [each.plan.zero for each in sharing.best] == [1]  # the lowest with which it fits
+    own = replace(plans[0], zero=2)
+    assert forecaster(tmp_path / "a", 1.0).outlook(own, limit).plan == own  # or its own
     nothing = search(forecaster(tmp_path / "a", 1.0), plans, 1000)
     assert (nothing.best, nothing.num_too_large) == ((), 3)
     assert "none fits; the smallest needs" in ranked(nothing, 2, 1000, [])[-1]

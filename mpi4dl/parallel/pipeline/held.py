@@ -219,7 +219,7 @@ def split(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return Held.whole(build(), plan, comm, styles=styles, device=device)
-    cuttable = Cuttable(model, whole)
+    cuttable = Cuttable(model, whole, image)
     counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)

@@ -35,11 +35,13 @@ class Alone:
     def end_pass(self) -> None:
         """What a pass computed is where it belongs."""
 
-    def finish(self) -> None:
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Hooks have seen all that there is, whichever there are."""
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
         self.used = [p.grad is not None for p in self.parameters]
+        return False
 
     def use(self, used: Sequence[bool]) -> None:
         """Some parameters took part in the loss elsewhere: here their gradients are zero."""

@@ -23,8 +23,10 @@ from mpi4dl.parallel.replicas.average import SLOT, Average
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
+from mpi4dl.parallel.replicas.postponed import call_hooks, postpone
 from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
+from mpi4dl.parallel.replicas.strides import seen_as
 from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
 
 State = dict[str, Any]
@@ -126,6 +128,7 @@ class ReplicaGroup:
         self.mirrored = mirrored
         self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
         self._versions = self._count_changes()
+        self._hooked: list[bool] = []
 
     @property
     def fixed(self) -> list[str]:
@@ -185,11 +188,17 @@ class ReplicaGroup:
         if changed is not None:
             raise Refusal(f"{changed} was changed {why}")
 
-    def prepare(self) -> None:
-        """Forget the gradients of the step before. Raises Refusal for what would not reach all who step."""
-        hooked = hook_on_gradient(dict(zip(self.names, self.parameters, strict=True)), self.comm.size)
-        if hooked is not None:
-            raise Refusal(hooked)
+    def prepare(self, num_passes: int = 1, in_parts: bool = False) -> None:
+        """Forget the gradients of the step before, and let hooks wait for whole ones of the step, of so many passes.
+
+        `in_parts`: ranks may have parts of parameters. Raises Refusal for what would not reach all who step.
+        """
+        named = dict(zip(self.names, self.parameters, strict=True))
+        problem = hook_on_gradient(named, isinstance(self.reducer, Alone), num_passes, in_parts)
+        if problem is not None:
+            raise Refusal(problem)
+        if isinstance(self.reducer, Reducer):
+            self._hooked = [postpone(p, self.reducer) for p in self.parameters]
         if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
             raise Refusal(
                 "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
@@ -217,15 +226,30 @@ class ReplicaGroup:
                 p.requires_grad_(True)
                 self.reducer.wake(i)
 
-    def finish(self) -> None:
-        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen."""
+    def finish(self) -> bool:
+        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen.
+
+        Returns whether ranks have hooks on the gradients of different parameters, which are not called then.
+        """
         if self._copied or self.mirrored:
             self._refuse_changes(
                 self._versions,
                 "while the model ran, which with ZeRO 3, low_precision_weights, offload or bidirectional not every "
                 "copy of it sees: train without these",
             )
-        self.reducer.finish()
+        unlike = self.reducer.finish(self._hooked)
+        self._hooked = [] if unlike else self._hooked
+        return unlike
+
+    def call_hooks(self) -> None:
+        """Call the hooks on the gradients of parameters. Collective."""
+        if any(self._hooked):
+
+            def changed(i: int, gradient: Tensor) -> Tensor:
+                return call_hooks(self.names[i], self.parameters[i], gradient) if self._hooked[i] else gradient
+
+            with torch.no_grad():
+                self.reducer.change(changed)
 
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
@@ -333,11 +357,15 @@ class ReplicaGroup:
             own = self.layout.own(number)
             for span in self.layout.spans(number, own):
                 found = None
+                p = self.parameters[span.member]
                 if self.reducer.used[span.member] and isinstance(self.reducer, Reducer) and self.zero:
                     begin = span.offset - own.start
                     found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
                 elif self.reducer.used[span.member]:
-                    gradient = self.parameters[span.member].grad
+                    gradient = p.grad
+                    if isinstance(self.reducer, Reducer) and not self.in_place:  # the optimizer had a copy of it
+                        begin = span.offset - span.start
+                        gradient = seen_as(self.reducer.owned(number)[begin : begin + p.numel()], p)
                     found = None if gradient is None else gradient.reshape(-1)[span.start : span.stop]
                 yield self.names[span.member], span, found
         for member, p in enumerate(self.parameters):

@@ -59,9 +59,9 @@ class ReplicaGroups:
         """The context of one backward pass of a stage."""
         return _all(group.one_pass(last) for of, group in self._groups if of == (stage,))
 
-    def prepare(self) -> None:
+    def prepare(self, num_passes: int, in_parts: bool) -> None:
         for group in self:
-            group.prepare()
+            group.prepare(num_passes, in_parts)
 
     def swap(self) -> None:
         for group in self:
@@ -84,11 +84,20 @@ class ReplicaGroups:
         for group in self:
             group.unfreeze(names)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
+        """Whether ranks of some group have hooks on the gradients of different parameters."""
+        unlike = False
         for stages, group in self._groups:
             with group.one_pass(last=True) if len(stages) > 1 else nullcontext():
                 pass
-            group.finish()
+            unlike |= group.finish()
+        return unlike
+
+    def call_hooks(self, alike: Callable[[Any], Any]) -> None:
+        """Within `alike(stages)`, call the hooks on the gradients of each group's parameters."""
+        for stages, group in self._groups:
+            with alike(stages):
+                group.call_hooks()
 
     def squares(self, num_stages: int, total: Tensor) -> list[float]:
         """Of each stage what adds up over ranks to the square of the gradient's norm; then the total. On the host."""

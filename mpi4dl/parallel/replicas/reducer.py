@@ -82,7 +82,7 @@ class Reducer:
         self._next = len(buckets)
         self._started: list[tuple[int, Tensor, Pending]] = []
         self._spare: dict[int, Tensor] = {}
-        self._collecting = False
+        self.collecting = False
 
     def attach(self) -> "Reducer":
         """Watch the parameters' gradients from now on. Collective."""
@@ -114,7 +114,7 @@ class Reducer:
         self._spare = {} if self.zero > 1 else self._spare | self._flat
         self._flat, self._filled, self._owned = {}, {}, {}
         self.used = [False] * len(self.parameters)
-        self._collecting = True
+        self.collecting = True
         if not accumulate:
             self.begin_pass(last=True)
 
@@ -132,7 +132,7 @@ class Reducer:
 
     def _arrived(self, i: int, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if not self._collecting or gradient is None:
+        if not self.collecting or gradient is None:
             return
         number, slot = self._place[i]
         if self._missing and number < self._next:
@@ -208,21 +208,27 @@ class Reducer:
             else:
                 self._owned[number] = part.clone()
 
-    def finish(self) -> None:
-        """Wait until the gradients are complete. Collective."""
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Wait until the gradients are complete. Collective.
+
+        `hooked` says of which of them this rank has hooks; whether other ranks have others is returned.
+        """
         self.end_pass()
-        flags = torch.tensor(self.used, dtype=torch.uint8)
+        flags = torch.tensor([*self.used, *hooked, *(not each for each in hooked)], dtype=torch.uint8)
         pending = self.comm.iall_reduce(flags, "max")
         self._collect(wait=True)
         pending.wait()
-        self._collecting = False
-        self.used = flags.bool().tolist()
+        self.collecting = False
+        self.used = flags[: len(self.used)].bool().tolist()
+        somewhere, elsewhere = flags[len(self.used) :].bool().view(2, -1)
+        unlike = bool((somewhere & elsewhere).any())
         if self.zero:
-            return
+            return unlike
         for number, flat in self._flat.items():
             for span in self.layout.spans(number):
                 p = self.parameters[span.member]
                 p.grad = self._view(span.member, flat[span.place]) if self.used[span.member] else None
+        return unlike
 
     def use(self, used: Sequence[bool]) -> None:
         """Some parameters took part in the loss elsewhere: here their gradients are zero."""

@@ -24,6 +24,14 @@ COLOURS = {
 }
 
 
+def draw(simulation: Simulation, path: Path) -> None:
+    """Write a timeline to a .txt file as text, to any other one as a PNG."""
+    if path.suffix == ".txt":
+        path.write_text(as_text(simulation) + "\n", encoding="utf-8")
+    else:
+        as_png(simulation, path)
+
+
 def as_text(simulation: Simulation, max_columns: int = 240) -> str:
     """One line a rank, time to the right, and a line of what it comes to.
 
