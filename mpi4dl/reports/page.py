@@ -247,7 +247,7 @@ def _matrix(one: Evaluated) -> dict[str, Any] | None:
     rows = []
     for i, row in enumerate(one.matrix):
         total = sum(row) or 1.0
-        rows.append([(number_text(n), f"{max(0.0, min(1.0, n / total)):.3f}", i == j) for j, n in enumerate(row)])
+        rows.append([(number_text(n), f"{0.7 * max(0.0, min(1.0, n / total)):.3f}", i == j) for j, n in enumerate(row)])
     return {"classes": _class_names(one, len(rows)), "rows": rows}
 
 

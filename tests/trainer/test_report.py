@@ -163,20 +163,22 @@ def test_learning_rates_texts_tables_and_pictures_are_in_tensorboard(tmp_path: P
     matrix = [[7, 3], [0, 0]]
     drawn = confusion_picture(matrix, ["cat", "<dog> $x$"])
     shown = captioned(torch.full((2, 1, 20, 30), 0.5), ["cat", "dog"], ["cat", "cat"])
-    with Reporter(RunFolder(tmp_path), total_steps=9) as reporter:
+    with Reporter(RunFolder(tmp_path), total_steps=9, classes=["cat", "<dog> $x$"]) as reporter:
+        reporter.validation(ValidationReport(3, 1, 0.5, None, metrics={"confusion": matrix}))
         reporter.step(replace(STEP, learning_rate=(0.5, 0.25)))
         reporter.text("options", "[a]\nb = '<script>'", 3)
         reporter.rows("modules", ("name", "values"), [("a|b", 7)], 3)
         reporter.figure("confusion", drawn, 3)
         reporter.figure("none", None, 3)
-    assert read_metrics(tmp_path)[0]["learning_rate/1"] == 0.25
+    assert read_metrics(tmp_path)[1]["learning_rate/1"] == 0.25
     events = read_events(tmp_path)
     assert [events.Scalars(f"train/learning_rate/{i}")[0].value for i in (0, 1)] == [0.5, 0.25]
     texts = [events.Tensors(f"{name}/text_summary")[0] for name in ("options", "modules")]
     found = [text.tensor_proto.string_val[0].decode() for text in texts]
     assert found == ["    [a]\n    b = '<script>'", "| name | values |\n|---|---|\n| a\\|b | 7 |"]
-    assert events.Tags()["images"] == ["confusion"]
-    (image,) = events.Images("confusion")
+    assert events.Tags()["images"] == ["validation/confusion", "confusion"]
+    (image,), (same,) = (events.Images(name) for name in events.Tags()["images"])
+    assert image.encoded_image_string == same.encoded_image_string
     assert (image.step, image.height, image.width) == (3, *drawn.shape[:2])
     assert tuple(drawn[-90, -90]) == tuple(round(255 + (c - 255) * 0.7) for c in GOOD)  # within the cell of 7 of 10
     assert [(shown == colour).all(-1).any() for colour in (WRONG, (128, 128, 128))] == [True, True]
