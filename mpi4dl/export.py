@@ -44,7 +44,8 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at
     from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
-    from mpi4dl.checkpoints.storage import Extent, Reader, Spec, StorageLayout, write
+    from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
+    from mpi4dl.parallel.replicas.whole import Shard
     from mpi4dl.trainer.description import FILE, KEY, described_by
 
     if not source.is_dir():
@@ -82,7 +83,7 @@ def export(source: Path, out: Path) -> list[str]:
             layout = StorageLayout.of(
                 {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about
             )
-            write(temporary, layout, [Extent(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
+            write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
         temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)
