@@ -89,7 +89,8 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     job, flags, folder = recorded
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
-    files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", PORTRAIT, WEIGHTS, "versions.json"]
+    files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS]
+    files.append("versions.json")
     assert names == sorted([*files, *logs])
     portrait = Portrait.of(json.loads((folder / PORTRAIT).read_text()))
     assert (portrait.num_steps, portrait.timeline, len(portrait.memory)) == (6, None, 4)
@@ -223,7 +224,8 @@ def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
     model = models.build("small_resnet", 2, num_filters=8)
     assert load_model(model, recorded.folder / WEIGHTS) == (set(), [])
     with safe_open(recorded.folder / WEIGHTS, "pt") as file:
-        assert file.metadata() == {"classes": '["dark", "light"]'}
+        assert file.metadata()["classes"] == '["dark", "light"]'
+        assert json.loads(file.metadata()["mpi4dl"]) == json.loads((recorded.folder / "model.json").read_text())
     loss, accuracy = validate(model, config)
     last = read_metrics(recorded.folder)[-1]
     assert (last["loss"], last["accuracy"]) == pytest.approx((loss, accuracy), rel=SINGLE)

@@ -82,8 +82,7 @@ class TrainingRun:
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         later: Any = None  # until `open`
-        self.reporter = self.painter = self.folder = self.checkpoints = self.signals = self.closing = later
-        self.about = later
+        self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = self.closing = later
 
     def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
         """What validation measures, and by what the best weights are told."""
