@@ -24,7 +24,7 @@ from mpi4dl.inference.records import table_row
 from mpi4dl.tasks.bootstrap import bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.task import MultiLabel, Regress, Segment, Task
+from mpi4dl.tasks.task import Regress, Segment, Task
 from mpi4dl.trainer.folder import finite
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
@@ -139,8 +139,7 @@ class _Collected:
             raise Refusal(f"the model's outputs are dense, but it is evaluated to {self.model.about.task}: predict")
         elif seen.outputs.whole is not None:
             outputs, targets = seen.outputs.whole.double(), seen.labels
-            kept = targets.is_floating_point() and not isinstance(self.task, MultiLabel)
-            targets = targets.double() if kept else targets.long()
+            targets = targets.double() if targets.is_floating_point() else targets
             if isinstance(self.task, Regress):
                 outputs = as_targets(outputs, targets)
             self.seen.append((outputs, targets))

@@ -40,7 +40,14 @@ class OfConfusion(MulticlassConfusionMatrix):
         return self.measure(self.confmat.double())
 
 
-class OfLabels(MultilabelConfusionMatrix):
+class _OfAnyNumbers:
+    """Takes 0 and 1 as numbers of any type, as tables of labels have them; torchmetrics takes whole ones."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds, target.long())  # type: ignore[misc]
+
+
+class OfLabels(_OfAnyNumbers, MultilabelConfusionMatrix):
     """The same where there are several labels: (labels, 2, 2), a label that is there if its probability is over 0.5."""
 
     def __init__(self, num_labels: int, measure: Measure, ignore_index: int) -> None:
@@ -124,7 +131,7 @@ def _numbers(metric: Any) -> Tensor:
     return torch.bincount(dim_zero_cat(metric.target), minlength=metric.num_classes)
 
 
-class AucOfLabels(MultilabelAUROC):
+class AucOfLabels(_OfAnyNumbers, MultilabelAUROC):
     """The mean of the areas under the ROC curves of labels that some samples have, and some do not."""
 
     def __init__(self, num_labels: int, ignore_index: int) -> None:
@@ -135,7 +142,7 @@ class AucOfLabels(MultilabelAUROC):
         return each[(targets == 1).any(0) & (targets == 0).any(0)].mean()
 
 
-class AveragePrecisionOfLabels(MultilabelAveragePrecision):
+class AveragePrecisionOfLabels(_OfAnyNumbers, MultilabelAveragePrecision):
     """The mean average precision of labels that some samples have."""
 
     def __init__(self, num_labels: int, ignore_index: int) -> None:
