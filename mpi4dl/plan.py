@@ -47,11 +47,13 @@ def show(argv: Sequence[str]) -> None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
     if asked.search or asked.ranks is not None:
-        print("\n".join(searched(config, asked, trained_on(config), shown.rank_gflops, flags)))
+        trained, samples = with_samples(config)
+        print("\n".join(searched(trained, asked, samples, shown.rank_gflops, flags)))
         return
     from mpi4dl.parallel.tables.drawing import draw
 
-    found = planned(config, trained_on(config), shown.rank_gflops, flags)
+    trained, samples = with_samples(config)
+    found = planned(trained, samples, shown.rank_gflops, flags)
     print(spelling(PlanConfig)(str(found)))
     if timeline is not None:
         try:
@@ -73,14 +75,17 @@ def training_flags(argv: Sequence[str]) -> list[str]:
     return own.parse_known_args(list(argv))[1]
 
 
-def trained_on(config: Config) -> TrainedOn:
-    """What is trained on. Raises ValueError and OSError."""
+def with_samples(config: Config) -> tuple[Config, TrainedOn]:
+    """What is trained on, and the task that is for it. Raises ValueError and OSError."""
+    from mpi4dl.options.tasks import build_task, with_task
     from mpi4dl.trainer.images import open_alone
     from mpi4dl.trainer.texts import open_text_alone
 
     samples = open_alone(config) if config.data.text is None else open_text_alone(config)
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
-    return TrainedOn(samples.number_of_classes(config), samples.channels, num_batches)
+    config = with_task(config, samples.training)
+    task = build_task(config, samples.training, samples.number_of_classes(config))
+    return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
 
 
 def timeline_of(asked: str) -> Path:

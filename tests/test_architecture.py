@@ -36,6 +36,7 @@ FLOORS = {
     "_files": 0,
     "_torchvision": 0,
     "_wording": 0,
+    "_patterns": 0,
 }
 # What a room on floor 1 may import at all: not all of floor 0.
 FLOOR_1_MAY_IMPORT = {"geometry": set(), "models": {"_torchvision"}, "datasets": {"geometry"}}

@@ -237,6 +237,7 @@ def of_example(comm: Communicator, name: str, folder: Path) -> Any:
 
     os.chdir(folder)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpi4dl.world", lambda: comm)
         patch.setattr("mpi4dl.comm.communicator.world", lambda: comm)
         patch.setattr("mpi4dl.trainer.trainer.world", lambda: comm)
         patch.setattr("mpi4dl.parallel.tiles.world", lambda: comm)

@@ -174,12 +174,6 @@ def overlapping() -> nn.Module:
     return model
 
 
-def hooked() -> nn.Module:
-    model = net()
-    model.get_parameter("first.bias").register_hook(lambda gradient: gradient.clamp(-1, 1))
-    return model
-
-
 class Remembering(Net):
     """With something in its state that is no tensor."""
 
@@ -208,7 +202,6 @@ def clipping(model: nn.Module) -> optim.Optimizer:
 Refused = tuple[Callable[[], nn.Module], Callable[[nn.Module], optim.Optimizer], int, str]
 REFUSED: dict[str, Refused] = {
     "again and first.weight are different parameters in the same memory": (overlapping, sgd, 0, "mean"),
-    "first.bias has a hook on its gradient": (hooked, sgd, 0, "mean"),
     "_extra_state of the model is no tensor": (Remembering, sgd, 0, "mean"),
     "1.weight of the model has no shape yet": (lazy, sgd, 0, "mean"),
     "Clipping steps by all parameters together, but ZeRO": (net, clipping, 1, "mean"),

@@ -30,6 +30,7 @@ class Kept(Protocol):
     optimizer: torch.optim.Optimizer
     executor: Executor
     num_steps: int
+    is_averaged: bool
 
     @property
     def scaler(self) -> Scaler: ...
@@ -38,4 +39,4 @@ class Kept(Protocol):
 
     def load_shards(self, read: ReadShard) -> None: ...
 
-    def untrained(self) -> dict[str, Tensor]: ...
+    def buffers(self) -> dict[str, Tensor]: ...

@@ -19,6 +19,7 @@ from mpi4dl.checkpoints.node import Damaged, Machine, Unreadable, parse
 from mpi4dl.checkpoints.storage import Range, uncovered
 
 MODEL = "model.safetensors"
+AVERAGE = "ema.safetensors"  # the average of a run's weights
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"

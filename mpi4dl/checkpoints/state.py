@@ -37,6 +37,8 @@ class _Known(NamedTuple):
 
 def capture(engine: Kept, extra: Mapping[str, Any]) -> Job:
     """A copy on the host of all that this rank writes. Collective. Raises ValueError for what cannot be kept."""
+    if engine.is_averaged:
+        raise ValueError("a checkpoint was asked for while the weights are their average: leave `averaged()` before it")
     scaler = engine.scaler
     model, optimizer = _values(engine, list(engine.shards()))
     state = {
@@ -64,7 +66,7 @@ def model_values(engine: Kept) -> Values:
 
 def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
     """The files of the model and of the optimizer."""
-    held, rest = engine.held, engine.untrained()
+    held, rest = engine.held, engine.buffers()
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
         known |= found
@@ -97,10 +99,6 @@ def _firsts(engine: Kept, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> di
     return found
 
 
-def _trained(engine: Kept) -> set[str]:
-    return {_own_name(engine, name) for name in engine.held.trained}
-
-
 def _own_name(engine: Kept, name: str) -> str:
     """The one under which a value is stored that has several names."""
     return engine.held.ties.get(name, name)
@@ -126,11 +124,10 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     held, optimizer = engine.held, engine.optimizer
     for group, known in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update(known)
-    trained = _trained(engine)
+    parameters = {name for same in held.names_of.values() for name in same}
     for module in held.modules_of.values():
-        names = {name: _own_name(engine, name) for name in module.state_dict()}
-        rest = {name: saved.model.whole(own) for name, own in names.items() if own not in trained}
-        module.load_state_dict(rest, strict=False)
+        buffers = {name: _own_name(engine, name) for name in module.state_dict() if name not in parameters}
+        module.load_state_dict({name: saved.model.whole(own) for name, own in buffers.items()}, strict=False)
     slots: dict[str, list[str]] = {}
     for key in saved.optimizer.layout.specs:
         slot, _, name = key.partition("/")

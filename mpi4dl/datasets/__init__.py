@@ -9,6 +9,8 @@ from mpi4dl.datasets.augment import Augmentation, Variation
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image, printable
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.loader import Batch, Loader
+from mpi4dl.datasets.mixing import Mixup
+from mpi4dl.datasets.sampling import class_counts
 from mpi4dl.datasets.sources import open
 from mpi4dl.datasets.view import View
 from mpi4dl.datasets.volumes import open_volume
@@ -21,9 +23,11 @@ __all__ = [
     "DatasetError",
     "Image",
     "Loader",
+    "Mixup",
     "Variation",
     "View",
     "adapt",
+    "class_counts",
     "open",
     "open_image",
     "open_volume",

@@ -1,35 +1,72 @@
-"""A dataset of the user's own as the loaders need it: its face looked at once, its samples named."""
+"""A dataset of the user's own as the loaders need it: its face looked at once, its samples named and checked.
 
+One that answers `mpi4dl.datasets.Dataset` reads boxes; any other that PyTorch's DataLoader takes, with `__len__` and
+`__getitem__`, gives whole samples, of which boxes are cut.
+"""
+
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4dl.datasets.base import DatasetError, Image
+import numpy as np
+import torch
+
+from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values, unit_values
+from mpi4dl.datasets.mapped import MappedSamples
+from mpi4dl.geometry import Interval
 
 FACE = ("__len__", "label", "image", "channels")
+TASKS = ("classify", "multilabel", "regress", "survival", "segment")
+_LOOKED_AT = 3
+_LOOKS = 4  # at each sample, since a flip at random leaves half of the images alone
+_UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders raise of damaged files
 
 
 class OwnDataset:
     """A dataset of the user's; a sample without a name is called by its number.
 
+    What its labels are for is `task` of the user's, or what a label looks like: an integer is a class, integers of 0
+    and 1 are multilabel, floating point is to be estimated, and two dims or more are a mask.
+
     Raises:
-        DatasetError: it lacks a part of what `base.Dataset` names, or has no samples.
+        DatasetError: it lacks a part of what `base.Dataset` names, has no samples, or gives something else for them.
     """
 
     def __init__(self, whole: Any) -> None:
-        kind = type(whole).__name__
+        self.kind = type(whole).__name__
+        self.remarks: tuple[str, ...] = ()
+        if not hasattr(whole, "image") and hasattr(whole, "__getitem__") and hasattr(whole, "__len__"):
+            self._require_samples(whole)
+            whole = MappedSamples(whole)
+            self.remarks = (
+                f"{self.kind} gives whole samples: each rank reads all of an image for its box of it, as it is, and "
+                "flips, crops and normalises that; a dataset with image(index) reads boxes",
+            )
         missing = [name for name in FACE if not hasattr(whole, name)]
         if missing:
             raise DatasetError(
-                f"the dataset {kind} has no {', '.join(missing)}: it needs __len__, channels, label(index) and "
-                "image(index), as mpi4dl.datasets.Dataset says"
+                f"the dataset {self.kind} has no {', '.join(missing)}: it needs __len__, channels, label(index) and "
+                "image(index), as mpi4dl.datasets.Dataset says, or __len__ and __getitem__(index) -> (image, target)"
             )
-        if len(whole) < 1:
-            raise DatasetError(f"the dataset {kind} has no samples")
+        self._require_samples(whole)
         if not isinstance(whole.channels, int) or whole.channels < 1:
-            raise DatasetError(f"the dataset {kind} has {whole.channels!r} channels: it must be a number of at least 1")
+            raise DatasetError(
+                f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
+            )
         self.whole = whole
-        self.classes: tuple[str, ...] = tuple(map(str, getattr(whole, "classes", ())))
         self.channels: int = whole.channels
+        self._shape: tuple[int, ...] | None = None
+        self.task = self._task()
+        self.classes: tuple[str, ...] = self._classes()
+        if len({self.print() for _ in range(_LOOKS)}) > 1:
+            raise DatasetError(
+                f"the dataset {self.kind} gives another image or label of one sample each time, so that ranks would "
+                "have other ones: leave its random transforms to `flip`, `random_crop`, `jitter` and `transforms`"
+            )
+
+    def _require_samples(self, whole: Any) -> None:
+        if len(whole) < 1:
+            raise DatasetError(f"the dataset {self.kind} has no samples")
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -38,17 +75,137 @@ class OwnDataset:
         return str(self.whole.name(index)) if hasattr(self.whole, "name") else str(index)
 
     def label(self, index: int) -> Any:
-        return self.whole.label(index)
+        """The label of a sample, which has as many numbers as that of any other. Raises DatasetError."""
+        try:
+            found = self.whole.label(index)
+        except _UNREADABLE as error:
+            raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
+        if hasattr(found, "read"):
+            return found
+        label = self._numbers(found, index)
+        if label.dim() < 2:
+            self._shape = label.shape if self._shape is None else self._shape
+            if label.shape != self._shape:
+                raise DatasetError(
+                    f"the dataset {self.kind} has labels of {_sized(self._shape)} and, of sample {index}, of "
+                    f"{_sized(label.shape)}: all must be alike"
+                )
+        return found
+
+    def _numbers(self, found: Any, index: int) -> torch.Tensor:
+        try:
+            return torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise DatasetError(
+                f"the dataset {self.kind} gives {found!r} as the label of sample {index}: expected a class from 0 on, "
+                "numbers, or a mask"
+            ) from None
 
     def image(self, index: int) -> Image:
-        found: Image = self.whole.image(index)
+        """The image of a sample, which is looked at as it is read. Raises DatasetError."""
+        try:
+            found = self.whole.image(index)
+        except _UNREADABLE as error:
+            raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
+        return _OwnImage(found, f"{self.kind}[{self.name(index)}]", self.channels)
+
+    def _task(self) -> str:
+        asked = getattr(self.whole, "task", None)
+        if asked is not None and asked not in TASKS:
+            raise DatasetError(f"the dataset {self.kind} is for {asked!r}: its task must be one of {', '.join(TASKS)}")
+        for index in range(min(_LOOKED_AT, len(self))):
+            try:
+                return asked or self._told_by(self.label(index), index)
+            except BadImage:
+                continue
+        return asked or "classify"
+
+    def _told_by(self, found: Any, index: int) -> str:
+        label = None if hasattr(found, "read") else self._numbers(found, index)
+        if label is None or label.dim() > 1:
+            return "segment"
+        if label.is_floating_point():
+            return "regress"
+        return "classify" if label.dim() == 0 else "multilabel" if {*label.tolist()} <= {0, 1} else "regress"
+
+    def _classes(self) -> tuple[str, ...]:
+        """The user's, or numbers where the labels say how many there are; () if nobody does."""
+        named = getattr(self.whole, "classes", ())
+        if named is None or isinstance(named, str) or not hasattr(named, "__iter__"):
+            raise DatasetError(f"the dataset {self.kind} has classes {named!r}: expected their names")
+        if self.task == "survival":
+            return ("risk",)
+        if self.task in ("multilabel", "regress") and (not named or len(tuple(named)) != self._width):
+            return tuple(map(str, range(self._width)))
+        return tuple(map(str, named))
+
+    @property
+    def _width(self) -> int:
+        return 1 if not self._shape else self._shape[0]
+
+    def print(self) -> int:
+        """A checksum of some samples: of their labels, and of the first and the last pixel of their images."""
+        found = 0
+        if isinstance(self.whole, MappedSamples):
+            self.whole.forget()
+        for index in {0, len(self) // 2, len(self) - 1}:
+            try:
+                label, image = self.label(index), self.image(index)
+                if not hasattr(label, "read"):
+                    found = zlib.crc32(np.ascontiguousarray(self._numbers(label, index).cpu().numpy()).data, found)
+                for corner in ([Interval(0, 1)] * len(image.size), [Interval(n - 1, n) for n in image.size]):
+                    found = zlib.crc32(np.ascontiguousarray(image.read(*corner)).data, found)
+            except BadImage:
+                continue
         return found
+
+
+class _OwnImage:
+    """An image of the user's, whose answers are looked at."""
+
+    def __init__(self, found: Any, name: str, channels: int) -> None:
+        self._found, self._name, self._channels = found, name, channels
+        try:
+            self.size = tuple(int(side) for side in found.size)
+            found.read  # noqa: B018  # that there is one
+        except (AttributeError, TypeError, ValueError):
+            raise DatasetError(
+                f"the image of {name} is a {type(found).__name__}: it needs size, such as (height, width), and "
+                "read(rows, cols)"
+            ) from None
+        if not 1 <= len(self.size) <= 3 or min(self.size) < 1:
+            raise DatasetError(f"the image of {name} has size {self.size}: expected pixels along 1 to 3 axes")
+
+    def read(self, *space: Interval) -> Values:
+        try:
+            found = np.asarray(self._found.read(*space))
+        except _UNREADABLE as error:
+            raise BadImage(self._name, f"cannot be read: {error}") from error
+        wanted = (*(interval.length for interval in space), self._channels)
+        if found.shape != wanted or found.dtype.kind not in "biuf":
+            raise DatasetError(
+                f"the image of {self._name} gives {found.dtype} values of shape {found.shape} for a box of "
+                f"{' x '.join(map(str, wanted[:-1]))} pixels: expected numbers of shape {wanted}, channels last"
+            )
+        return unit_values(found)
 
 
 def adapt(found: Any) -> OwnDataset | tuple[OwnDataset, OwnDataset]:
     """A dataset, or a pair of them to train on and to validate with. Raises DatasetError."""
-    if isinstance(found, Sequence) and not hasattr(found, "image"):
+    if isinstance(found, tuple | list):
         if len(found) != 2:
             raise DatasetError(f"{len(found)} datasets: expected one, or a pair to train on and to validate with")
-        return OwnDataset(found[0]), OwnDataset(found[1])
+        training, validation = OwnDataset(found[0]), OwnDataset(found[1])
+        for name in ("channels", "task", "classes"):
+            mine, theirs = getattr(training, name), getattr(validation, name)
+            if mine != theirs:
+                raise DatasetError(
+                    f"the datasets {training.kind} and {validation.kind}, to train on and to validate with, have "
+                    f"{name} {mine} and {theirs}: they must be alike"
+                )
+        return training, validation
     return OwnDataset(found)
+
+
+def _sized(shape: Sequence[int]) -> str:
+    return f"{shape[0]} numbers" if shape else "one number"

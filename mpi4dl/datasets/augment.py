@@ -5,15 +5,15 @@ input: ranks that hold tiles of one image need not speak to each other to agree.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.datasets.base import Values
 
-# Keeps the random numbers of augmentation and shuffling apart where their seeds are equal.
-AUGMENT_STREAM, SHUFFLE_STREAM = 1, 2
+# Keeps random numbers for several purposes apart where their seeds are equal.
+AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM = 1, 2, 3, 4
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
@@ -25,6 +25,7 @@ class Variation:
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
     resized images and of slides, and `deep` that of volumes. `brightness`, `contrast` and `saturation` are factors.
+    `key` is (seed, epoch, sample), by which a transform of the user's draws; empty in validation.
     """
 
     crop: float = 1.0
@@ -37,6 +38,7 @@ class Variation:
     saturation: float = 1.0
     deep: float = 0.5
     flip_depth: bool = False
+    key: tuple[int, ...] = field(default=(), compare=False)
 
     def places(self, num_axes: int) -> tuple[float, ...]:
         """Where the crop is along each of the axes of an image of so many."""
@@ -90,6 +92,7 @@ class Augmentation:
             saturation=_factor(self.saturation, u[7]),
             deep=u[8],
             flip_depth=self.flip_depth and u[9] < 0.5,
+            key=(seed, epoch, index),
         )
 
 

@@ -15,6 +15,9 @@ Pixels = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
+IGNORED = -100  # the default of `ignore_index` in PyTorch's losses
+
+
 class DatasetError(ValueError):
     """A source of images or text cannot be used: the message says what was asked, what is expected, and what to do.
 
@@ -63,8 +66,52 @@ class Image(Protocol):
         """
 
 
+class MaskImage(Protocol):
+    """A mask, of which any box can be read."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """That of its image."""
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        """The classes of the pixels of a box, (rows, columns), int64; -100 is none. Raises BadImage."""
+
+
 class Dataset(Protocol):
-    """Labelled images by index. Every rank has the same ones in the same order, and reads only its own boxes."""
+    """Labelled images by index. Every rank has the same ones in the same order, and reads only its own boxes.
+
+    A dataset of your own is any object that answers these, and its images the two questions of `Image`:
+
+        from pathlib import Path
+        import numpy as np
+
+        class Scans:
+            classes = ("healthy", "tumour")
+            channels = 3
+
+            def __init__(self, root):
+                self.paths = sorted(Path(root).glob("*/*.npy"))
+
+            def __len__(self):
+                return len(self.paths)
+
+            def label(self, index):
+                return self.classes.index(self.paths[index].parent.name)
+
+            def image(self, index):
+                return Scan(np.load(self.paths[index], mmap_mode="r"))
+
+        class Scan:
+            def __init__(self, pixels):
+                self.pixels, self.size = pixels, pixels.shape[:2]
+
+            def read(self, rows, cols):
+                return self.pixels[rows.start : rows.stop, cols.start : cols.stop]
+
+    `--dataset my_code.py:Scans --dataset-options root=scans` trains on them. It may say more: `name(index)`, which
+    stays that of a sample when others come or go, so that setting some aside for validation moves no other; `task`,
+    what labels are for (classify, multilabel, regress, survival, segment), if they do not tell.
+    """
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -77,7 +124,11 @@ class Dataset(Protocol):
     def label(self, index: int) -> Any:
         """What is to be learnt of image `index`: its class, as an index into `classes`, and then opens no file; or a
         number or several, as a sequence, array or tensor; or a mask, of two dims or more: (..., height, width) of the
-        image as it is read, which is shown cropped, resized and flipped with it.
+        image as it is read, which is shown cropped, resized and flipped with it. A mask may also be an object with
+        `size` and `read`, as an image, whose boxes are integers (rows, columns).
+
+        Raises:
+            BadImage: there is a file of it, and it cannot be opened.
         """
 
     def image(self, index: int) -> Image:
@@ -86,6 +137,11 @@ class Dataset(Protocol):
         Raises:
             BadImage: the file cannot be opened.
         """
+
+
+def task_of(dataset: Any) -> str:
+    """What the labels of a dataset are for: one class per image, if it does not say."""
+    return getattr(dataset, "task", "classify")
 
 
 class WholeImage:

@@ -14,7 +14,8 @@ from mpi4dl.geometry import Box
 class LazyImages:
     """The samples `indices` of a dataset, as `view` shows them in this epoch.
 
-    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type.
+    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners` each counts
+    `share`, and its partner the rest: see mixing.py.
     """
 
     dataset: Dataset
@@ -22,6 +23,8 @@ class LazyImages:
     indices: tuple[int, ...]
     epoch: int
     dtype: torch.dtype = torch.float32
+    partners: tuple[int, ...] = ()
+    share: float = 1.0
 
     @property
     def shape(self) -> torch.Size:
@@ -29,7 +32,8 @@ class LazyImages:
 
     def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
         """Those at these positions."""
-        return replace(self, indices=tuple(self.indices[position] for position in positions))
+        kept = [tuple(of[position] for position in positions) if of else () for of in (self.indices, self.partners)]
+        return replace(self, indices=kept[0], partners=kept[1])
 
     def read(self, box: Box) -> torch.Tensor:
         """Some samples, and some pixels along each axis of space: (samples, C, *space).
@@ -37,9 +41,15 @@ class LazyImages:
         Raises:
             DatasetError: an image cannot be read.
         """
+        tile = self._read(self.indices, box)
+        if self.partners:
+            tile.mul_(self.share).add_(self._read(self.partners, box), alpha=1.0 - self.share)
+        return tile
+
+    def _read(self, indices: tuple[int, ...], box: Box) -> torch.Tensor:
         tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
         if not box.empty:
-            for index, out in zip(self.indices[slice(*box.batch)], tile, strict=True):
+            for index, out in zip(indices[slice(*box.batch)], tile, strict=True):
                 variation = self.view.variation(index, self.epoch)
                 self.view.tile(self.dataset.image(index), *box.space, variation=variation, out=out.numpy())
         return tile

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol, cast
 
-import numpy as np
-
-from mpi4dl.datasets.augment import SHUFFLE_STREAM
 from mpi4dl.datasets.base import Dataset
+from mpi4dl.datasets.mixing import Mixup
 from mpi4dl.datasets.prefetch import Prefetcher
+from mpi4dl.datasets.sampling import Sampling, balanced, classes_of, shuffled
 from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
@@ -43,13 +42,15 @@ class Loader:
     what opening an image finds wrong with it is found beforehand.
 
     `num_workers` threads read ahead, up to `prefetch` batches; 0 reads in the caller's thread when a batch is wanted.
-    The order of samples depends on (`seed`, epoch) alone, never on the number of workers.
+    The order of samples depends on (`seed`, epoch) alone, never on the number of workers: by `sampling` "shuffled" each
+    once, by "balanced" each class equally often. Mixed by `mixup`, a sample's box is read with the same of its partner.
 
     Attributes:
         wait_seconds: how long the consumer has waited for batches, since the loader was made.
 
     Raises:
-        ValueError: a batch size, a number of workers or a depth that cannot be, or nothing left by `drop_last`.
+        ValueError: a batch size, a number of workers or a depth that cannot be, nothing left by `drop_last`, or samples
+            without a class that are to be balanced.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Loader:
         prefetch: int = 2,
         on_bad_image: Literal["error", "report"] = "error",
         lazy: bool = False,
+        sampling: Sampling = "shuffled",
+        mixup: Mixup | None = None,
     ) -> None:
         if batch_size < 1 or num_workers < 0 or prefetch < 1:
             asked = f"batch_size={batch_size}, num_workers={num_workers}, prefetch={prefetch}"
@@ -76,7 +79,7 @@ class Loader:
         if view is None:
             self._samples = cast(Batches, dataset)
         else:
-            self._samples = ShownImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy)
+            self._samples = ShownImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy, mixup)
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "
@@ -85,6 +88,7 @@ class Loader:
         self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._prefetch = num_workers, prefetch
+        self._classes = classes_of(dataset) if sampling == "balanced" else None
         self.wait_seconds = 0.0
 
     def __len__(self) -> int:
@@ -131,4 +135,6 @@ class Loader:
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(len(self._samples)))
-        return np.random.default_rng((SHUFFLE_STREAM, self._seed, epoch)).permutation(len(self._samples)).tolist()
+        if self._classes is not None:
+            return balanced(self._classes, self._seed, epoch)
+        return shuffled(len(self._samples), self._seed, epoch)

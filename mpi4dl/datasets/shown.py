@@ -1,13 +1,16 @@
 """Batches of images, each as a view shows it: this rank's boxes of a batch, and the labels of all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 
-from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image
+from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image
 from mpi4dl.datasets.lazy import LazyImages
+from mpi4dl.datasets.mixing import Blend, Mixup
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box
 
@@ -21,8 +24,9 @@ class Batch:
     `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them; int64
     (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and
     other integers as int64, floating point in its own type, and masks (samples, ..., height, width) as the images are
-    shown. `errors`, if the loader reports them, maps positions in the global batch to what is wrong with that image,
-    whose tiles are zeros. A position is there only on ranks that hold a part of the image, and perhaps not on all.
+    shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports
+    them, maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is
+    there only on ranks that hold a part of the image, and perhaps not on all.
     `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
     """
 
@@ -41,79 +45,153 @@ class Batch:
 class ShownImages:
     """The images of a dataset as a view shows them.
 
-    With `reports`, what cannot be read is named in the batch; with `lazy`, tiles are `LazyImages`.
+    With `reports`, what cannot be read is named in the batch, masks too; with `lazy`, tiles are `LazyImages`. By
+    `mixup` samples are mixed, and then one is lost with its partner.
     """
 
     noun = "images"
 
-    def __init__(self, dataset: Dataset, view: View, reports: bool = False, lazy: bool = False) -> None:
-        self._dataset, self._view, self._reports, self._lazy = dataset, view, reports, lazy
+    def __init__(
+        self, dataset: Dataset, view: View, reports: bool = False, lazy: bool = False, mixup: Mixup | None = None
+    ) -> None:
+        self._dataset, self._view, self._reports, self._lazy, self._mixup = dataset, view, reports, lazy, mixup
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
         """The boxes of these images, and the labels of all of them."""
-        errors: dict[int, str] = {}
-        problems: list[str] = []
-        labels = [_label(self._dataset, index) for index in indices]
-        tiles = tuple(self._tile(box, indices, labels, epoch, errors, problems) for box in boxes)
-        shown = [
-            torch.from_numpy(self._view.mask(label.numpy(), self._view.variation(index, epoch)))
-            if self._is_mask(label)
-            else label
-            for index, label in zip(indices, labels, strict=True)
-        ]
-        return Batch(tiles, _stacked(shown, indices), indices, errors, next(iter(problems), None))
+        blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend)
+        labels = [reading.label(position) for position in range(len(indices))]
+        tiles = tuple(self._tile(reading, box, labels) for box in boxes)
+        stacked = _stacked(reading.shown(labels), indices)
+        errors = reading.errors
+        if self._mixup is not None and blend is not None:
+            stacked = self._mixup.labels(stacked, blend)
+            lost = {place: errors[other] for place, other in enumerate(blend.partners) if other in errors}
+            errors = lost | errors
+        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None))
 
-    def _tile(
-        self,
-        box: Box,
-        indices: tuple[int, ...],
-        labels: Sequence[torch.Tensor],
-        epoch: int,
-        errors: dict[int, str],
-        problems: list[str],
-    ) -> torch.Tensor | LazyImages:
+    def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
-        tile = torch.zeros((0 if self._lazy else samples, self._dataset.channels, *space))
-        for position in range(*box.batch) if not box.empty else ():
-            index = indices[position]
-            out = torch.empty(0) if self._lazy else tile[position - box.batch.start]
-            try:
-                image = self._dataset.image(index)
-                self._check_mask(labels[position], image, index)
-                if self._lazy:
-                    continue
-                variation = self._view.variation(index, epoch)
-                self._view.tile(image, *box.space, variation=variation, out=out.numpy())
-            except DatasetError as error:
-                if not self._reports:
-                    raise
-                if isinstance(error, BadImage):
-                    errors[position] = str(error)
-                else:
-                    problems.append(str(error))
-                out.zero_()
+        places = () if box.empty else range(*box.batch)
         if self._lazy:
-            return LazyImages(self._dataset, self._view, indices[slice(*box.batch)], epoch)
+            for position in places:
+                reading.open(position, labels)
+                if reading.blend is not None:
+                    reading.open(reading.blend.partners[position], labels)
+            partners = () if reading.blend is None else reading.blend.partners[slice(*box.batch)]
+            return LazyImages(
+                self._dataset,
+                self._view,
+                reading.indices[slice(*box.batch)],
+                reading.epoch,
+                partners=tuple(reading.indices[other] for other in partners),
+                share=1.0 if reading.blend is None else reading.blend.share,
+            )
+        tile = torch.zeros((samples, self._dataset.channels, *space))
+        for position, out in zip(places, tile, strict=False):
+            reading.into(out, position, box, labels)
+            if reading.blend is not None:
+                partner = torch.zeros_like(out)
+                reading.into(partner, reading.blend.partners[position], box, labels)
+                out.mul_(reading.blend.share).add_(partner, alpha=1.0 - reading.blend.share)
         return tile
 
-    def _is_mask(self, label: torch.Tensor) -> bool:
-        return label.dim() >= max(MASK_DIMS, len(self._view.size))
 
-    def _check_mask(self, label: torch.Tensor, image: Image, index: int) -> None:
-        if self._is_mask(label) and label.shape[-len(image.size) :] != image.size:
-            size = " x ".join(map(str, image.size))
+class _Reading:
+    """A batch that is being read: what was found wrong with it so far, by position, and what this rank is short of."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        view: View,
+        indices: tuple[int, ...],
+        epoch: int,
+        reports: bool,
+        blend: Blend | None,
+    ) -> None:
+        self.indices, self.epoch, self.blend = indices, epoch, blend
+        self._dataset, self._view, self._reports = dataset, view, reports
+        self.errors: dict[int, str] = {}
+        self.problems: list[str] = []
+
+    @contextmanager
+    def _reporting(self, position: int) -> Iterator[None]:
+        try:
+            yield
+        except DatasetError as error:
+            if not self._reports:
+                raise
+            if isinstance(error, BadImage):
+                self.errors[position] = str(error)
+            else:
+                self.problems.append(str(error))
+
+    def label(self, position: int) -> Any:
+        """A tensor, a mask that is yet to be read, or None if it cannot be."""
+        with self._reporting(position):
+            return _label(self._dataset, self.indices[position])
+        return None
+
+    def open(self, position: int, labels: Sequence[Any]) -> Image | None:
+        """The image at a position of the batch; None if it cannot be opened, or is not that of its mask."""
+        with self._reporting(position):
+            image = self._dataset.image(self.indices[position])
+            self._check_mask(labels[position], image, self.indices[position])
+            return image
+        return None
+
+    def into(self, out: torch.Tensor, position: int, box: Box, labels: Sequence[Any]) -> None:
+        """Read a box of the image at a position of the batch; zeros if it cannot be read."""
+        image = self.open(position, labels)
+        with self._reporting(position):
+            if image is not None:
+                variation = self._view.variation(self.indices[position], self.epoch)
+                self._view.tile(image, *box.space, variation=variation, out=out.numpy())
+                return
+        out.zero_()
+
+    def shown(self, labels: Sequence[Any]) -> list[torch.Tensor]:
+        """Labels as they are beside the images: masks as a view shows them. What cannot be read has no meaning."""
+        found: list[torch.Tensor | None] = []
+        for position, label in enumerate(labels):
+            shown = label
+            if label is not None and self._is_mask(label):
+                variation, shown = self._view.variation(self.indices[position], self.epoch), None
+                with self._reporting(position):
+                    mask = label.numpy() if isinstance(label, torch.Tensor) else label
+                    shown = torch.from_numpy(self._view.mask(mask, variation))
+            found.append(shown)
+        like = next((label for label in found if label is not None), torch.full(self._view.size, IGNORED))
+        nothing = torch.full_like(like, IGNORED if self._is_mask(like) else 0)
+        return [nothing if label is None else label for label in found]
+
+    def _is_mask(self, label: Any) -> bool:
+        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self._view.size))
+
+    def _check_mask(self, label: Any, image: Image, index: int) -> None:
+        if label is None or not self._is_mask(label):
+            return
+        size = " x ".join(map(str, image.size))
+        if not isinstance(label, torch.Tensor):
+            if tuple(label.size) != tuple(image.size):
+                found = " x ".join(map(str, label.size))
+                where = getattr(label, "path", f"the mask of sample {index}")
+                raise BadImage(where, f"is a mask of {found} pixels, but its image has {size}: they must be equal")
+        elif label.shape[-len(image.size) :] != image.size:
             raise ValueError(
                 f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
                 "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
             )
 
 
-def _label(dataset: Dataset, index: int) -> torch.Tensor:
-    """A label as a tensor: of integers, int64, and else of its own type."""
+def _label(dataset: Dataset, index: int) -> Any:
+    """A label as a tensor: of integers, int64, and else of its own type; or a mask that is yet to be read."""
     found = dataset.label(index)
+    if hasattr(found, "read") and hasattr(found, "size"):
+        return found
     try:
         label = torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import ceil, floor
-from typing import Protocol
+from typing import Any, Protocol
 
-from mpi4dl.datasets.base import Dataset, DatasetError, Image
+from mpi4dl.datasets.base import Dataset, DatasetError, Image, task_of
 
 _NO_SAMPLES: Mapping[str, bool] = {}
 
@@ -23,6 +23,7 @@ class Subset:
         self.whole, self.indices = whole, indices
         self.classes = whole.classes
         self.channels = whole.channels
+        self.task = task_of(whole)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -30,7 +31,7 @@ class Subset:
     def name(self, index: int) -> str:
         return self.whole.name(self.indices[index])
 
-    def label(self, index: int) -> int:
+    def label(self, index: int) -> Any:
         return self.whole.label(self.indices[index])
 
     def image(self, index: int) -> Image:

@@ -7,7 +7,7 @@ and closes it again. So no handle is ever shared between threads or carried over
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels
+from mpi4dl.datasets.base import BadImage, DatasetError, Image
 from mpi4dl.datasets.child import ask
 from mpi4dl.datasets.colour import WHITE
 from mpi4dl.datasets.orientation import TAG, upright
@@ -29,13 +29,15 @@ MOST_PIXELS_AT_ONCE = 178_956_970
 
 # JPEG XR, by both of its numbers: at some damaged files its decoder ends the process.
 DEADLY = (22610, 34934)
+LOSSY = (6, 7, *DEADLY, 33007, 34892)  # JPEG, JPEG XR, and JPEG under other numbers
 
 # tifffile logs what it also raises, or what is checked here: without a handler, Python prints that for each reading.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
-def open_tiff(path: Path) -> Image:
-    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright.
+def open_tiff(path: Path, indices: bool = False) -> Image:
+    """The image of a TIFF file (of a pyramid: its full resolution), as RGB bytes, upright; or its `indices` of classes,
+    (rows, columns) of integers.
 
     Raises:
         BadImage: damaged, truncated, a stack of images, or with a number of channels that no colour image has.
@@ -50,7 +52,8 @@ def open_tiff(path: Path) -> Image:
             first: Any = file.pages[0]
             _check_segments(path, first)
             _check_directories(path)
-            return upright(_Tiff(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
+            kind = _Indices if indices else _Tiff
+            return upright(kind(path, _planes(path, file), file.ome_metadata), first.tags.valueof(TAG))
     except (DatasetError, Unsupported):
         raise
     except Exception as error:  # a damaged header makes the parser stumble in many ways
@@ -66,10 +69,7 @@ class _Tiff:
         # Both are looked up in the file when first used, and it is closed by then.
         self._decode, self._jpegtables = first.decode, first.jpegtables
         self._deadly = int(first.compression) in DEADLY
-        try:
-            self._colour = colouring(first, len(pages), ome)
-        except ValueError as error:
-            raise BadImage(path, str(error)) from error
+        self._blank, self._colour = self._meaning(ome)
         self.height: int = first.imagelength
         self.width: int = first.imagewidth
         self._tile_height: int = first.tilelength if first.is_tiled else min(first.rowsperstrip, self.height)
@@ -91,9 +91,16 @@ class _Tiff:
                 found = f"lists {len(page.dataoffsets)} tiles where its size needs {expected}"
                 raise BadImage(path, f"{found}: it is damaged")
 
-    def read(self, *space: Interval) -> Pixels:
+    def _meaning(self, ome: str | None) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
+        """What a pixel is that the file leaves out, and what makes pixels of samples (rows, columns, samples)."""
+        try:
+            return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
+        except ValueError as error:
+            raise BadImage(self._path, str(error)) from error
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
         rows, cols = space
-        pixels = np.full((rows.length, cols.length, 3), WHITE, np.uint8)
+        pixels = np.full((rows.length, cols.length, *self._blank.shape), self._blank)
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             for down, across in self._touched(rows, cols):
@@ -145,6 +152,19 @@ class _Tiff:
         except Exception as error:  # each codec has its own kinds of error for bytes that it cannot decode
             raise BadImage(self._path, f"tile {index} cannot be decoded: {error}") from error
         return samples[0]
+
+
+class _Indices(_Tiff):
+    """A mask: pixels are numbers of classes, whatever colours they are shown in."""
+
+    def _meaning(self, ome: str | None) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
+        first = self._pages[0]
+        if len(self._pages) * first.samplesperpixel != 1 or first.dtype is None or first.dtype.kind not in "bui":
+            found = f"{len(self._pages) * first.samplesperpixel} values of {first.dtype}"
+            raise BadImage(self._path, f"has {found} in each pixel: a mask has one, the number of its class")
+        if int(first.compression) in LOSSY:
+            raise BadImage(self._path, "is compressed with loss, which changes classes: write it without")
+        return np.zeros((), first.dtype), lambda samples: samples[..., 0]
 
 
 def _slice(interval: Interval, origin: int) -> slice:

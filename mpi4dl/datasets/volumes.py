@@ -58,16 +58,20 @@ class VolumeFile:
 
     def read(self, *space: Interval) -> Values:
         with blaming(self._path):
+            return unit_values(self.stored(*space))
+
+    def stored(self, *space: Interval) -> npt.NDArray[Any]:
+        """A box of the values as they are stored, with their channels last."""
+        with blaming(self._path):
             slices = [slice(*interval) for interval in space]
             if self._channel is not None:
                 slices.insert(self._channel, slice(None))
             part = np.asarray(self._read_part(tuple(slices)))
             part = part[..., None] if self._channel is None else np.moveaxis(part, self._channel, -1)
-            values = unit_values(part)
             wanted = (*(interval.length for interval in space), self.channels)
-            if values.shape != wanted:
-                raise BadImage(self._path, f"gives values of shape {values.shape} where {wanted} were asked for")
-            return values
+            if part.shape != wanted:
+                raise BadImage(self._path, f"gives values of shape {part.shape} where {wanted} were asked for")
+            return part
 
 
 Opened = tuple[Sequence[int], Callable[[Slices], npt.NDArray[Any]]]

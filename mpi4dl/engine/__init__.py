@@ -1,5 +1,6 @@
 """The engine: a model and a plan become `step()` and `evaluate()`, exact for any plan."""
 
-from mpi4dl.engine.engine import Engine, Evaluation, NotFinite, StepResult
+from mpi4dl.engine.engine import Engine, NotFinite, StepResult
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, OutputPiece
 
-__all__ = ["Engine", "Evaluation", "NotFinite", "StepResult"]
+__all__ = ["BatchOutputs", "Engine", "Evaluation", "NotFinite", "OutputPiece", "StepResult"]

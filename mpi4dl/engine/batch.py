@@ -1,18 +1,22 @@
 """What goes into the first stage of the engine's plan, and what is made of what comes out of the last."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.held import Part
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.visits import ImageSource
+from mpi4dl.tasks.formulas import SummedLoss
+from mpi4dl.tasks.measuring import Measures
 
 Tile = Tensor | ImageSource
 Tiles = Tensor | Sequence[Tile]
@@ -29,11 +33,80 @@ def spread(part: Part, tile: Tensor, microbatch: Microbatch, size: Size, device:
     return spatial.from_tiling(tile, part.grid, Tiling.of_images(part.grid.shape, (samples, *cuts)), device)
 
 
-class BatchFeed:
-    """One batch on its way through the stages: what this rank feeds in, and what it finds at the end.
+def settled(outputs: Any) -> Any:
+    """Outputs with those whole that differ only along the batch, such as logits; dense ones stay spread."""
 
-    `total` is the mean loss over the batch on the one rank that counts it, and 0 on others; `correct`, the number of
-    samples classified correctly without training, likewise.
+    def of(x: Any) -> Any:
+        small = isinstance(x, spatial.SpatialTensor) and all(dim is None for dim in x.layout.dims[BATCH + 1 :])
+        return spatial.gather(x) if small else x
+
+    return pytree.tree_map(of, outputs)
+
+
+def require_batches_for(loss: Any, plan: Plan) -> None:
+    """Raise Refusal if a plan cuts batches that a loss looks at as a whole."""
+    if isinstance(loss, SummedLoss) and loss.whole_batch and plan.num_microbatches > 1:
+        raise Refusal(
+            f"the loss compares all samples of a batch with each other, but {plan.describe()} cuts it into "
+            f"{plan.num_microbatches}: leave out `microbatches`, `accumulate` and `bidirectional`, or choose another "
+            "`loss`"
+        )
+
+
+class InputFeed:
+    """A batch of `num_samples` on its way into the stages: the tiles that this rank reads of it."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tiles: Tiles,
+        num_samples: int,
+        size: Size | None,
+        microbatches: Sequence[Microbatch] | None,
+        training: bool = False,
+    ) -> None:
+        self.engine = engine
+        tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
+        if size is None and engine.plan.ranks_per_replica == 1 and tiles:
+            size = tuple(tiles[0].shape[2:])
+        if size is None:
+            raise ValueError(f"{engine.plan} cuts images: pass their size, such as (height, width)")
+        self.size = size
+        divided = engine.plan.divide(num_samples, training) if microbatches is None else microbatches
+        self.microbatches = tuple(divided)
+        self.num_samples = self.microbatches[-1].samples.stop
+        reads = engine.plan.reads(engine.comm.rank, self.microbatches, size)
+        if len(reads) != len(tiles):
+            raise ValueError(
+                f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`"
+            )
+        self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of an evaluation, whose microbatches have one direction."""
+        return 1 + self.microbatches[-1].number
+
+    def kind(self, microbatch: Microbatch) -> Any:
+        return (self.size, microbatch.counts)
+
+    def images(self, part: Part, microbatch: Microbatch) -> Any:
+        tile = self.tiles.pop((microbatch.direction, microbatch.number))
+        return self.engine.images(part, tile, microbatch, self.size)
+
+
+class Terms(NamedTuple):
+    """What a microbatch adds to the terms of a loss, and by which factors these make up the loss of the batch."""
+
+    sums: Sequence[Tensor]
+    factors: Sequence[float]
+
+
+class BatchFeed(InputFeed):
+    """A batch with its targets: what this rank feeds in, and the loss that it finds at the end.
+
+    `total` is the loss of the batch on the one rank that counts it, and 0 on others. A loss that knows of sums has a
+    term for each of `weights`; the mean over the samples of any other is one term.
     """
 
     def __init__(
@@ -45,59 +118,103 @@ class BatchFeed:
         microbatches: Sequence[Microbatch] | None,
         training: bool,
     ) -> None:
-        self.engine, self.targets, self.training = engine, targets, training
-        tiles = [tiles] if isinstance(tiles, Tensor) else list(tiles)
-        if size is None and engine.plan.ranks_per_replica == 1 and tiles:
-            size = tuple(tiles[0].shape[2:])
-        if size is None:
-            raise ValueError(f"{engine.plan} cuts images: pass their size, such as (height, width)")
-        self.size = size
-        divided = engine.plan.divide(_num_samples(targets), training) if microbatches is None else microbatches
-        self.microbatches = tuple(divided)
-        self.num_samples = self.microbatches[-1].samples.stop
-        reads = engine.plan.reads(engine.comm.rank, self.microbatches, size)
-        if len(reads) != len(tiles):
-            raise ValueError(
-                f"this rank reads {len(reads)} tiles of a batch, but {len(tiles)} were passed: see `reads`"
-            )
-        self.tiles = {(r.microbatch.direction, r.microbatch.number): tile for r, tile in zip(reads, tiles, strict=True)}
+        super().__init__(engine, tiles, _num_samples(targets), size, microbatches, training)
+        self.targets, self.training = targets, training
         self.total = torch.zeros((), dtype=torch.float64, device=engine.device)
-        self.correct, self.classified = 0, False
-
-    def kind(self, microbatch: Microbatch) -> Any:
-        return (self.size, microbatch.counts)
-
-    def images(self, part: Part, microbatch: Microbatch) -> Any:
-        tile = self.tiles.pop((microbatch.direction, microbatch.number))
-        return self.engine.images(part, tile, microbatch, self.size)
+        self.summed = engine.loss if isinstance(engine.loss, SummedLoss) else None
+        self.weights = [float(self.num_samples)] if self.summed is None else [*self.summed.weights(targets)]
 
     def loss(self, part: Part, microbatch: Microbatch, outputs: Any) -> Tensor | None:
-        """The share of this rank in the mean over the batch: dense outputs stay spread over the ranks."""
-        engine = self.engine
-        if isinstance(outputs, spatial.SpatialTensor) and all(dim is None for dim in outputs.layout.dims[BATCH + 1 :]):
-            outputs = spatial.gather(outputs)
-        targets = self._targets(microbatch.samples)
+        """The share of this rank in the loss of the batch: dense outputs stay spread over the ranks."""
+        engine, outputs = self.engine, settled(outputs)
+        targets = self.targets_of(microbatch.samples)
         with engine.autocast():
-            loss = engine.loss(outputs, targets)
+            terms = self._terms(outputs, targets, microbatch.samples.length)
+        if part.grid.rank == 0:
+            self.add(terms)
+        if not self.training:
+            self.see(part, outputs, targets)
+            return None
+        loss = sum(total * factor for total, factor in zip(*terms, strict=True))
+        assert isinstance(loss, Tensor)
+        return loss * (engine.scaler.scale / part.grid.size)
+
+    def _terms(self, outputs: Any, targets: Any, num_samples: int) -> Terms:
+        if self.summed is not None:
+            return Terms(self.summed.sums(outputs, targets), [1 / each if each else 0.0 for each in self.weights])
+        loss = self.engine.loss(outputs, targets)
         if loss.numel() != 1:
             raise ValueError(f"the loss must be one number, but has shape {tuple(loss.shape)}: take its mean")
-        loss = loss.reshape(())
-        weight = microbatch.samples.length / self.num_samples if len(self.microbatches) > 1 else 1.0
-        if part.grid.rank == 0:
-            self.total += loss.detach().double() * weight
-            if not self.training and all(isinstance(x, Tensor) for x in (outputs, targets)):
-                self.classified = outputs.dim() == 2 and targets.dim() == 1
-            if self.classified:
-                self.correct += int((outputs.argmax(1) == targets).sum())
-        return loss * (weight / part.grid.size) * engine.scaler.scale if self.training else None
+        return Terms([loss.reshape(())], [num_samples / self.num_samples if len(self.microbatches) > 1 else 1.0])
 
-    def _targets(self, samples: Interval) -> Any:
+    def add(self, terms: Terms) -> None:
+        for total, factor in zip(*terms, strict=True):
+            self.total += total.detach().double() * factor
+
+    def see(self, part: Part, outputs: Any, targets: Any) -> None:
+        """Look at the outputs of an evaluation."""
+
+    def targets_of(self, samples: Interval) -> Any:
         def of(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return carried(leaf if len(self.microbatches) == 1 else leaf[slice(*samples)], self.engine.device)
 
         return pytree.tree_map(of, self.targets)
+
+
+class EvaluationFeed(BatchFeed):
+    """A batch that is evaluated: its sums go to `found`, and its outputs to the metrics."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tiles: Tiles,
+        targets: Any,
+        size: Size | None,
+        microbatches: Sequence[Microbatch] | None,
+        found: "Found",
+    ) -> None:
+        super().__init__(engine, tiles, targets, size, microbatches, training=False)
+        self.found = found
+        found.count += self.num_samples
+        found.weights = [a + b for a, b in zip(found.weights or [0.0] * len(self.weights), self.weights, strict=True)]
+        if found.sums is None:
+            found.sums = torch.zeros(len(self.weights), dtype=torch.float64, device=engine.device)
+
+    def _terms(self, outputs: Any, targets: Any, num_samples: int) -> Terms:
+        if self.found.kept is None:
+            return super()._terms(outputs, targets, num_samples)
+        return Terms([], [])  # of all samples at once, when they are there
+
+    def add(self, terms: Terms) -> None:
+        samples = self.num_samples if self.summed is None else 1
+        for number, total in enumerate(terms.sums):
+            factor = terms.factors[number] * samples if self.summed is None else 1.0
+            assert self.found.sums is not None
+            self.found.sums[number] += total.detach().double() * factor
+
+    def see(self, part: Part, outputs: Any, targets: Any) -> None:
+        found = self.found
+        if part.grid.rank == 0:
+            if found.kept is not None:
+                found.kept.append((outputs, targets))
+            if all(isinstance(x, Tensor) for x in (outputs, targets)):
+                found.classified = outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
+            if found.classified:
+                found.correct += int((outputs.argmax(1) == targets).sum())
+        found.measures.update(part.grid, outputs, targets)
+
+
+class Found:
+    """What an evaluation found so far on this rank: `kept` are outputs and targets of a loss of all samples at once."""
+
+    def __init__(self, measures: Measures, whole_batch: bool) -> None:
+        self.measures = measures
+        self.kept: list[Any] | None = [] if whole_batch else None
+        self.count, self.correct, self.classified = 0, 0, False
+        self.weights: list[float] = []
+        self.sums: Tensor | None = None
 
 
 def _num_samples(targets: Any) -> int:

@@ -5,10 +5,9 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
         -> all ranks agree that it is finite -> clip -> optimizer
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,33 +15,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, spread
+from mpi4dl.engine.agreeing import agree_on_model
+from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
-from mpi4dl.engine.restoring import Undo, evaluating
+from mpi4dl.engine.restoring import Undo
+from mpi4dl.engine.values import Values
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.microbatches import Microbatch, Read
 from mpi4dl.parallel.pipeline.executor import Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping
-from mpi4dl.parallel.replicas.agreement import disagreement
+from mpi4dl.parallel.replicas import GradientHook, ReplicaGroup, ReplicaGroups, Stepping, learners
 from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
+from mpi4dl.parallel.replicas.groups import PartsOf
 from mpi4dl.parallel.replicas.offload import home_for
-from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
-from mpi4dl.parallel.replicas.trial import Manner, manner_of
-from mpi4dl.parallel.replicas.update import options_of, stays
-from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.replicas.problems import backward_hook_in
+from mpi4dl.parallel.replicas.several import as_one
+from mpi4dl.parallel.replicas.trial import manner_of
+from mpi4dl.parallel.replicas.update import stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
+from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
     "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
     "torch.manual_seed with the same seed on all ranks, and draw on all ranks or on none between steps",
+    "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter",
 )
 Loss = Callable[[Any, Any], Tensor]
 Tell = Callable[[], Sequence[float]]
@@ -66,25 +71,20 @@ class NotFinite(Refusal):
     """The loss or the gradient of a step is infinite or not a number. All ranks raise it together."""
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Means over `count` samples; `accuracy` is None where the targets are not one class per sample."""
-
-    loss: float
-    accuracy: float | None
-    count: int
-
-
-class Engine:
+class Engine(Values):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
-    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters.
-    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch. `precision` is "fp32"
+    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters,
+    or several of them with parameters of their own.
+    `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch; one with `sums` and
+    `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole batch instead. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
     of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
-    faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm. Modes are the user's: call
-    `model.train()`, and `eval()` for what is frozen.
+    faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm, `clip_value` each of its elements.
+    With `ema`, such as 0.999, there is an average of the weights, as `averaged` says. Modes are the user's: call
+    `model.train()`, and `eval()` for what is frozen. What is frozen now, but known to the optimizer, may be trained
+    later: see `unfreeze`.
 
     `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
     every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
@@ -99,7 +99,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss,
         *,
         comm: Communicator,
@@ -107,6 +107,8 @@ class Engine:
         recompute: bool = False,
         halo: str = "layer",
         clip_norm: float | None = None,
+        clip_value: float | None = None,
+        ema: float | None = None,
         gradient_hook: GradientHook | None = None,
         low_precision_weights: bool = False,
         all_reduce: str = "auto",
@@ -116,13 +118,21 @@ class Engine:
     ) -> None:
         if precision not in AUTOCAST:
             raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        require_batches_for(loss, plan)
+        if clip_norm is not None and clip_value is not None:
+            raise ValueError(
+                f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one"
+            )
+        if ema is not None and not 0 <= ema < 1:
+            raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
         self.model = model
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
         self.plan = plan
-        self.optimizer = optimizer
+        self.optimizer = optimizer = as_one(optimizer)
         self.loss = loss
         self.comm = comm
-        self.clip_norm = clip_norm
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+        self.is_averaged = False
         self.gradient_hook = gradient_hook
         self.device = self.held.device
         self.num_steps = 0
@@ -135,16 +145,18 @@ class Engine:
                 raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
             for module in self.held.modules_of.values():
                 lower_precision(module, self._dtype)
-        trained = [p for p in self.held.parameters() if p.requires_grad]
-        turns = plan.zero > 0 or not all(stays(p, home) for p in trained)
+        turns = plan.zero > 0 or not all(stays(p, home) for _, p in learners(self.held.named_parameters(), optimizer))
         manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
-        self._agree_on_model(
+        agree_on_model(
+            self,
             manner,
             turns,
             precision=precision,
             recompute=recompute,
             halo=halo,
             clip_norm=clip_norm,
+            clip_value=clip_value,
+            ema=ema,
             gradient_hook=gradient_hook is not None,
             low=low_precision_weights,
             offload=offload,
@@ -163,43 +175,21 @@ class Engine:
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
-        for stages, alike, parameters, zero, copies in self.held.together:
+        self._across: list[PartsOf | None] = []
+        for stages, alike, parameters, zero, copies, across in self.held.together:
+            looks = gradient_hook is not None and len(across) > 1 and parameters
+            self._across.append(PartsOf(comm.subset(across), self.held.shapes) if looks else None)
             summing = None if zero else pick(alike, all_reduce, device=self.device)
             apart = plan.num_directions == 2 or len(stages) > 1
-            group = ReplicaGroup(parameters, alike, optimizer, home, zero, copies, summing, bucket_bytes, apart, whole)
-            groups.append((stages, group))
+            how = (home, zero, copies, summing, bucket_bytes, apart, whole, ema)
+            groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
         self.groups = ReplicaGroups(groups, self.held.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
         self._table = plan.table()
-        self._evaluation_table = cache(plan.evaluation_table)
-
-    def _agree_on_model(self, manner: Manner | None, turns: bool, **facts: Any) -> None:
-        """Ranks that were started with different models or settings find out before they wait for each other."""
-        held = self.held
-        description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
-        digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
-        settings = [options_of(group) for group in self.optimizer.param_groups]
-        optimizer = f"{type(self.optimizer).__name__} {settings}"
-        named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
-        problem = problem_with(self.optimizer, named, max(each.comm.size for each in held.together))
-        if problem is None and manner is not None:
-            problem = manner.problem(type(self.optimizer).__name__, turns)
-        if problem is None and self.plan.cuts_parameters:
-            problem = self._problem_of_parts(manner)
-        self.comm.agree(problem, plan=self.plan, model=digest, balance=held.counts, optimizer=optimizer, **facts)
-
-    def _problem_of_parts(self, manner: Manner | None) -> str | None:
-        """What cannot be done with parts of parameters."""
-        which = "tensor" if self.plan.tensor > 1 else "experts"
-        parts = f"under {which}({getattr(self.plan, which)}) ranks have parts of parameters"
-        if self.gradient_hook is not None:
-            return f"{parts}, but gradient_hook sees whole gradients"
-        if manner is not None and not manner.elementwise:
-            return f"{parts}, but {type(self.optimizer).__name__} works on whole ones: choose another optimizer"
-        return None
+        self.evaluation_table = cache(plan.evaluation_table)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
@@ -232,6 +222,8 @@ class Engine:
         over all ranks travel with the loss. Raises `NotFinite` on all ranks, with everything as it was, if the loss or
         the gradient is not finite; under fp16 a gradient that overflows makes no step, and 20 in a row are refused.
         """
+        if self.is_averaged:
+            raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")
         undo = Undo(self.held, self.executor)
         try:
             return self._step(BatchFeed(self, tiles, targets, size, microbatches, training=True), tell)
@@ -243,16 +235,18 @@ class Engine:
         self._refuse_hooks()
         for part in self.held.parts.values():
             part.grid.foresight.begin()
-        self.groups.prepare()
+        self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         before = self.executor.print_of_randomness()
         self.executor.run(self._table, batch)
-        self.groups.finish()
+        unlike = self.groups.finish()
         for part in self.held.parts.values():
             part.grid.foresight.settle()
         drawn = self._drawn_since(before)
-        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell())
+        self.groups.call_hooks(self.executor.drawing_alike)
+        loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
         if self.gradient_hook is not None and math.isfinite(norm):
-            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, self.executor.drawing_alike)
+            alike = self.executor.drawing_alike
+            self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)
             loss, norm, _ = self._sum_up(batch)
         finite = math.isfinite(norm)
         if not math.isfinite(loss) or not (finite or self.scaler.enabled):
@@ -266,6 +260,8 @@ class Engine:
                 f"step {self.num_steps}: the gradient of {MAX_SKIPPED} steps in a row was not finite in fp16, down to "
                 f"a loss scale of {self.scaler.scale:g}; the weights are as before them: try `precision` bf16 or fp32"
             )
+        if finite and self.clip_value is not None:
+            self.groups.clamp(self.clip_value * self.scaler.scale)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + NORM_EPS))
         if finite:  # else fp16 overflowed
             self._stepping.step(clip / self.scaler.scale)
@@ -273,10 +269,43 @@ class Engine:
         self.num_steps += 1
         return StepResult(loss, norm, not finite, told)
 
+    def unfreeze(self, patterns: str | Sequence[str]) -> list[str]:
+        """Train parameters from now on that were frozen so far, by patterns of their names: "layer4.*,bn*". Collective.
+
+        Returns the names of all that match. It is as if `requires_grad_()` was called in plain PyTorch: the optimizer
+        must have had them from the start, and leaves them alone until they have a gradient. Refused on all ranks alike.
+        """
+        with self.comm.together((ValueError,)):
+            names = select(patterns, self.held.names_of)
+        chosen = {name for first in names for name in self.held.names_of[first]}
+        self.comm.agree(self.groups.cannot_unfreeze(chosen), unfrozen=names)
+        self.groups.unfreeze(chosen)
+        self.held.trained |= set(names)
+        self.executor.forget_values()
+        return names
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context the weights are their exponential moving average, for an evaluation, or to be saved.
+
+        The average is that of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(ema): it begins with the
+        weights after the first step; buffers stay those of the model. Checkpoints keep it. Collective.
+        """
+        if self.is_averaged:
+            raise ValueError("the weights are their average already: leave `averaged()` before it is entered again")
+        self.groups.swap()
+        self.is_averaged = True
+        try:
+            with self.comm.together(()):  # else ranks that failed would wait for others who do not come
+                yield
+        finally:
+            self.groups.swap()
+            self.is_averaged = False
+
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""
-        found = [backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values()]
-        problem = next((each for each in [*found, self._stepping.problem()] if each is not None), None)
+        found = (backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values())
+        problem = next((each for each in (*found, self._stepping.problem()) if each is not None), None)
         if problem is not None:
             raise Refusal(problem)
 
@@ -290,10 +319,11 @@ class Engine:
         return after + 1 if shared and after != before else 0
 
     def _sum_up(
-        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = ()
+        self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False
     ) -> tuple[float, float, tuple[float, ...]]:
         """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
-        stages, alike = self.plan.num_stages, (self._stepping.num_hooks, drawn)
+        stages = self.plan.num_stages
+        alike = (self._stepping.num_hooks, drawn, (1 + self.comm.rank) * unlike)  # no two ranks alike, if they are not
         squares = (n**2 for n in alike)
         own = self.groups.squares(stages, batch.total)
         found = torch.tensor([*own, *alike, *squares, *told], dtype=torch.float64)
@@ -305,77 +335,31 @@ class Engine:
                 raise Refusal(problem)
         return loss, norm, tuple(rest[2 * len(alike) :])
 
-    def evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None = None) -> Evaluation:
-        """Loss and accuracy over batches, without training; all modules are in evaluation mode meanwhile.
+    def evaluate(
+        self,
+        batches: Iterable[tuple[Any, ...]],
+        size: Size | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        measured: Callable[[Any, Any], Any] = measured_as_is,
+    ) -> Evaluation:
+        """Loss, accuracy and metrics over batches, without training; all modules are in evaluation mode meanwhile.
 
-        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches).
+        A batch is (tiles, targets of the whole batch), as for `step`, or (tiles, targets, microbatches). Metrics, by
+        name, are objects of torchmetrics, or of your own with `update(predictions, targets)` and `compute()`, classes
+        of such, or functions of all predictions and targets. `measured(outputs, targets)` are the predictions, such as
+        `Task.measured`; by itself the main output. Of dense outputs each rank adds its tile.
         """
-        with evaluating(self.held):
-            return self._evaluate(batches, size)
+        return evaluate(self, batches, size, metrics or {}, measured)
 
-    def _evaluate(self, batches: Iterable[tuple[Any, ...]], size: Size | None) -> Evaluation:
-        count, sums = 0, torch.zeros(3, dtype=torch.float64)
-        for tiles, targets, *rest in batches:
-            batch = BatchFeed(self, tiles, targets, size, rest[0] if rest else None, training=False)
-            self.executor.run(self._evaluation_table(1 + batch.microbatches[-1].number), batch)
-            samples = batch.num_samples
-            count += samples
-            found = [float(batch.total) * samples, batch.correct, float(batch.classified)]
-            sums += torch.tensor(found, dtype=torch.float64)
-        loss, correct, classified = self.comm.all_reduce(sums).tolist()
-        return Evaluation(loss / max(count, 1), correct / count if classified else None, count)
+    def predict(
+        self, batches: Iterable[Any], size: Size | None = None, of: Callable[[Any], Tensor] = main_output
+    ) -> Iterator[BatchOutputs]:
+        """The outputs for batches of images, one by one, without training; all ranks take all of them. Collective.
 
-    def shards(self) -> Iterator[Shard]:
-        """The trained parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""
-        return self.groups.shards()
-
-    def load_shards(self, read: ReadShard) -> None:
-        """Take the trained parameters and the optimizer's state from `read(name, start, stop)`. Collective.
-
-        It is asked for every part that this rank works on, and gives its values, flat, and the state as in a Shard.
+        A batch is (tiles, number of its samples), or (tiles, number, microbatches), or, on one rank, just the images.
+        `of(outputs)` is what is wanted of them, such as `Task.predictions`; by itself the main output.
         """
-        self.groups.load(read)
-
-    def gather_state(self) -> dict[str, Tensor] | None:
-        """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
-        held = self.held
-        parts = [Fragment(shard.name, shard.start, shard.stop, shard.value) for shard in self.shards()]
-        parts += [Fragment(name, 0, value.numel(), value) for name, value in self.untrained().items()]
-        found = assemble(self.comm, parts, held.shapes)
-        if found is None:
-            return None
-        of_root = {held.ties.get(name, name): value for name, value in found.items()}
-        return {name: of_root[held.ties.get(name, name)] for name in held.shapes}
-
-    def gather_gradients(self) -> dict[str, Tensor | None] | None:
-        """The gradient of each trained parameter in the last step, on rank 0; None where it had none. Collective."""
-        found = assemble(self.comm, self.groups.gradients(), self.held.shapes)
-        return (
-            None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
-        )
-
-    def check_replicas(self) -> None:
-        """Raise `Refusal` on all ranks unless those that hold the same weights and buffers have the same bits of them.
-
-        Under ZeRO 3 there is one copy of a parameter, and only buffers are compared. Collective.
-        """
-        problems = list(self.groups.problems())
-        for stage, module in self.held.modules_of.items():
-            problems.append(disagreement(self.held.groups[stage], dict(module.named_buffers())))
-        problem = next((problem for problem in problems if problem), None)
-        self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
-
-    def untrained(self) -> dict[str, Tensor]:
-        """Buffers, and parameters that were frozen from the start, of stages whose first holder is this rank."""
-        held = self.held
-        trained = {held.ties.get(name, name) for name in held.trained}
-        return {
-            name: value
-            for stage, module in held.modules_of.items()
-            if self.plan.ranks(0, stage)[0] == self.comm.rank
-            for name, value in module.state_dict().items()
-            if name not in trained and name not in held.ties and held.shared.get(name, (stage,))[0] == stage
-        }
+        return predict(self, batches, size, of)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss compute in the engine's precision."""

@@ -33,14 +33,14 @@ def title(config: Config, engine: Engine) -> str:
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
         f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
-        f"{engine.plan.describe()}, {shown}, batches of {config.data.batch_size}, "
+        f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
         f"{engine.device.type}"
     )
 
 
 def batch_of(config: Config, channels: int) -> tuple[int, ...]:
     """The shape of a batch of images of so many channels, or of tokens, which have none."""
-    return batch_shape(config.data.batch_size, channels, config.data.image_size)
+    return batch_shape(config.samples_per_step, channels, config.data.image_size)
 
 
 def without_effect(config: Config, engine: Engine) -> list[str]:
@@ -82,7 +82,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         plan,
         batch_of(shown, channels),
         optimizer=partial(build_optimizer, config),
-        accept=require_logits if config.data.text is None else lambda outputs: None,
+        accept=require_logits if config.data.task in ("auto", "classify") and config.data.text is None else anything,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         styles=tensor_styles(config),
@@ -92,6 +92,10 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         return found
     remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
     return replace(found, image=batch_of(config, channels), remark=remark)
+
+
+def anything(outputs: Any) -> None:
+    """Outputs of other tasks are known by their targets."""
 
 
 def allocator_of(config: Config, device: str) -> Allocator:
@@ -110,7 +114,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
         return
     batch = batch_of(config, channels)
     try:
-        model = outline(lambda: build_model(config, num_classes, channels)).train()
+        model = outline(lambda: build_model(config, num_classes, channels))
         cuts = planned_cuts(model, plan, tensor_styles(config))
         spatial.require_rules(
             model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)

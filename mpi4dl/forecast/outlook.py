@@ -134,9 +134,9 @@ class Forecaster:
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cuttable = Cuttable(outline(self.build).train())
+        self.cuttable = Cuttable(outline(self.build).train(), image=self.image)
         self._groups = groups_of(self.cuttable)
-        self._lowered = Cuttable(outline(self.build).train())
+        self._lowered = Cuttable(outline(self.build).train(), image=self.image)
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
         microbatch = (self.image[0] // plan.num_microbatches, *self.image[1:])

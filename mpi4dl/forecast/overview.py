@@ -227,10 +227,10 @@ def overview(
     try:
         cuts = planned_cuts(model, plan, styles)
         cut = plan.num_stages > 1 or stream is not None
-        cuttable = _cuttable(model, cut) if cut or cuts or of_tokens(image) or balance == "auto" else None
+        cuttable = _cuttable(model, cut, microbatch) if cut or cuts or of_tokens(image) or balance == "auto" else None
         if cuttable is None:
             stages: Sequence[nn.Module] = [model]
-            work = count_work(stages, [_names(model)], microbatch, accept)
+            work = count_work(stages, [_names(model, microbatch)], microbatch, accept)
             prices = flat_price(work[0], plan, RANK_GFLOPS if clockwork is None else clockwork.rank_gflops)
             counts: tuple[int, ...] = (1,)
         else:
@@ -351,20 +351,20 @@ def flat_price(work: Work, plan: Plan, rank_gflops: float) -> Prices:
     return Prices(((AtomSeconds(seconds, 2 * seconds),),), Link(0.0, 0.0), assumed(rank_gflops), timed=False)
 
 
-def _cuttable(model: nn.Module, cut: bool) -> Cuttable | None:
+def _cuttable(model: nn.Module, cut: bool, image: tuple[int, ...]) -> Cuttable | None:
     """The model's atoms; of one that cannot be traced none, if it need not be cut."""
     try:
-        return Cuttable(model)
+        return Cuttable(model, image=image)
     except ValueError:
         if cut:
             raise
         return None
 
 
-def _names(model: nn.Module) -> tuple[str, ...]:
+def _names(model: nn.Module, image: tuple[int, ...]) -> tuple[str, ...]:
     """The names of a model's atoms; of one that cannot be traced, and so not be cut, none."""
     try:
-        return Cuttable(model).names
+        return Cuttable(model, image=image).names
     except ValueError:
         return ()
 

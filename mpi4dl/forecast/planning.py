@@ -77,7 +77,7 @@ def planned(config: Config, samples: TrainedOn, rank_gflops: float, flags: Seque
     plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
     check_text(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
-    build_schedule(config, optimizer).require(build.number_of_steps(config, samples.num_batches))
+    build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
     with as_a_rank(config, plan.num_ranks) as device:

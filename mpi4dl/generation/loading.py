@@ -55,7 +55,7 @@ def find_trained(comm: Communicator, source: Path) -> Trained:
         if folder is None:
             raise ConfigError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint of one")
         config = parse(["--config", str(folder / "config.toml")])
-        if config.data.text is None or config.data.task != "language":
+        if config.data.text is None or config.data.task not in ("auto", "language"):
             trained_on = "images" if config.data.text is None else "masked tokens"
             raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
         has_bytes = config.data.tokenizer == "bytes"

@@ -1,8 +1,9 @@
-"""Builds a model from its name: one of our own, from the table below, one of timm, or of torchvision.
+"""Builds a model from its name: one of our own, from the table below, or of timm, smp or torchvision.
 
 resnet_v2                           OWN_MODELS
 resnet50, fcn_resnet50, r3d_18      a builder of torchvision.models
 timm/vit_tiny_patch16_224           what timm.create_model makes, if that package is installed
+smp/Unet                            a class of segmentation_models_pytorch, likewise; its classes are num_classes
 ssd300_vgg16.backbone               what a detection model of torchvision looks at images with, without its heads
 ssd300_vgg16, raft_small            refused, with the reason
 """
@@ -12,7 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Literal, get_type_hints
 
 from torch import nn
@@ -83,7 +84,8 @@ REFUSALS: Mapping[str, str] = MappingProxyType(
         "model one batch of images",
     }
 )
-BACKBONE, TIMM = ".backbone", "timm/"
+BACKBONE, TIMM, SMP = ".backbone", "timm/", "smp/"
+SMP_TIMM = "tu-"  # what encoders of timm are called by segmentation_models_pytorch
 
 
 def names(torchvision: bool = False) -> list[str]:
@@ -116,14 +118,15 @@ def takes(name: str) -> Takes:
 
 def takes_channels(name: str) -> bool:
     """Whether a model of this name is built for a number of channels, by its option `in_channels`."""
-    return name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder)
+    return name.startswith(SMP) or (name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder))
 
 
 def build(name: str, num_classes: int | None = None, **options: object) -> nn.Module:
     """Build the model called `name`, with freshly drawn weights.
 
     Args:
-        name: one of `names(torchvision=True)`, or timm/ and one of `timm.list_models()`.
+        name: one of `names(torchvision=True)`, timm/ and one of `timm.list_models()`, or smp/ and a class of
+            segmentation_models_pytorch, such as smp/Unet.
         num_classes: the number of logits (of each image or pixel); None keeps the model's own default. Models that take
             tokens have none.
         options: the model's further options, such as `depth` of "resnet_v2" or `num_filters` of "unet".
@@ -141,6 +144,8 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
         return _build_own(name, OWN_MODELS[name], options)
     if name.startswith(TIMM):
         return _build_timm(name.removeprefix(TIMM), options)
+    if name.startswith(SMP):
+        return _build_smp(name.removeprefix(SMP), options)
     known = names(torchvision=True)
     if name not in known and name in import_torchvision().models.list_models():
         raise ValueError(refusal(name))
@@ -170,16 +175,46 @@ def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Mod
 
 
 def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
-    import_torchvision()  # which timm imports in its own way
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError:
-        raise ValueError(f"model {TIMM}{name} needs the package timm: pip install timm") from None
+    timm = _imported("timm", TIMM + name)
     if not timm.is_model(name):
         nearest = difflib.get_close_matches(name, timm.list_models()) or timm.list_models("resnet?8")
         raise ValueError(f"timm has no model {name!r}; the nearest names are {_listed(nearest)}")
     found: nn.Module = timm.create_model(name, **options)
     return found
+
+
+def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
+    smp = _imported("segmentation_models_pytorch", SMP + name)
+    known = {model.__name__: model for model in smp.MODEL_ARCHITECTURES_MAPPING.values()}
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known) or sorted(known)
+        raise ValueError(f"segmentation_models_pytorch has no model {name!r}; the nearest names are {_listed(nearest)}")
+    if "num_classes" in options:
+        options["classes"] = options.pop("num_classes")
+    encoder = str(options.get("encoder_name", "resnet34"))
+    encoders = smp.encoders.get_encoder_names()
+    of_timm = encoder.startswith(SMP_TIMM) and importlib.import_module("timm").is_model(encoder.removeprefix(SMP_TIMM))
+    if encoder not in encoders and not of_timm:
+        nearest = difflib.get_close_matches(encoder, encoders) or ["resnet18", "resnet50"]
+        raise ValueError(
+            f"segmentation_models_pytorch has no encoder {encoder!r}; the nearest names are {_listed(nearest)}, and "
+            f"{SMP_TIMM}NAME is a model of timm"
+        )
+    try:
+        # Left to itself, it downloads the weights of the encoder.
+        found: nn.Module = known[name](**{"encoder_weights": None, **options})
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"segmentation_models_pytorch refuses the options {options} for {name!r}: {error}") from error
+    return found
+
+
+def _imported(package: str, model: str) -> ModuleType:
+    """A package that builds models, which need not be installed."""
+    import_torchvision()  # which such packages import in their own way
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(f"model {model} needs the package {package}: pip install {package}") from None
 
 
 def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:

@@ -2,13 +2,9 @@
 
 import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, load
 from mpi4dl.parallel.plan import Plan
 
@@ -21,7 +17,7 @@ def build_plan(config: Config) -> Plan:
         tiles=chosen.tiles,
         batch_ways=chosen.batch_ways,
         data=chosen.data,
-        microbatches=chosen.microbatches,
+        microbatches=chosen.microbatches * config.training.accumulate,
         schedule=chosen.schedule,
         bidirectional=chosen.bidirectional,
         chunks=chosen.chunks,
@@ -39,6 +35,8 @@ def engine_options(config: Config) -> dict[str, Any]:
     chosen = config.training
     if chosen.low_precision_weights and chosen.precision == "fp32":
         raise ConfigError("`low_precision_weights` are kept in the type of `precision`: choose bf16 or fp16")
+    if config.optimizer.clip_norm is not None and config.optimizer.clip_value is not None:
+        raise ConfigError("`clip_norm` and `clip_value` both clip the gradient: choose one")
     place, folder = config.parallel.offload, config.parallel.offload_folder
     if folder is not None and place != "disk":
         raise ConfigError(f"`offload_folder` {folder} is for `offload` disk, but this is `offload` {place}")
@@ -50,6 +48,8 @@ def engine_options(config: Config) -> dict[str, Any]:
         "recompute": chosen.recompute,
         "halo": config.parallel.halo,
         "clip_norm": config.optimizer.clip_norm,
+        "clip_value": config.optimizer.clip_value,
+        "ema": config.tuning.ema,
         "offload": config.parallel.offload,
         "offload_folder": config.parallel.offload_folder,
         "all_reduce": config.parallel.allreduce,
@@ -60,20 +60,6 @@ def number_of_steps(config: Config, num_batches: int) -> int:
     """How many steps a run makes whose epochs have so many batches."""
     steps, limit = config.training.epochs * num_batches, config.training.max_steps
     return steps if limit is None else min(steps, limit)
-
-
-def build_loss(config: Config, usual: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """What is minimised: loss(outputs, targets), or of a class an object of it. Raises ConfigError."""
-    part, options = config.training.loss, config.training.loss_options
-    if part is None:
-        return usual
-    made = load("loss", part)
-    if inspect.isclass(made) or options:
-        made = call("loss", part, **options)
-    if not callable(made):
-        raise ConfigError(f"`loss` {part_name(part)} is a {type(made).__name__}, which cannot be called")
-    found: Callable[[Any, Any], Tensor] = made
-    return found
 
 
 def build_callbacks(config: Config) -> list[Any]:

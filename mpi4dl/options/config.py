@@ -16,12 +16,14 @@ from mpi4dl.options.kinds import (
     COUNT,
     COUNT_OR_ZERO,
     COUNTS,
+    DEVIATIONS,
     GRIDS,
     IMAGE_SIZE,
     KEYWORDS,
+    MEANS,
     NAME,
+    NAMES,
     NOT_NEGATIVE,
-    NUMBER,
     PART,
     PART_OR_PAIR,
     PARTS,
@@ -38,8 +40,10 @@ from mpi4dl.options.kinds import (
     part_name,
     sides_or,
 )
+from mpi4dl.options.learning import TASK_NAMES, Learning
+from mpi4dl.options.tuning import Tuning
 
-__all__ = ["Config", "ConfigError", "Data", "Model", "Optimizer", "Parallel", "Run", "Training"]
+__all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]
 
 USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
@@ -50,7 +54,7 @@ DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spre
 class Model:
     model: Any = option(
         "resnet18",
-        "the name of a model of mpi4dl.models, of torchvision, or, behind timm/, of timm; or an own one: "
+        "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS; or an own one: "
         "my_code.py:build or package.module:Class",
         PART,
     )
@@ -77,7 +81,8 @@ class Model:
 class Data:
     images: str = option(
         "synthetic",
-        "a folder with one subfolder per class, of images or volumes, an .npz file, or synthetic",
+        "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks; an "
+        ".npz file, or synthetic",
         NAME,
     )
     dataset: Any = option(
@@ -90,7 +95,7 @@ class Data:
     image_size: tuple[int, ...] = option(
         (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
     )
-    batch_size: int = option(4, "images per step, over all ranks together", COUNT)
+    batch_size: int = option(4, "images per step (of --accumulate batches: in each), over all ranks together", COUNT)
     num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
     val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
     fit: str = option(
@@ -103,8 +108,35 @@ class Data:
     jitter: float = option(
         0.0, "how far brightness, contrast and saturation of training images vary; 0: not at all", SHARE
     )
-    mean: float = option(0.5, "subtracted from every pixel, whose range is 0 to 1", NUMBER)
-    std: float = option(0.25, "what every pixel is divided by after that", POSITIVE)
+    mixup: float = option(
+        0.0,
+        "train on weighted means of two images and of their labels, with weights from Beta(X, X); 0: not",
+        NOT_NEGATIVE,
+    )
+    transforms: Any = option(
+        None,
+        "what you do to pixels before they are normalised, each from itself alone, such as my_code.py:darker(pixels)",
+        optional(PART),
+    )
+    sampling: str = option(
+        "shuffled",
+        "which training images an epoch has: each once, or each class equally often",
+        choice("shuffled", "balanced"),
+    )
+    mean: tuple[float, ...] | str = option((0.5,), "subtracted from every pixel, whose range is 0 to 1", MEANS)
+    std: tuple[float, ...] | str | None = option(
+        None,
+        "what every pixel is divided by after that; none: that of a --mean by name, else 0.25",
+        optional(DEVIATIONS),
+    )
+    label_columns: tuple[str, ...] | None = option(
+        None, "which columns of labels.csv are learnt; none: all", optional(NAMES)
+    )
+    ignore_index: int | None = option(
+        255,
+        "which number in masks says that a pixel counts for nothing; none: no number, and white is class 1 of 2",
+        optional(COUNT_OR_ZERO),
+    )
     text: str | None = option(
         None,
         "train on text instead of images: files and folders of UTF-8, with commas between them, or stdlib, the source "
@@ -112,7 +144,10 @@ class Data:
         optional(NAME),
     )
     task: str = option(
-        "language", "what is learnt of text: to predict the next token, or masked ones", choice("language", "masked")
+        "auto",
+        "what is learnt: a class or any labels of an image, numbers, a mask, or survival; of text the next token, or "
+        "masked ones; auto: as labels are, language of text",
+        choice("auto", *TASK_NAMES),
     )
     context: int = option(256, "how many tokens of text are one sample", COUNT)
     tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
@@ -243,17 +278,30 @@ class Optimizer:
     optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
     scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
+    lr_schedule: str = option(
+        "constant",
+        "how the learning rate falls from step to step, to 0 at the end: constant, linear, or as half a cosine",
+        choice("constant", "linear", "cosine"),
+    )
+    warmup: int = option(0, "in how many steps the learning rate rises before that, from a hundredth", COUNT_OR_ZERO)
     clip_norm: float | None = option(None, "the largest norm of the gradient; none: any", optional(POSITIVE))
+    clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
 
 
 @dataclass(frozen=True)
 class Training:
     epochs: int = option(1, "how many times every image is seen", COUNT)
+    accumulate: int = option(1, "how many batches make one step together", COUNT)
     max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
     loss: Any = option(
-        None, "what is minimised, such as my_code.py:loss(outputs, targets); none: what suits the task", optional(PART)
+        None,
+        "what is minimised: cross_entropy, bce, dice, focal, mse, l1, huber, cox, or several with + between them; or "
+        "an own one such as my_code.py:loss(outputs, targets); none: what suits the task",
+        optional(PART),
     )
-    loss_options: Mapping[str, Any] = option({}, "what makes the loss is called with these", KEYWORDS)
+    loss_options: Mapping[str, Any] = option(
+        {}, "the options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or what makes an own one", KEYWORDS
+    )
     precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
     low_precision_weights: bool = option(
         False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
@@ -295,13 +343,18 @@ class Config:
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    tuning: Tuning = field(default_factory=Tuning)
     training: Training = field(default_factory=Training)
+    learning: Learning = field(default_factory=Learning)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
         """A size of one number is that of all sides, of as many as tiles have; tiles of rows and columns keep all of
         the depth of volumes. Of text the size is the number of tokens.
         """
+        mean = self.data.mean
+        if self.data.std is None:
+            object.__setattr__(self, "data", replace(self.data, std=mean if isinstance(mean, str) else (0.25,)))
         size, tiles = self.data.image_size, self.parallel.tiles
         if self.data.text is not None:
             object.__setattr__(self, "data", replace(self.data, image_size=(self.data.context,)))
@@ -312,6 +365,11 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @property
+    def samples_per_step(self) -> int:
+        """How many samples all ranks together take for a step."""
+        return self.data.batch_size * self.training.accumulate
 
     @property
     def model_name(self) -> str:

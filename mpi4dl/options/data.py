@@ -5,10 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpi4dl import datasets
+from mpi4dl.datasets.adapt import TASKS
+from mpi4dl.datasets.mixing import TASKS as MIXED_TASKS
+from mpi4dl.datasets.mixing import Mixup
 from mpi4dl.datasets.split import Named, split
-from mpi4dl.datasets.view import Fit
+from mpi4dl.datasets.transforms import Pointwise
+from mpi4dl.datasets.view import NORMALISATIONS, Fit
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.parts import call, load
+from mpi4dl.options.kinds import part_name
+from mpi4dl.options.parts import blaming, call, load
 
 RGB = 3  # channels
 
@@ -21,12 +26,15 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
     return datasets.open(
         config.data.images,
         size=config.data.image_size,
-        num_classes=config.model.num_classes or 10,
+        num_classes=config.model.num_classes,
         num_train=config.data.num_samples,
         num_val=held_out,
         validation_fraction=config.data.val_fraction,
         seed=config.training.seed,
         validating=validating,
+        task=config.data.task if config.data.task in TASKS else None,
+        label_columns=config.data.label_columns,
+        ignore_index=config.data.ignore_index,
     )
 
 
@@ -59,14 +67,62 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
         saturation=data.jitter if channels == RGB else 0.0,
         flip_depth=data.flip,
     )
-    common: Mapping[str, Any] = {"fit": fit, "mean": (data.mean,) * channels, "std": (data.std,) * channels}
+    mean, std = normalisation(config, channels)
+    common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}
     training = datasets.View(data.image_size, augmentation=augmentation, seed=config.training.seed, **common)
     return training, datasets.View(data.image_size, **common)
+
+
+def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What is subtracted from each channel, and what it is divided by. Raises ConfigError for other channels."""
+    found = []
+    for place, (name, asked) in enumerate((("mean", config.data.mean), ("std", config.data.std))):
+        assert asked is not None
+        values = NORMALISATIONS[asked][place] if isinstance(asked, str) else asked
+        if len(values) not in (1, channels):
+            shown = asked if isinstance(asked, str) else ",".join(map(str, asked))
+            raise ConfigError(
+                f"`{name}` {shown} is for {len(values)} channels, but images have {channels}: "
+                f"give one number, or {channels}"
+            )
+        found.append(values * channels if len(values) == 1 else values)
+    return found[0], found[1]
+
+
+def build_transform(config: Config, channels: int) -> Pointwise | None:
+    """What the user does to pixels, tried on a few. Raises ConfigError, or DatasetError if boxes are not the whole."""
+    part = config.data.transforms
+    if part is None:
+        return None
+    made = load("transforms", part)
+    made = call("transforms", part) if inspect.isclass(made) else made
+    try:
+        with blaming("transforms", part, datasets.DatasetError):
+            transform = Pointwise(made)
+            transform.check(len(config.data.image_size), channels, len(config.data.image_size) == 2)
+    except datasets.DatasetError as problem:
+        raise ConfigError(f"`transforms` {part_name(part)}: {problem}") from None
+    return transform
+
+
+def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
+    """How training images are mixed; None if they are not. Raises ConfigError for labels that cannot be."""
+    if not config.data.mixup:
+        return None
+    if task not in MIXED_TASKS:
+        raise ConfigError(
+            f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {', '.join(MIXED_TASKS)}"
+        )
+    return Mixup(config.data.mixup, num_classes, config.training.seed)
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
+    if config.data.task == "survival":
+        return 1  # the risk
+    if not asked and not classes:
+        raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
     if asked is not None and asked < len(classes):
         names = datasets.printable(", ".join(classes[:10]))
         raise ConfigError(f"`num_classes` {asked}, but the images have {len(classes)}: {names}")

@@ -98,6 +98,30 @@ def _bytes(value: Any) -> int:
 BYTES = Kind("a size such as 4GiB", "SIZE", _bytes, raw=lambda number: f"{number}B")
 
 
+def per_channel(wanted: str, accepts: Callable[[float], bool], *words: str) -> Kind:
+    """One of these words, a number for all channels, or one for each."""
+
+    def check(value: Any) -> Any:
+        if value in words:
+            return value
+        given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        found = [float(each) if isinstance(each, str) else each for each in given]
+        if not found or any(isinstance(each, bool) or not isinstance(each, int | float) for each in found):
+            raise ValueError
+        if not all(math.isfinite(each) and accepts(each) for each in found):
+            raise ValueError
+        return tuple(map(float, found))
+
+    def raw(value: Any) -> Any:
+        return value if isinstance(value, str) else value[0] if len(value) == 1 else ",".join(map(repr, value))
+
+    return Kind(f"{wanted}, one for each channel such as 0.4,0.5,0.6, or {', '.join(words)}", "X,...", check, raw=raw)
+
+
+MEANS = per_channel("a number", lambda x: True, "imagenet", "half")
+DEVIATIONS = per_channel("a number greater than 0", lambda x: x > 0, "imagenet", "half")
+
+
 def choice(*choices: str) -> Kind:
     def check(value: Any) -> str:
         if value not in choices:
@@ -266,6 +290,21 @@ KEYWORDS = Kind(
 )
 
 
+def _weights(value: Any) -> str | tuple[float, ...]:
+    if value == "balanced":
+        return "balanced"
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(NOT_NEGATIVE.check(float(each)) for each in given)
+
+
+WEIGHTS = Kind(
+    "balanced, or a number of at least 0 for each class, such as 1,2.5",
+    "balanced|X,...",
+    _weights,
+    raw=lambda value: value if isinstance(value, str) else ",".join(f"{each:g}" for each in value),
+)
+
+
 def part_name(part: Any) -> str:
     """How files of a run and messages name a part: by the text that was given, or by where the object comes from."""
     if isinstance(part, str):
@@ -297,6 +336,14 @@ PART_OR_PAIR = Kind(
     "NAME",
     _part_or_pair,
     raw=lambda part: " and ".join(map(part_name, part)) if isinstance(part, tuple) else part_name(part),
+)
+NAMES = Kind(
+    "names with commas between them",
+    "NAME,...",
+    lambda value: tuple(
+        _nonempty_text(each).strip() for each in (value.split(",") if isinstance(value, str) else value)
+    ),
+    raw=lambda names: ",".join(names),
 )
 PARTS = Kind(
     "names with commas between them, own ones such as my_code.py:Counter among them",

@@ -16,10 +16,12 @@ from mpi4dl._files import read_regular
 from mpi4dl._memory import return_freed_memory
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine.tuning import freeze, keep_in_evaluation
 from mpi4dl.models.aggregators import AGGREGATORS, headless
 from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
 from mpi4dl.models.registry import takes, takes_channels
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.parallel.costs.prices import Clockwork
@@ -37,7 +39,23 @@ RGB = ("red", "green", "blue")
 
 
 def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
-    """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option."""
+    """The whole model, the same on every rank that uses the same seed; for so many channels if it has the option.
+
+    It is in training mode, and trained, but for what is to be in evaluation mode, or frozen.
+    """
+    model, chosen = _drawn(config, num_classes, channels).train(), config.tuning
+    for option, patterns, apply in (
+        ("freeze", chosen.freeze, freeze),
+        ("eval_mode", chosen.eval_mode, keep_in_evaluation),
+    ):
+        try:
+            apply(model, patterns)
+        except ValueError as error:
+            raise ConfigError(f"`{option}` {','.join(patterns)}: {error}") from None
+    return model
+
+
+def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
     name, options = config.model.model, config.model.model_options
     if is_own(name):
@@ -88,7 +106,13 @@ def _of_patches(config: Config, encoder: nn.Module, num_classes: int, channels: 
     except ValueError as error:
         raise ConfigError(f"`patches` {patch} of `model` {config.model_name}: {error}") from None
     aggregator = AGGREGATORS[chosen.aggregator](num_features, num_classes)
-    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / config.data.std)
+    mean, std = normalisation(config, channels)
+    if chosen.min_tissue and max(len(set(mean)), len(set(std))) > 1:
+        raise ConfigError(
+            f"`min_tissue` {chosen.min_tissue} compares channels: set one `mean` and one `std` for all, not "
+            f"{','.join(map(str, mean))} and {','.join(map(str, std))}"
+        )
+    return PatchModel(encoder, aggregator, patch, chosen.min_tissue, COLOUR / std[0])
 
 
 def hold_model(
@@ -144,7 +168,7 @@ def hold_model(
 
 def _microbatch(config: Config, plan: Plan, channels: int) -> tuple[int, ...]:
     """The shape of a microbatch: (N, C, H, W) of images, (N, T) of tokens."""
-    return batch_shape(max(1, config.data.batch_size // plan.num_microbatches), channels, config.data.image_size)
+    return batch_shape(max(1, config.samples_per_step // plan.num_microbatches), channels, config.data.image_size)
 
 
 def tensor_styles(config: Config) -> dict[str, str] | None:

@@ -3,18 +3,23 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mpi4dl._patterns import select
 from mpi4dl.comm import Refusal
+from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own
+from mpi4dl.parallel.pipeline.held import Held
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
+WARMUP_START = 0.01
 
 
 def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **options: Any) -> Any:
@@ -33,7 +38,34 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
 
 
-def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def groups_of(config: Config, held: Held) -> Iterable[Any]:
+    """The parameters that are trained, now or later: in groups, if some have options of their own."""
+    chosen = config.tuning
+    later: list[str] = []
+    for epoch, pattern in chosen.unfreeze:
+        try:
+            names = select(pattern, held.names_of)
+        except ValueError as error:
+            raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {error}") from None
+        if held.trained.issuperset(names):
+            raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; say so by `freeze`")
+        later += names
+    for option, numbers in (("lr_of", chosen.lr_of), ("weight_decay_of", chosen.weight_decay_of)):
+        for pattern in numbers:
+            try:
+                select((pattern,), held.names_of)
+            except ValueError as error:
+                raise ConfigError(f"`{option}` {pattern}: {error}") from None
+    try:
+        groups = parameter_groups(held, chosen.lr_of, chosen.weight_decay_of, later)
+    except ValueError as error:
+        raise ConfigError(f"`freeze` {','.join(chosen.freeze)}: {error}") from None
+    alike = len(groups) == 1 and groups[0].keys() == {"params"}
+    return (alike and groups[0]["params"]) or groups
+
+
+def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer of these parameters, or of groups of them. Raises ConfigError."""
     chosen = config.optimizer
     options = {"lr": chosen.lr, **chosen.optimizer_options}
     base = torch.optim.Optimizer
@@ -45,6 +77,10 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch
             raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} made a {made}, no torch.optim.Optimizer")
     else:
         optimizer = by_torch_name("optimizer", torch.optim, base, chosen.optimizer, parameters, **options)
+    if config.tuning.weight_decay_of and "weight_decay" not in optimizer.defaults:
+        raise ConfigError(
+            f"`weight_decay_of`: {type(optimizer).__name__} has no weight decay; choose another `optimizer`"
+        )
     try:
         _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
     except Exception as error:
@@ -80,6 +116,13 @@ class Schedule:
     """The learning rate's schedule: most count epochs, a few count steps, one looks at the validation loss."""
 
     scheduler: Any
+    planned: "Callable[[int], Any] | None" = None  # what makes it for so many steps, if it is by `lr_schedule`
+
+    def begin(self, num_steps: int) -> None:
+        """The run will have so many steps. Raises Refusal, alike on all ranks, if the schedule is not for that."""
+        if self.planned is not None:
+            self.scheduler = self.planned(num_steps)
+        self.require(num_steps)
 
     @property
     def num_steps(self) -> int | None:
@@ -89,22 +132,52 @@ class Schedule:
     def require(self, num_steps: int) -> None:
         """Raise Refusal, alike on all ranks, if a run of so many steps is longer than the schedule."""
         if self.num_steps is not None and self.num_steps < num_steps:
-            raise Refusal(f"`scheduler` is for {self.num_steps} steps, but there will be {num_steps}")
+            by = "scheduler" if self.planned is None else "lr_schedule"
+            raise Refusal(f"`{by}` is for {self.num_steps} steps, but there will be {num_steps}")
+
+    @property
+    def _counts_steps(self) -> bool:
+        return self.planned is not None or type(self.scheduler).__name__ in PER_STEP
 
     def after_step(self) -> None:
-        if type(self.scheduler).__name__ in PER_STEP:
+        if self._counts_steps:
             self.scheduler.step()
 
     def after_epoch(self, validation_loss: float | None) -> None:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if validation_loss is not None:
                 self.scheduler.step(validation_loss)
-        elif self.scheduler is not None and type(self.scheduler).__name__ not in PER_STEP:
+        elif self.scheduler is not None and not self._counts_steps:
             self.scheduler.step()
+
+
+def by_steps(optimizer: torch.optim.Optimizer, form: str, warmup: int, num_steps: int) -> Any:
+    """A schedule by PyTorch's own ones that counts steps: it rises, and falls to 0 at the end. Raises Refusal."""
+    home, rest = torch.optim.lr_scheduler, num_steps - warmup
+    if form != "constant" and rest < 1:
+        raise Refusal(f"`warmup` {warmup} takes all of the {num_steps} steps that there will be: choose fewer")
+    rise = partial(home.LinearLR, optimizer, start_factor=WARMUP_START, total_iters=warmup)
+    if form == "constant":
+        return rise()
+    if form == "cosine":
+        fall: Callable[[], Any] = partial(home.CosineAnnealingLR, optimizer, T_max=rest)
+    else:
+        fall = partial(home.LinearLR, optimizer, start_factor=1.0, end_factor=0.0, total_iters=rest)
+    found: Any = home.SequentialLR(optimizer, [rise(), fall()], milestones=[warmup]) if warmup else fall()
+    found.total_steps = num_steps
+    return found
 
 
 def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
     chosen = config.optimizer
+    if chosen.lr_schedule != "constant" or chosen.warmup:
+        if chosen.scheduler:
+            raise ConfigError(f"`lr_schedule` and `warmup` are a schedule, and so is `scheduler` {chosen.scheduler}")
+        return Schedule(None, partial(by_steps, optimizer, chosen.lr_schedule, chosen.warmup))
+    if config.tuning.lr_of and chosen.scheduler in PER_STEP:
+        raise ConfigError(
+            f"`lr_of`: `scheduler` {chosen.scheduler} gives all the same learning rate; choose `lr_schedule`"
+        )
     if not chosen.scheduler:
         if chosen.scheduler_options:
             raise ConfigError(f"`scheduler_options` {dict(chosen.scheduler_options)} are for no `scheduler`: name one")

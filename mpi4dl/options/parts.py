@@ -95,11 +95,12 @@ def _taken_by(made: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]
 
 
 @contextmanager
-def blaming(option: str, part: Any) -> Iterator[None]:
-    """What the user's code raises in here becomes a ConfigError that names the line, once."""
+def blaming(option: str, part: Any, *ours: type[Exception]) -> Iterator[None]:
+    """What the user's code raises in here becomes a ConfigError that names the line, once; but for what is `ours`."""
+    passed: tuple[type[Exception], ...] = (ConfigError, Refusal, *ours)
     try:
         yield
-    except (ConfigError, Refusal):
+    except passed:
         raise
     except Exception as error:
         raise ConfigError(f"`{option}` {part_name(part)}: {_said(error)}") from error

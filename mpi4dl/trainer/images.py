@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 from mpi4dl import datasets
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator
+from mpi4dl.datasets.adapt import OwnDataset
 from mpi4dl.datasets.arrays import ArrayDataset
-from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.layout import parts
+from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.view import Fit
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.data import build_datasets, build_views, number_of_classes
+from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.trainer.image_lists import ImageLists
 
 LOOKED_AT = 8
@@ -57,8 +60,10 @@ class Images(NamedTuple):
         views, data = build_views(config, self.training.channels, self.fit), config.data
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
         common |= {"on_bad_image": "report", "lazy": config.visits}
+        ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
+        ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
         return (
-            Loader(self.training, views[0], data.batch_size, training, shuffle=True, drop_last=True, **common),
+            Loader(self.training, views[0], config.samples_per_step, training, **ordered, **common),
             Loader(self.validation, views[1], data.batch_size, validation, **common),
         )
 
@@ -145,6 +150,10 @@ def _own(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     for dataset, what in zip(pair, ("training", "validation"), strict=True):
         found = {"samples": len(dataset), "channels": dataset.channels, "classes": dataset.classes}
         comm.agree(None, **{f"the number of {what} {name}": each for name, each in found.items()})
+        whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
+        with comm.together((ValueError, OSError)):
+            content = whole.print()
+        comm.agree(None, **{f"the content of some {what} samples": content})
     return pair
 
 
@@ -158,16 +167,25 @@ def _arrays(pair: Pair) -> list[ArrayDataset]:
     return [whole for whole in _wholes(pair) if isinstance(whole, ArrayDataset)]
 
 
-def _folders(pair: Pair) -> list[ImageFolder]:
-    return [whole for whole in _wholes(pair) if isinstance(whole, ImageFolder)]
+def _folders(pair: Pair) -> list[ListedFiles]:
+    return [files for whole in _wholes(pair) if isinstance(whole, ListedFiles) for files in whole.lists()]
 
 
 def _describe(
     config: Config, training: Named, validation: Named, recorded: ImageLists | None
 ) -> tuple[Fit, tuple[str, ...]]:
+    size = config.data.image_size
+    if config.visits and task_of(training) == "segment" and prod(size) > SLIDE_PIXELS:
+        raise ConfigError(
+            f"`image_size` {'x'.join(map(str, size))} with masks: every rank has whole masks of a batch, 8 bytes a "
+            "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
+        )
     sizes = list(_sizes(training))
     fit = _fit(config.data.fit, sizes, recorded)
-    remarks = [_classes(training, validation), *_folders_read(config.data.images)]
+    remarks = [_classes(training, validation)]
+    if config.data.dataset is None:
+        remarks += _folders_read(config.data.images)
+    remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:
         remarks += recorded.changes(ImageLists.of(training, validation, fit))
@@ -201,24 +219,38 @@ def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | No
 
 
 def _classes(training: Named, validation: Named) -> str:
-    if not training.classes:
-        return f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
-    counts = [[0, 0] for _ in training.classes]
-    for part, dataset in enumerate((training, validation)):
-        for index in range(len(dataset)):
-            counts[dataset.label(index)][part] += 1
-    shown = [f"{name} ({a} + {b})" for name, (a, b) in zip(training.classes, counts, strict=True)][:MOST_CLASSES]
-    if len(counts) > MOST_CLASSES:
-        shown.append(f"... and {len(counts) - MOST_CLASSES} more")
-    return (
-        f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with, in "
-        f"{counted(len(counts), 'class', 'classes')}: {', '.join(shown)}"
-    )
+    """How many images there are, and what is to be learnt of them, where labels are at hand."""
+    said = f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
+    task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
+    if not classes or isinstance(whole, OwnDataset):
+        return f"{said}, to {task}" if classes or task != "classify" else said
+    if task == "segment":
+        return f"{said}, each with a mask of {counted(len(classes), 'class', 'classes')}: {_some(classes)}"
+    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
+    if task == "survival":
+        events = sum(int(event) for _, event in labels[0])
+        return f"{said}, to tell survival; {counted(events, 'event')} among those to train on"
+    if task == "regress":
+        ranges = [f"{name} ({min(found):g} to {max(found):g})"
+                  for name, found in zip(classes, zip(*labels[0], strict=True), strict=True)]  # fmt: skip
+        return f"{said}, to tell {counted(len(classes), 'number')}: {_some(ranges)}"
+    if task == "multilabel":
+        counts = [[int(sum(column)) for column in zip(*part, strict=True)] for part in labels]
+    else:
+        counts = [[part.count(label) for label in range(len(classes))] for part in labels]
+    shown = [f"{name} ({a} + {b})" for name, a, b in zip(classes, *counts, strict=True)]
+    return f"{said}, in {counted(len(classes), 'class', 'classes')}: {_some(shown)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"... and {len(names) - MOST_CLASSES} more"] if len(names) > MOST_CLASSES else []
+    return ", ".join([*names[:MOST_CLASSES], *more])
 
 
 def _folders_read(source: str) -> list[str]:
     path = Path(source).expanduser()
-    found = parts(path) if path.is_dir() and not (path / "batches.meta").exists() else None
+    folders = path.is_dir() and not any((path / name).exists() for name in ("batches.meta", TABLE))
+    found = parts(path) if folders else None
     if found is None:
         return []
     unused = f"; {', '.join(found.unused)} beside them not read" if found.unused else ""

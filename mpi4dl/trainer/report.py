@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ class StepReport:
 class ValidationReport:
     """One pass over what validates; `accuracy` is the share, 0 to 1, that was classified correctly, if anything was.
 
-    The loss of text that is predicted token by token is in bits per byte too.
+    The loss of text that is predicted token by token is in bits per byte too. `metrics` are others by name; the line
+    shows those that are one number. `best`: no validation before was as good.
     """
 
     step: int
@@ -78,13 +80,26 @@ class ValidationReport:
     loss: float
     accuracy: float | None
     bits_per_byte: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    best: bool = False
 
     def line(self) -> str:
         accuracy = () if self.accuracy is None else (f"accuracy {100 * self.accuracy:.1f} %",)
         bits = () if self.bits_per_byte is None else (f"{self.bits_per_byte:.3f} bits per byte",)
-        return "  ".join(
-            (f"step {self.step}", f"epoch {self.epoch}", f"validation loss {self.loss:#.4g}", *accuracy, *bits)
+        more = [
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float) and name != "accuracy"
+        ]
+        said = (
+            f"step {self.step}",
+            f"epoch {self.epoch}",
+            f"validation loss {self.loss:#.4g}",
+            *accuracy,
+            *bits,
+            *more,
         )
+        return "  ".join((*said, "best so far") if self.best else said)
 
 
 def summary(evaluation: Any, num_steps: int, seconds: float, num_unreadable: int) -> str:
@@ -165,10 +180,13 @@ class Reporter:
 
     def _report(self, phase: str, report: StepReport | ValidationReport) -> None:
         values = {name: value for name, value in asdict(report).items() if value is not None}
+        values |= values.pop("metrics", {})
+        if not values.get("best", True):
+            del values["best"]
         self._metrics.append({"phase": phase} | values)
         if self._writer is not None:
             for name, value in values.items():
-                if name != "step":
+                if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(f"{phase}/{name}", value, report.step)
         self.say(report.line())
 

@@ -28,12 +28,20 @@ SAME_ALWAYS = (
     "model_options",
     "optimizer",
     "scheduler",
+    "lr_schedule",
+    "warmup",
+    "freeze",
+    "unfreeze",
+    "lr_of",
+    "weight_decay_of",
     "seed",
     "val_fraction",
     "mean",
     "std",
+    "label_columns",
+    "ignore_index",
 )
-SAME_WITHIN_AN_EPOCH = ("batch_size", NUM_IMAGES)
+SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
 FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
 OF_THIS_START = ("resume", "dry_run", "print_config")
 
@@ -146,6 +154,7 @@ class Progress(NamedTuple):
     metrics_bytes: int
     options: Mapping[str, str]
     due: bool = False
+    best: dict[str, Any] | None = None
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Progress":
@@ -167,6 +176,7 @@ class Progress(NamedTuple):
                 extra.at("metrics_bytes").integer(),
                 {_name(flag): value.text() for flag, value in extra.at("options").entries().items()},
                 extra.at("due").flag(),
+                extra.at("best").optional(_best) if "best" in extra.entries() else None,
             )
         except Damaged as problem:
             raise Refusal(str(problem)) from None
@@ -175,6 +185,15 @@ class Progress(NamedTuple):
 def _name(flag: str) -> str:
     """The name of an option, which checkpoints of earlier versions keep by its flag."""
     return flag[2:].replace("-", "_") if flag.startswith("--") else flag
+
+
+def _best(node: Machine) -> dict[str, Any]:
+    return {
+        "monitor": node.at("monitor").text(),
+        "value": node.at("value").optional(Machine.number),
+        "step": node.at("step").integer(),
+        "since": node.at("since").integer(),
+    }
 
 
 def _evaluation(node: Machine) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A run of the training command: its epochs, and what is reported, saved and resumed on the way."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
-from mpi4dl.checkpoints.manifest import CHECKPOINTS
+from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
 from mpi4dl.checkpoints.randomness import put_back
 from mpi4dl.engine import Engine, Evaluation, NotFinite
 from mpi4dl.forecast.dry_run import explain, title, without_effect
@@ -20,8 +20,10 @@ from mpi4dl.geometry import Box
 from mpi4dl.options.build import number_of_steps
 from mpi4dl.options.config import Config
 from mpi4dl.options.optimizers import Schedule
+from mpi4dl.tasks.task import Classify, Task
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
+from mpi4dl.trainer.best import BEST, Best
 from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
@@ -58,14 +60,19 @@ class TrainingRun:
     ) -> None:
         self.spell, self.argv = spell, argv
         self.callbacks: tuple[Any, ...] = ()
+        self.remarks: tuple[str, ...] = ()
         self.stopping = False
+        self.unfrozen: set[tuple[int, str]] = set()
+        self.task: Task = Classify(num_classes)
+        self.metrics: Mapping[str, Any] = {}
+        self.best: Best | None = None
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
         self.bad_images = BadImages(engine.comm, config.data.on_bad_image)
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
-        schedule.require(self.num_steps)
+        schedule.begin(self.num_steps)
         self.options = options_to_compare(config, len(images.training), engine.held.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
@@ -78,6 +85,11 @@ class TrainingRun:
         self.signals: Any = None
         self.closing: Any = None
 
+    def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
+        """What validation measures, and by what the best weights are told."""
+        self.task, self.metrics = task, metrics
+        self.best = None if monitor is None else Best(monitor, self.config.learning.patience)
+
     def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
         """Which boxes this rank reads of a batch."""
         return [read.box for read in self.engine.reads(num_samples, self.size, training)]
@@ -87,7 +99,7 @@ class TrainingRun:
         with self.comm.together((ValueError,)):
             if self.comm.rank == 0:
                 found = explain(self.config, self.engine, self.num_classes, self.channels)
-                print(self.spell("\n".join((*found, *self.images.remarks))))
+                print(self.spell("\n".join((*found, *self.images.remarks, *self.remarks))))
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
     def open(self, closing: ExitStack) -> None:
@@ -115,8 +127,8 @@ class TrainingRun:
             self.reporter = closing.enter_context(reporter)
             self.engine.executor.progress = self.progress
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
-        said = (*self.images.remarks, *without_effect(config, self.engine), *filter(None, streamed), *remarks)
-        for line in (title(config, self.engine), *said):
+        said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
+        for line in (title(config, self.engine), *said, *remarks):
             self.say(line)
 
     def open_checkpoints(self) -> None:
@@ -135,6 +147,8 @@ class TrainingRun:
         self.interval.losses = there.losses
         self.bad_images.known |= set(there.skipped)
         self.evaluation = None if there.evaluation is None else Evaluation(**there.evaluation)
+        if self.best is not None:
+            self.best.go_on(there.best)
         if self.schedule.scheduler is not None:
             self.schedule.scheduler.load_state_dict(there.scheduler)
         self.schedule.require(self.num_steps)
@@ -151,6 +165,7 @@ class TrainingRun:
             "losses": self.interval.losses,
             "skipped": sorted(self.bad_images.known),
             "evaluation": self.evaluation and asdict(self.evaluation),
+            "best": self.best and self.best.state(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
             "options": self.options,
@@ -169,7 +184,7 @@ class TrainingRun:
 
     @property
     def finished(self) -> bool:
-        return self.engine.num_steps >= self.num_steps
+        return self.engine.num_steps >= self.num_steps or (self.best is not None and self.best.enough)
 
     def progress(self, doing: str) -> None:
         """A sign of life, and what the step is doing, if that is said."""
@@ -205,7 +220,10 @@ class TrainingRun:
         self.patience.begin("end")
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        save_model(self.engine, self.folder.path / "model.safetensors", self.images.classes)
+        save_model(self.engine, self.folder.path / MODEL, self.images.classes)
+        if self.config.tuning.ema is not None:
+            with self.averaged():
+                save_model(self.engine, self.folder.path / AVERAGE, self.images.classes)
         self.write()
         found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
         self.compare()
@@ -245,6 +263,7 @@ class TrainingRun:
         """Train for an epoch, or what is left of it, save, and do what comes behind it."""
         saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
         if not self.due:
+            self.unfreeze()
             self.train()
             if self.config.training.check_replicas:
                 self.engine.check_replicas()
@@ -263,6 +282,18 @@ class TrainingRun:
         if not last:
             self.heed(News.of_all(self.comm, self.own_news()))
 
+    def unfreeze(self) -> None:
+        """Train what is frozen no more in this epoch."""
+        for epoch, pattern in self.config.tuning.unfreeze:
+            if epoch <= self.epoch + 1 and (epoch, pattern) not in self.unfrozen:
+                self.unfrozen.add((epoch, pattern))
+                names = self.engine.unfreeze(pattern)
+                self.say(f"epoch {epoch}: {counted(len(names), 'parameter is', 'parameters are')} trained: {pattern}")
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The context in which the weights are those that are validated."""
+        return nullcontext() if self.config.tuning.ema is None else self.engine.averaged()
+
     def train(self) -> None:
         """Train for the rest of the epoch, or up to the last step."""
         self.interval = self.new_interval(self.interval.losses)
@@ -272,7 +303,7 @@ class TrainingRun:
         with self.saved_if_refused():
             for batch, microbatches in reading:
                 if self.engine.num_steps == 0 and self.config.data.text is None:
-                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config.data)
+                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config)
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
                 with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
@@ -348,10 +379,18 @@ class TrainingRun:
 
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
-        with self.saved_if_refused(), put_back(self.engine.executor):
-            self.evaluation = found = self.engine.evaluate(batches(), self.size)
+        with self.saved_if_refused(), self.averaged(), put_back(self.engine.executor):
+            found = self.engine.evaluate(batches(), self.size, self.metrics, self.task.measured)
+            self.evaluation = found
+            better = self.best is not None and self.best.see(found, self.engine.num_steps)
+            if better:
+                save_model(self.engine, self.folder.path / BEST, self.images.classes)
         self.tell("on_validation_end", found)
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)
-            accuracy = found.accuracy if self.config.data.text is not None else found.accuracy or 0.0
-            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, found.loss, accuracy, bits))
+            accuracy = found.accuracy or 0.0 if self.task.name == "classify" else found.accuracy
+            step = self.engine.num_steps
+            report = ValidationReport(step, epoch, found.loss, accuracy, bits, found.metrics, better)
+            self.reporter.validation(report)
+        if self.best is not None and self.best.enough:
+            self.say(self.best.words())

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.engine import Engine
+from mpi4dl.options.config import Config
+from mpi4dl.options.data import normalisation
 from mpi4dl.parallel import spatial
 
 SAMPLE_IMAGES = 4
@@ -30,8 +32,9 @@ def samples(engine: Engine, tiles: Sequence[Any], microbatch: Any, size: tuple[i
     return whole[:, :, whole.shape[2] // 2] if len(size) == 3 else whole.unsqueeze(2) if len(size) == 1 else whole
 
 
-def show_samples(reporter: Any, engine: Engine, tiles: Sequence[Any], microbatch: Any, data: Any) -> None:
-    """Give rank 0's reporter a few images for TensorBoard, as they were before `data` says how they were normalised."""
-    found = samples(engine, tiles, microbatch, data.image_size)
+def show_samples(reporter: Any, engine: Engine, tiles: Sequence[Any], microbatch: Any, config: Config) -> None:
+    """Give rank 0's reporter a few images for TensorBoard, as they were before they were normalised."""
+    found = samples(engine, tiles, microbatch, config.data.image_size)
     if found is not None and reporter is not None and found.shape[1] in (1, 3):
-        reporter.images("samples", found * data.std + data.mean, engine.num_steps)
+        mean, std = (found.new_tensor(each)[:, None, None] for each in normalisation(config, found.shape[1]))
+        reporter.images("samples", found * std + mean, engine.num_steps)

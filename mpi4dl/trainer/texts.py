@@ -45,7 +45,7 @@ class Texts:
             Loader(
                 TokenBatches(self.training),
                 None,
-                data.batch_size,
+                config.samples_per_step,
                 training,
                 seed=seed,
                 shuffle=True,

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
+from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.forecast.visiting import stream_of
@@ -15,15 +16,23 @@ from mpi4dl.options import build, parts
 from mpi4dl.options.config import Config, ConfigError, facts
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import blaming_the_model, hold_model, without_rules
-from mpi4dl.options.optimizers import build_optimizer, build_schedule
-from mpi4dl.tasks.losses import classification_loss, token_loss
+from mpi4dl.options.optimizers import build_optimizer, build_schedule, groups_of
+from mpi4dl.options.tasks import build_metrics, build_task, monitored, with_task
 from mpi4dl.trainer.images import open_images
 from mpi4dl.trainer.patience import Patience
 from mpi4dl.trainer.resuming import as_it_was_cut
 from mpi4dl.trainer.run import TrainingRun
 from mpi4dl.trainer.texts import open_texts
 
-OWN_PARTS = {"model": "model", "data": "dataset", "optimizer": "optimizer", "training": "loss", "run": "callbacks"}
+OWN_PARTS = (
+    ("model", "model"),
+    ("data", "dataset"),
+    ("data", "transforms"),
+    ("optimizer", "optimizer"),
+    ("training", "loss"),
+    ("learning", "metrics"),
+    ("run", "callbacks"),
+)
 
 
 def as_it_is(message: str) -> str:
@@ -41,7 +50,9 @@ class Trainer:
     - `model`: an nn.Module; or what makes one, called with those of `num_classes` and `in_channels` that it has
       parameters for, and `model_options`.
     - `dataset`: a `mpi4dl.datasets.Dataset`, or a pair of them, to train on and to validate with.
-    - `loss(outputs, targets)`: the mean over the samples that it is given.
+    - `loss(outputs, targets)`: the mean over the samples that it is given; or a name, such as "dice+cross_entropy".
+    - `metrics`: objects with `update(predictions, targets)` and `compute()`, such as those of torchmetrics, classes of
+      them, or functions of predictions and targets; or names, such as "auc".
     - `optimizer`: a class of optimizers, or what makes one of parameters.
     - `callbacks`: objects with some of the methods of `mpi4dl.trainer.run.Callback`.
 
@@ -73,7 +84,7 @@ class Trainer:
         comm.agree(None, **facts(config))
         with comm.together((ValueError,)):
             prints = {}
-            for section, name in OWN_PARTS.items():
+            for section, name in OWN_PARTS:
                 part = getattr(getattr(config, section), name)
                 for each in part if isinstance(part, tuple) else () if part is None else (part,):
                     if parts.is_own(each):
@@ -82,7 +93,7 @@ class Trainer:
         comm.agree(None, **prints)
         with comm.together((ValueError,)):
             self.plan = plan = build.build_plan(config)
-        comm.agree(plan.problem(comm.size, config.data.image_size, config.data.batch_size))
+        comm.agree(plan.problem(comm.size, config.data.image_size, config.samples_per_step))
         comm.node.share_cores()
         keep_freed_memory(config.parallel.keep_freed_memory)
         self._patience = patience = Patience(config.parallel.hang_timeout)
@@ -96,26 +107,33 @@ class Trainer:
         images = open_texts(comm, config) if text else open_images(comm, config)
         patience.feed()
         with comm.together((ValueError, TypeError)):
-            self._num_classes = num_classes = images.number_of_classes(config)
+            self.config = config = with_task(config, images.training)
+            task = build_task(config, images.training, images.number_of_classes(config))
+            metrics = build_metrics(config, task)
+            monitor = monitored(config, task, metrics)
+            self._num_classes = num_classes = task.num_outputs
             cut = as_it_was_cut(comm, config, plan)
             channels = images.channels
             stream = stream_of(config, plan, num_classes, channels, device)
-            model = hold_model(cut, plan, num_classes, channels, comm, device, stream).train()
+            model = hold_model(cut, plan, num_classes, channels, comm, device, stream)
         patience.feed()
+        chosen, remarks = config.tuning, []
+        if chosen.weights is not None:
+            remarks = load_weights(model, chosen.weights, model=config.model_name, strict=chosen.strict)
         with comm.together((ValueError, TypeError)):
-            optimizer = build_optimizer(config, model.parameters())
+            optimizer = build_optimizer(config, groups_of(config, model))
             schedule = build_schedule(config, optimizer)
         with comm.together((ConfigError, OSError)):
             options = build.engine_options(config)
-            loss = build.build_loss(config, token_loss if text else classification_loss)
-        self.engine = Engine(model, plan, optimizer, loss, comm=comm, **options)
+        self.engine = Engine(model, plan, optimizer, task.objective, comm=comm, **options)
         self.engine.executor.progress = patience.feed
         with comm.together((ValueError,)):
             callbacks = build.build_callbacks(config)
             self._run = TrainingRun(
                 config, self.engine, schedule, images, num_classes, patience, meter, spell=spell, argv=argv
             )
-            self._run.callbacks = tuple(callbacks)
+            self._run.callbacks, self._run.remarks = tuple(callbacks), tuple(remarks)
+            self._run.watch(task, metrics, monitor)
 
     def fit(self) -> Evaluation | None:
         """Train: all epochs, with validations, checkpoints and reports. Returns the last validation. Collective."""

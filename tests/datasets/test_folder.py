@@ -9,7 +9,8 @@ import pytest
 import tifffile
 
 from mpi4dl.datasets import BadImage, DatasetError
-from mpi4dl.datasets.folder import ImageFolder, OtherFile
+from mpi4dl.datasets.folder import ImageFolder
+from mpi4dl.datasets.listed import OtherFile
 from tests.datasets.boxes import noise_image, whole
 
 

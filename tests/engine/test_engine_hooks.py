@@ -20,9 +20,11 @@ from tests.training import (
     BOTH,
     DATA_2,
     HOOKED,
+    NUM_CLASSES,
     NUM_STEPS,
     SKIPPING,
     UNUSED,
+    Task,
     TILES_1x2,
     TILES_2x2,
     batch_of,
@@ -97,6 +99,25 @@ def test_a_gradient_hook_sees_gradients_without_the_scale_of_fp16(ranks: Ranks) 
         assert [size for _, size in half] == pytest.approx([size for _, size in full], rel=0.1, abs=0.1 * norm)
 
 
+def seen_and_gathered(comm: Communicator, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    seen: dict[str, Tensor] = {}
+    model, optimizer = build(SKIPPING)
+    hook = lambda name, gradient: seen.__setitem__(name, gradient.clone())  # noqa: E731
+    engine = Engine(model.float(), DATA_2, optimizer, F.cross_entropy, comm=comm, gradient_hook=hook, **options)
+    images, targets = batch_of(SKIPPING, 0)
+    engine.step(tiles_of(images.float(), engine), targets, SKIPPING.size)
+    return seen, engine.gather_gradients()
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16", "low_precision_weights": True}, {"offload": "cpu"}], ids=str)
+def test_gathered_gradients_are_those_that_hooks_see(ranks: Ranks, options: dict[str, Any]) -> None:
+    (seen, gathered), _ = ranks(2).run(seen_and_gathered, options)
+    assert gathered is not None
+    assert seen.keys() == gathered.keys()
+    for name, gradient in seen.items():
+        assert torch.equal(gathered[name].float(), gradient), name
+
+
 def return_nonsense(comm: Communicator, result: Any) -> str:
     with pytest.raises(ValueError, match="gradient_hook got") as caught:
         step_with(comm, lambda name, gradient: result, {})
@@ -116,12 +137,61 @@ def test_hooks_on_activations_see_whole_gradients(ranks: Ranks, plan: Plan) -> N
     check(ranks, HOOKED, plan)
 
 
+def center(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.sub_(parameter.grad.mean())
+
+
+class Hooking(nn.Module):
+    """Hooks on the gradients of parameters, of which some come before, and some after, what limits their norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2)
+        self.last = nn.Linear(4, NUM_CLASSES)
+        for layer in (self.first, self.second, self.last):
+            layer.weight.register_hook(lambda gradient: gradient / gradient.square().sum().sqrt())
+            layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            layer.weight.register_post_accumulate_grad_hook(center)
+        self.last.bias.register_hook(lambda gradient: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu())
+        return self.last(x.square().mean((2, 3)))
+
+
+ONE_MICROBATCH = Plan(((2, 1), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    "plan", [TILES_2x2, BOTH, Plan(((1, 2),), zero=3), Plan(data=2, zero=2), ONE_MICROBATCH], ids=str
+)
+def test_hooks_on_parameters_see_whole_gradients(ranks: Ranks, plan: Plan) -> None:
+    check(ranks, Task(Hooking, (13, 10)), plan)
+
+
+def hook_apart(comm: Communicator, plan: Plan) -> tuple[str, int]:
+    """What a step says if one rank has a hook that the other has not, and the steps made then without it."""
+    model, optimizer = build(SKIPPING)
+    engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
+    images, targets = batch_of(SKIPPING, 0)
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient * 2) if comm.rank else None
+    with pytest.raises(Refusal) as refused:
+        engine.step(tiles_of(images, engine), targets, SKIPPING.size)
+    if handle is not None:
+        handle.remove()
+    engine.step(tiles_of(images, engine), targets, SKIPPING.size)
+    return str(refused.value), engine.num_steps
+
+
+def test_ranks_must_have_the_same_hooks_on_parameters(ranks: Ranks) -> None:
+    for said, steps in ranks(2).run(hook_apart, Plan(data=2, zero=3)):
+        assert said.startswith("the ranks have hooks on the gradients of different parameters")
+        assert steps == 1
+
+
 def hook_tensor(model: nn.Module) -> Any:
     return next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
-
-
-def hook_after(model: nn.Module) -> Any:
-    return next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
 
 
 def hook_module(model: nn.Module) -> Any:
@@ -149,15 +219,14 @@ def hook_late(comm: Communicator, add: Callable[[nn.Module], Any], plan: Plan) -
 @pytest.mark.parametrize(
     ("add", "said"),
     [
-        (hook_tensor, "convs.0.weight has a hook on its gradient, which would see a part of it"),
-        (hook_after, "convs.0.weight has a hook on its gradient, which would see a part of it"),
+        (hook_tensor, "convs.0.weight has a hook on its gradient, which would have to see those of 2 microbatches"),
         (hook_module, "last has a backward hook, which would see the part of one rank"),
     ],
 )
 def test_hooks_that_come_later_are_found_in_the_next_step(
     ranks: Ranks, add: Callable[[nn.Module], Any], said: str
 ) -> None:
-    for plan in (TILES_1x2, Plan(data=2, zero=2)):
+    for plan in (Plan(((1, 2),), microbatches=2), Plan(data=2, zero=2, microbatches=2)):
         for message, went_on in ranks(2).run(hook_late, add, plan):
             assert message.startswith(said)
             assert went_on

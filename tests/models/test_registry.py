@@ -1,5 +1,7 @@
 """Every name builds its model, and every mistake says what would have been right."""
 
+import sys
+
 import pytest
 import torch
 
@@ -158,7 +160,31 @@ def test_models_that_warn_of_their_initial_values_are_told_what_they_are() -> No
 
 
 def test_models_of_timm() -> None:
+    import_torchvision()
     timm = pytest.importorskip("timm")
     assert type(models.build("timm/resnet10t", 5)) is type(timm.create_model("resnet10t"))
     with pytest.raises(ValueError, match="timm has no model 'resnet10'; the nearest names are 'resnet10t'"):
         models.build("timm/resnet10")
+
+
+def test_models_of_smp() -> None:
+    import_torchvision()
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    with torch.device("meta"):
+        model = models.build("smp/Unet", 3, encoder_name="resnet18", in_channels=4)
+        assert type(model) is smp.Unet
+        assert model.eval()(torch.empty(2, 4, 32, 64)).shape == (2, 3, 32, 64)
+        assert models.registry.takes_channels("smp/Unet")
+    with pytest.raises(ValueError, match="has no model 'UNet'; the nearest names are 'Unet'"):
+        models.build("smp/UNet")
+    with pytest.raises(ValueError, match=r"no encoder 'resnet20'; the nearest names are .*'resnet101'.*, and tu-NAME"):
+        models.build("smp/FPN", encoder_name="resnet20")
+    with pytest.raises(ValueError, match=r"refuses the options \{'depth': 3\} for 'FPN': .*depth"):
+        models.build("smp/FPN", depth=3)
+
+
+@pytest.mark.parametrize(("name", "package"), [("timm/resnet10t", "timm"), ("smp/Unet", "segmentation_models_pytorch")])
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"model {name} needs the package {package}: pip install {package}"):
+        models.build(name)

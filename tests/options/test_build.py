@@ -256,10 +256,10 @@ def test_the_loss_of_a_classifier_is_cross_entropy_and_a_share_of_auxiliary_ones
 
 @pytest.mark.parametrize(
     ("outputs", "found"),
-    [(torch.zeros(4, 3, 8, 8), r"shape \(4, 3, 8, 8\)"), ({"out": torch.zeros(4, 3)}, "type dict")],
+    [(torch.zeros(4, 3, 8, 8), r"shape \(4, 3, 8, 8\)"), ({"out": "mask"}, "type str")],
 )
 def test_outputs_that_are_no_logits_are_refused(outputs: Any, found: str) -> None:
-    with pytest.raises(Refusal, match=rf"^the model's output has {found}, but .* need \(batch, classes\)"):
+    with pytest.raises(Refusal, match=rf"^the model's output has {found}, but .* needs \(batch, classes\)"):
         classification_loss(outputs, torch.zeros(4, dtype=torch.int64))
 
 

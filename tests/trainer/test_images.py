@@ -92,6 +92,46 @@ def test_other_pictures_of_the_same_size_are_found_when_they_are_opened(ranks: R
         assert all(f"has other content on rank {rank} (" in message for message in found[rank])
 
 
+def test_masks_are_known_again_as_images_are(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that sees another mask of the same size is told of with the file, and tables are those of rank 0."""
+    for rank in range(2):
+        for kind in ("images", "masks"):
+            (tmp_path / str(rank) / "images" / kind).mkdir(parents=True)
+            for index in range(10):
+                mode = "RGB" if kind == "images" else "L"
+                PIL.Image.new(mode, (9, 9), 1).save(tmp_path / str(rank) / "images" / kind / f"{index}.bmp")
+    for index in range(10):
+        PIL.Image.new("L", (9, 9), 0).save(tmp_path / "1" / "images" / "masks" / f"{index}.bmp")
+    first, second = ranks(2).run(labelled, "images", [tmp_path / str(rank) for rank in range(2)])
+    assert [len(each) for each in (first, second)] == [5, 5]  # each rank takes the prints of every second
+    for rank, found in enumerate((first, second)):
+        assert all(f"masks/{index}.bmp: has other content on rank {rank}" in said for index, said in found.items())
+    for rank, text in enumerate(("file,age\n1,5\n2,6\n3,7\n4,8\n", "file,age\n1,9\n")):
+        (tmp_path / str(rank) / "images" / "labels.csv").write_text(text)
+        shutil.rmtree(tmp_path / str(rank) / "images" / "masks")
+    first, second = ranks(2).run(listed, "images", [tmp_path / str(rank) for rank in range(2)])
+    assert first == second
+    assert sorted(label for part in first for _, label in part) == [(5.0,), (6.0,), (7.0,), (8.0,)]
+
+
+def labelled(comm: Communicator, source: str, folders: list[Path]) -> dict[int, str]:
+    """What is wrong with labels for this rank, which works in a folder of its own, by the number of the sample."""
+    before = Path.cwd()
+    os.chdir(folders[comm.rank])
+    try:
+        training, validation = open_together(comm, source, validation_fraction=0.3)
+        found = {}
+        for part in (training, validation):
+            for index in range(len(part)):
+                try:
+                    part.label(index)
+                except DatasetError as error:
+                    found[int(Path(part.name(index)).stem)] = str(error)
+        return found
+    finally:
+        os.chdir(before)
+
+
 @pytest.mark.parametrize("changed", ["y", "x", ""])
 def test_arrays_are_compared(ranks: Ranks, folders: list[Path], changed: str) -> None:
     arrays = {"x": np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), np.uint8), "y": np.arange(30) % 3}

@@ -149,6 +149,10 @@ class Boundary:
         self._lanes: dict[Any, Lane] = {}
         self._expected: dict[tuple[Parcel, bool], list[Incoming]] = {}
 
+    def forget(self) -> None:
+        """What values are is said anew: others want gradients than did."""
+        self._lanes.clear()
+
     def knows(self, parcel: Parcel) -> bool:
         return parcel.kind in self._lanes
 

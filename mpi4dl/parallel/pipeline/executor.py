@@ -129,6 +129,11 @@ class Executor:
         self._statistics = {}
         self.num_runs += 1
 
+    def forget_values(self) -> None:
+        """What stages hand on is said anew: other parameters are trained, so that other values want gradients."""
+        for boundary in (*self.before.values(), *self.behind.values()):
+            boundary.forget()
+
     def _copies(self, stage: int) -> RunningStatistics:
         speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
         return RunningStatistics(self.held.modules_of[stage], self.held.groups[stage], speaks)

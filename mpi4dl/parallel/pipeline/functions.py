@@ -7,16 +7,20 @@ def forward(self, tokens):
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import base_types
 
+HIDDEN = (Path(torch.__file__).parent, Path(__file__).parent)  # whose lines are none of a model's
 NESTS = (tuple, list, dict, set, frozenset, slice, range)
 
 
@@ -83,3 +87,14 @@ def is_opaque(value: Any) -> bool:
     if isinstance(value, (*NESTS, *base_types, fx.Node, fx.Proxy, nn.Module)) or callable(value):
         return False
     return not any(isinstance(each, nn.Module | Tensor) for each in getattr(value, "__dict__", {}).values())
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, and on which line of the model."""
+    return f"{str(error) or type(error).__name__}{line_of(traceback.extract_tb(error.__traceback__))}"
+
+
+def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last line of a model's own among these, in words."""
+    own = [frame for frame in frames if not set(HIDDEN) & set(Path(frame.filename).parents)]
+    return f" (line {own[-1].lineno} of {Path(own[-1].filename).name}: `{own[-1].line}`)" if own else ""

@@ -92,6 +92,7 @@ class Held(nn.Module):
                 raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
         self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
         self.ties = _ties(outline)
+        self.names_of = names_by_first(outline)  # all names of each parameter
         self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
         self.num_parameters = sum(p.numel() for p in outline.parameters())
         self.parts: dict[tuple[int, int], Part] = {}
@@ -110,32 +111,28 @@ class Held(nn.Module):
         self.cutting = NOT_CUT  # how parameters are cut
         self.layouts: dict[str, Layout] = {}  # of those that modules see whole
         self.shared = dict(shared or {})
-        aliases = names_by_first(outline)
         with comm.together((ValueError,)):
             cutting = planned_cuts(outline, plan, styles)
         if cutting:
-            self._cut(cutting, aliases)
+            self._cut(cutting)
         if device is not None:
             self.to(device)
         axes, place = self.cutting.axes, self._place
-        self.together = tuple(sharing(plan, comm, self.modules_of, self.shared, aliases, axes, self.groups, place))
+        self.together = tuple(
+            sharing(plan, comm, self.modules_of, self.shared, self.names_of, axes, self.groups, place)
+        )
 
     @property
     def _place(self) -> PartPlace:
         return next(iter(self.parts.values())).grid.place
 
-    def _cut(self, cutting: Cutting, aliases: Mapping[str, Sequence[str]]) -> None:
+    def _cut(self, cutting: Cutting) -> None:
         """Cut the parameters of all stages, which come from rank 0."""
         found: dict[str, Cuts] = {}
-        for first, same in aliases.items():  # a tied one is cut alike wherever it is
+        for same in self.names_of.values():  # a tied one is cut alike wherever it is
             how = next((cuts for name, cuts in cutting.parameters.items() if name in same), None)
-            if how is not None and first in self.trained:
+            if how is not None:
                 found |= dict.fromkeys(same, how)
-        frozen = [
-            name for name in cutting.parameters if name not in found and name.rpartition(".")[0] in cutting.experts
-        ]
-        if frozen:
-            raise Refusal(f"{frozen[0]} is frozen, but ranks share out experts to train them: leave out `experts`")
         self.cutting = replace(cutting, parameters=found)
         for stage, module in self.modules_of.items():
             for value in [*module.parameters(), *module.buffers()]:
@@ -222,7 +219,7 @@ def split(
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return Held.whole(build(), plan, comm, styles=styles, device=device)
-    cuttable = Cuttable(model, whole)
+    cuttable = Cuttable(model, whole, image)
     counts, prices = Counts((len(cuttable),), None)
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)

@@ -6,7 +6,7 @@ stage 1                       blocks  head     ranks 2 3      its own: blocks, o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 from torch import nn
@@ -19,7 +19,8 @@ from mpi4dl.parallel.spatial.grid import PartPlace
 class Together(NamedTuple):
     """Parameters, by name, that the ranks of `comm` hold alike, since each of them works on some of `stages`.
 
-    `zero` and `copies` are how these ranks share them out, as Plan.zero_at says.
+    `zero` and `copies` are how these ranks share them out, as Plan.zero_at says. Where parameters are cut, `across` are
+    the ranks that have all parts of them, this one among them, in the order of the parts.
     """
 
     stages: tuple[int, ...]
@@ -27,6 +28,7 @@ class Together(NamedTuple):
     parameters: list[tuple[str, nn.Parameter]]
     zero: int
     copies: int
+    across: tuple[int, ...]
 
 
 def names_by_first(model: nn.Module) -> dict[str, list[str]]:
@@ -80,7 +82,8 @@ def sharing(
             part = {axis: getattr(place, axis)[0] for axis in along}
             holders = comm.subset(plan.holders(stage, part=part), ordered) if along else groups[stage]
             named = [(name, p) for name, p in own if axes(name) == along]
-            yield Together((stage,), holders, named, *plan.zero_at(stage, part=part))
+            others = _across(plan, comm.rank, place, along, stage)
+            yield Together((stage,), holders, named, *plan.zero_at(stage, part=part), others)
     for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
         for along in parts:
             part = {axis: getattr(place, axis)[0] for axis in along}
@@ -88,4 +91,14 @@ def sharing(
             if firsts:
                 holders = comm.subset(plan.holders(*stages, part=part), ordered)
                 named = [(first, p) for first in firsts if (p := become_one(modules, aliases[first])) is not None]
-                yield Together(stages, holders, named, *plan.zero_at(*stages, part=part))
+                zero = plan.zero_at(*stages, part=part)
+                yield Together(stages, holders, named, *zero, _across(plan, comm.rank, place, along, *stages))
+
+
+def _across(plan: Plan, rank: int, place: PartPlace, along: Sequence[str], *stages: int) -> tuple[int, ...]:
+    """Of each part along these axes one holder: the one whose number among them is that of this rank."""
+    own = {axis: getattr(place, axis)[0] for axis in along}
+    every = product(*(range(getattr(place, axis)[1]) for axis in along))
+    holders = {numbers: plan.holders(*stages, part=dict(zip(along, numbers, strict=True))) for numbers in every}
+    mine = holders[tuple(own.values())]
+    return tuple(alike[mine.index(rank)] for alike in holders.values())

@@ -21,12 +21,19 @@ class Cuttable:
     """A model as a list of atoms, between any two of which it can be cut.
 
     `names` are the atoms' names: the path of the module, or what an opened module calls. `whole` are paths of modules
-    that shall stay one atom each (see `trace`). Raises `ValueError` if the model's forward cannot be traced.
+    that shall stay one atom each, and `image` is the shape of a batch (see `trace`). Raises `ValueError` if the model's
+    forward cannot be traced, or cannot take such a batch.
     """
 
-    def __init__(self, model: nn.Module, whole: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, whole: Collection[str] = (), image: tuple[int, ...] | None = None) -> None:
         self.model = model
-        self.program = trace(model, whole)
+        try:
+            self.program = trace(model, whole, image)
+        except ValueError:
+            reason = None if image is None else unfit(model, image)
+            if reason is None:
+                raise
+            raise ValueError(reason) from None
         self.names = tuple(atom.name for atom in self.program.atoms)
         self._made = {name: -1 for name in self.program.inputs}
         self._needed: dict[str, int] = {}
@@ -117,7 +124,17 @@ class Cuttable:
             tuple(map(tuple, forget)),
             self.program.output if is_last else None,
             frozenset(holds | self._unused() if is_last else holds),
+            frozenset(outputs) - self._sources(),
         )
+
+    def _sources(self) -> set[str]:
+        """The values of which something comes into the model's result in training."""
+        found = {leaf.name for leaf in references(self.program.output[0]) if isinstance(leaf, Value)}
+        for atom in reversed(self.program.atoms):
+            for call in reversed(atom.calls):
+                if call.name in found:
+                    found |= call.reads
+        return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters(remove_duplicate=False)

@@ -23,7 +23,8 @@ class Recipe:
 
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
     `result` is what the last stage returns in training and in evaluation, with a `Value` for each tensor, and None for
-    other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's.
+    other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's. `aside` are
+    outputs from which nothing comes into the model's result: they have no gradient, as in the model.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Recipe:
     forget: tuple[tuple[str, ...], ...]
     result: Any
     holds: frozenset[str]
+    aside: frozenset[str] = frozenset()
 
     @property
     def is_first(self) -> bool:
@@ -84,7 +86,9 @@ class Stage(nn.Module):
                 del known[name]
         if recipe.is_last:
             return self._filled(recipe.result[not self.training], known)
-        return tuple(known[name] for name in recipe.outputs)
+        return tuple(
+            map_leaves(_detached, known[name]) if name in recipe.aside else known[name] for name in recipe.outputs
+        )
 
     def _result(self, call: Call, known: dict[str, Any]) -> Any:
         args, kwargs = self._filled(call.training if self._trains(call) else call.evaluation, known)
@@ -139,6 +143,10 @@ def _adopt(folder: nn.Module, original: nn.Module, wanted: Collection[str], pref
                 inner = nn.Module().train(module.training)
                 folder.add_module(name, inner)
                 _adopt(inner, module, wanted, f"{prefix}{name}.")
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class _Enter(torch.autograd.Function):

@@ -9,48 +9,43 @@ torch.fx runs the model's forward on placeholders and notes what it calls. How d
 
 What is kept whole runs as it is, so it may do what it likes. An opened module is replaced by the calls that it
 makes. It must make the same ones on every input: it may not ask for values, and not for `isinstance(x, Tensor)`,
-because a placeholder is none. It is traced in training and in evaluation mode. An opened module may only differ in the
+because a placeholder is none. The model itself may ask for sizes (see `facts`). It is traced in training and in
+evaluation mode. An opened module may only differ in the
 arguments; the model itself may also make other calls and return something else, as those with auxiliary heads do:
 
     training      conv1 ... inception4a   aux1   inception4b ... fc     -> GoogLeNetOutputs(fc, aux2, aux1)
     evaluation    conv1 ... inception4a          inception4b ... fc     -> fc
 """
 
-import builtins
 import inspect
-import math
-import operator
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from mpi4dl.parallel.pipeline.functions import Global, culprit, is_opaque, kept_whole
+from mpi4dl.parallel.pipeline.facts import Question, answer, expect, is_fact, only_picks
+from mpi4dl.parallel.pipeline.functions import Global, culprit, is_opaque, kept_whole, line_of, reason_of
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Program, Value, references
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-FACTS = frozenset("shape dtype device ndim layout requires_grad is_cuda itemsize".split())
-FACT_METHODS = frozenset("size dim ndimension numel nelement stride element_size is_floating_point".split())
-ARITHMETIC = frozenset(
-    function for place in (operator, math, builtins) for function in vars(place).values() if callable(function)
-)
-TORCH_FOLDER = Path(torch.__file__).parent
+Shape = tuple[int, ...] | None
 
 
-def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
+def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) -> Program:
     """Read the forward pass of `model`, which may lie on the meta device. Inputs keep their defaults, see `_inputs`.
 
     Args:
         model: any module whose own forward torch.fx can trace.
         whole: paths of modules that shall not be opened.
+        image: the shape of a batch, such as (N, C, H, W), for which questions about sizes are answered if the model is
+            on the meta device; None: a model may not ask any.
 
     Raises:
         ValueError: the model itself cannot be traced; the message says why, where, and what to do.
@@ -63,7 +58,7 @@ def trace(model: nn.Module, whole: Collection[str] = ()) -> Program:
     functions: dict[Global, str] = {}
     while True:
         try:
-            return _program(model, kept, functions)
+            return _program(model, kept, functions, image)
         except _Untraceable as failure:
             if failure.function is not None and failure.function not in functions:
                 functions[failure.function] = failure.reason
@@ -88,9 +83,10 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, whole: Collection[str]) -> None:
+    def __init__(self, whole: Collection[str], answers: Sequence[bool]) -> None:
         super().__init__()
         self.whole = whole
+        self.answers = iter(answers)
         self.opened = [""]
         self.scopes: dict[fx.Node, str] = {}
         self.result: Any = None
@@ -108,7 +104,7 @@ class _Tracer(fx.Tracer):
         except _Untraceable:
             raise
         except Exception as error:
-            raise _Untraceable(path, _reason(error), culprit(error, module)) from error
+            raise _Untraceable(path, reason_of(error), culprit(error, module)) from error
         finally:
             self.opened.pop()
 
@@ -124,6 +120,15 @@ class _Tracer(fx.Tracer):
                 "the same one forever (register it as a buffer)"
             )
         return value if is_opaque(value) else super().create_arg(value)
+
+    def to_bool(self, asked: fx.Proxy) -> bool:
+        if self.opened[-1]:  # kept whole, the module asks again each time
+            return super().to_bool(asked)
+        for known in self.answers:
+            where = line_of(traceback.extract_stack())
+            self.create_proxy("call_function", expect, (asked, known, where), {})
+            return known
+        raise Question(asked.node)
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a function that is kept whole, if it has anything to do with the input."""
@@ -216,21 +221,19 @@ Forms = tuple[_Record, _Record, _Record, _Record]
 
 
 def _record(
-    model: nn.Module, whole: Collection[str], functions: Collection[Global], training: bool, inner: bool
+    model: nn.Module, whole: Collection[str], functions: Collection[Global], image: Shape, training: bool, inner: bool
 ) -> _Record:
     """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all in their own modes."""
     modes = {module: module.training for module in model.modules()}
-    tracer = _Tracer(whole)
     try:
         for module in modes:
             module.training = inner
         model.training = training
-        with kept_whole(functions, tracer.note):
-            graph = tracer.trace(model)
+        tracer, graph = _read(model, whole, functions, image)
     except _Untraceable:
         raise
     except Exception as error:
-        raise _Untraceable("", _reason(error), culprit(error, model)) from error
+        raise _Untraceable("", reason_of(error), culprit(error, model)) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -238,21 +241,33 @@ def _record(
     return _Record(nodes, tracer.scopes, _names(nodes, tracer.scopes), tracer.result)
 
 
-def _reason(error: Exception) -> str:
-    """What went wrong, and on which line of the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if TORCH_FOLDER not in Path(f.filename).parents and f.filename != __file__]
-    where = f" (line {own[-1].lineno} of {Path(own[-1].filename).name}: `{own[-1].line}`)" if own else ""
-    return f"{str(error) or type(error).__name__}{where}"
+def _read(
+    model: nn.Module, whole: Collection[str], functions: Collection[Global], image: Shape
+) -> tuple[_Tracer, fx.Graph]:
+    """Trace the model as it is, again and again, until all questions are answered that it asks about sizes."""
+    answers: list[bool] = []
+    while True:
+        tracer = _Tracer(whole, answers)
+        try:
+            with kept_whole(functions, tracer.note):
+                return tracer, tracer.trace(model)
+        except Question as error:
+            if image is None or culprit(error, model) is not None:
+                raise
+            found = answer(error.node, model, image)
+            if found is None:
+                raise
+            answers.append(found)
 
 
-def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str]) -> Program:
+def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str], image: Shape) -> Program:
     """Read the forward in both modes, and group its calls to atoms."""
-    training, evaluation = (_record(model, kept, functions, mode, mode) for mode in (True, False))
+    record = partial(_record, model, kept, functions, image)
+    training, evaluation = (record(mode, mode) for mode in (True, False))
     mixed = (evaluation, training)
     if training.skeleton != evaluation.skeleton:
         # Parts of a model may be frozen by `eval()`: which calls are made may depend on its own mode alone.
-        mixed = (_record(model, kept, functions, True, False), _record(model, kept, functions, False, True))
+        mixed = (record(True, False), record(False, True))
         for pair in ((training, mixed[0]), (mixed[1], evaluation)):
             if pair[0].skeleton != pair[1].skeleton:
                 raise _other_path(*pair)
@@ -264,9 +279,9 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
         nodes = [record.nodes[k] for record, k in ((training, i), (evaluation, j)) if k is not None]
         if nodes[0].op in ("placeholder", "get_attr"):
             continue
-        if _is_fact(nodes[0], facts):
+        if is_fact(nodes[0], facts):
             facts.update(nodes)
-        elif not _only_picks(nodes[0]):
+        elif not only_picks(nodes[0]):
             starts.append(len(calls))
         calls.append(_call(forms, i, j))
     if not starts:
@@ -382,18 +397,3 @@ def _other_path(training: _Record, evaluation: _Record) -> _Untraceable:
             )
     results = [record.filled(record.result) for record in (training, evaluation)]
     return _Untraceable("", f"it returns {results[0]} in training and {results[1]} in evaluation")
-
-
-def _is_fact(node: fx.Node, facts: set[fx.Node]) -> bool:
-    """Whether the node's value is a size, a type, or a number computed from such."""
-    if node.op == "call_method":
-        return node.target in FACT_METHODS
-    if node.op != "call_function":
-        return False
-    if node.target is getattr:
-        return node.args[1] in FACTS
-    return node.target in ARITHMETIC and bool(node.all_input_nodes) and facts.issuperset(node.all_input_nodes)
-
-
-def _only_picks(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (operator.getitem, getattr, torch._assert)

@@ -3,7 +3,7 @@
 A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ class Alone:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.used: list[bool] = []
+        self.idle: set[int] = set()  # no bucket is, as there are none
 
     def prepare(self, accumulate: bool = True) -> None:
         """Forget the gradients of the step before. Passes add up either way."""
         for p in self.parameters:
             p.grad = None
+
+    def wake(self, i: int) -> None:
+        """Autograd adds up the gradient of a parameter that is trained from now on like any other."""
 
     def begin_pass(self, last: bool) -> None:
         """Passes differ in nothing."""
@@ -31,11 +35,19 @@ class Alone:
     def end_pass(self) -> None:
         """What a pass computed is where it belongs."""
 
-    def finish(self) -> None:
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Hooks have seen all that there is, whichever there are."""
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
         self.used = [p.grad is not None for p in self.parameters]
+        return False
+
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], self.parameters[i].grad = True, torch.zeros_like(self.parameters[i])
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -51,6 +63,11 @@ class Alone:
         """Multiply the gradients by a factor."""
         if factor != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, factor)
+
+    def clamp(self, limit: float) -> None:
+        """Limit each element of the gradients."""
+        for gradient in self._gradients():
+            gradient.clamp_(-limit, limit)
 
     def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
         """Replace each gradient by `by(i, gradient)`, from the first parameter on."""

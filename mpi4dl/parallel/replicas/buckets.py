@@ -42,18 +42,22 @@ class Span(NamedTuple):
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
-def plan_buckets(lengths: Sequence[int], kinds: Sequence[object], limit: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    lengths: Sequence[int], kinds: Sequence[object], limit: int, apart: Sequence[bool] = ()
+) -> tuple[Bucket, ...]:
     """Put parameters of these numbers of elements into buckets of at most `limit` elements, the last one first.
 
     Parameters of different kinds (dtype and device) do not share a bucket; one that is larger than the limit has a
-    bucket to itself.
+    bucket to itself. Those that are to be `apart` come behind all others, in buckets of their own.
     """
+    apart = apart or [False] * len(lengths)
+    alone = [(kind, one) for kind, one in zip(kinds, apart, strict=True)]
     buckets: list[Bucket] = []
     members: list[int] = []
     offsets: list[int] = []
     length = 0
-    for i in reversed(range(len(lengths))):
-        if members and (length + lengths[i] > limit or kinds[i] != kinds[members[0]]):
+    for i in sorted(reversed(range(len(lengths))), key=lambda i: apart[i]):
+        if members and (length + lengths[i] > limit or alone[i] != alone[members[0]]):
             buckets.append(Bucket(tuple(members), tuple(offsets), length))
             members, offsets, length = [], [], 0
         members.append(i)

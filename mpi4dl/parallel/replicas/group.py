@@ -9,7 +9,7 @@ ZeRO 3        each rank its part    each rank its part     each rank its part
 Tiles, data replicas, the ways of a split batch and both directions of GEMS are all the same here: ranks of `comm`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.alone import Alone
+from mpi4dl.parallel.replicas.average import SLOT, Average
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.offload import Disk, Home
+from mpi4dl.parallel.replicas.postponed import call_hooks, postpone
 from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
+from mpi4dl.parallel.replicas.strides import seen_as
 from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
 
 State = dict[str, Any]
@@ -46,13 +49,38 @@ class Shard(NamedTuple):
     group: int | None
 
 
+def learners(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, nn.Parameter]]:
+    """Those of `parameters` that are trained, or may be later: the optimizer has them, though they are frozen."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    real = [(name, p) for name, p in parameters if p.is_floating_point() or p.is_complex()]
+    return [(name, p) for name, p in real if p.requires_grad or id(p) in stepped]
+
+
+def ask(hook: GradientHook, name: str, gradient: Tensor) -> Tensor:
+    """The gradient that a hook makes of this one. Raises ValueError if it is none."""
+    result = hook(name, gradient)
+    result = gradient if result is None else result
+    if not isinstance(result, Tensor) or result.shape != gradient.shape:
+        what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"gradient_hook got the gradient of {name}, of shape {tuple(gradient.shape)}, but returned {what}: return "
+            "a tensor of the same shape, or None"
+        )
+    return result
+
+
 class ReplicaGroup:
-    """The trained ones of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
+    """What learns of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
+
+    That is what `learners` says. All others stay as they are.
 
     `zero` is the ZeRO stage, which cuts no parameter if it is to keep them `whole`. With ZeRO 3, each of `copies` sets
     of ranks, of which rank r belongs to number r % copies, keeps all parameters and gathers them on its own. The
     parameters of `optimizer` are replaced by the parts that this rank updates; bfloat16 and float16 ones have float32
     masters, which live in `home`. With `mirrored`, some ranks run the module on some microbatches, others on others.
+    With a `decay`, there is an average of the weights.
     """
 
     def __init__(
@@ -67,11 +95,13 @@ class ReplicaGroup:
         bucket_bytes: int = BUCKET_BYTES,
         mirrored: bool = False,
         whole: bool = False,
+        decay: float | None = None,
     ) -> None:
         self.named = list(parameters)
-        named = [(name, p) for name, p in self.named if p.requires_grad]
+        named = learners(self.named, optimizer)
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
-        self._frozen = [(name, p) for name, p in self.named if not p.requires_grad]
+        self._fixed = [(name, p) for name, p in self.named if all(p is not one for _, one in named)]
+        self._frozen = {name: p for name, p in self.named if not p.requires_grad}
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
         self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and whole)
@@ -94,9 +124,16 @@ class ReplicaGroup:
         else:
             self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
         self.update = Update(optimizer, self.parameters, pieces, home)
+        self.average: Average | None = None if decay is None else Average(pieces, decay, home)
         self.mirrored = mirrored
         self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
         self._versions = self._count_changes()
+        self._hooked: list[bool] = []
+
+    @property
+    def fixed(self) -> list[str]:
+        """Names of those that nothing here will ever train."""
+        return [name for name, _ in self._fixed]
 
     def _flatten(self) -> None:
         """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
@@ -151,11 +188,17 @@ class ReplicaGroup:
         if changed is not None:
             raise Refusal(f"{changed} was changed {why}")
 
-    def prepare(self) -> None:
-        """Forget the gradients of the step before. Raises Refusal for what would not reach all who step."""
-        hooked = hook_on_gradient(dict(zip(self.names, self.parameters, strict=True)), self.comm.size)
-        if hooked is not None:
-            raise Refusal(hooked)
+    def prepare(self, num_passes: int = 1, in_parts: bool = False) -> None:
+        """Forget the gradients of the step before, and let hooks wait for whole ones of the step, of so many passes.
+
+        `in_parts`: ranks may have parts of parameters. Raises Refusal for what would not reach all who step.
+        """
+        named = dict(zip(self.names, self.parameters, strict=True))
+        problem = hook_on_gradient(named, isinstance(self.reducer, Alone), num_passes, in_parts)
+        if problem is not None:
+            raise Refusal(problem)
+        if isinstance(self.reducer, Reducer):
+            self._hooked = [postpone(p, self.reducer) for p in self.parameters]
         if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
             raise Refusal(
                 "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
@@ -167,24 +210,46 @@ class ReplicaGroup:
                 "outside of the optimizer, which with ZeRO 3, low_precision_weights or offload works on values of its "
                 "own: change it before the engine is made, or train without these",
             )
-        thawed = next((name for name, p in self._frozen if p.requires_grad), None)
+        thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
         if thawed is not None:
             raise Refusal(
-                f"{thawed} is trained now, but was frozen when the engine was made: build model, optimizer and engine "
-                "again, or freeze only after the engine is made what will be trained later"
+                f"{thawed} is trained now, but was frozen when the engine was made: leave it as it was, and let "
+                "engine.unfreeze() of all ranks say from when on it is trained"
             )
         self._versions = self._count_changes()
         self.reducer.prepare(accumulate=True)
 
-    def finish(self) -> None:
-        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen."""
+    def unfreeze(self, names: Collection[str]) -> None:
+        """Train parameters of these names from now on, which were frozen. All ranks do so, between two steps."""
+        for i, (name, p) in enumerate(zip(self.names, self.parameters, strict=True)):
+            if name in names and self._frozen.pop(name, None) is not None:
+                p.requires_grad_(True)
+                self.reducer.wake(i)
+
+    def finish(self) -> bool:
+        """Wait until the gradients are complete. Collective. Raises Refusal for changes that not all have seen.
+
+        Returns whether ranks have hooks on the gradients of different parameters, which are not called then.
+        """
         if self._copied or self.mirrored:
             self._refuse_changes(
                 self._versions,
                 "while the model ran, which with ZeRO 3, low_precision_weights, offload or bidirectional not every "
                 "copy of it sees: train without these",
             )
-        self.reducer.finish()
+        unlike = self.reducer.finish(self._hooked)
+        self._hooked = [] if unlike else self._hooked
+        return unlike
+
+    def call_hooks(self) -> None:
+        """Call the hooks on the gradients of parameters. Collective."""
+        if any(self._hooked):
+
+            def changed(i: int, gradient: Tensor) -> Tensor:
+                return call_hooks(self.names[i], self.parameters[i], gradient) if self._hooked[i] else gradient
+
+            with torch.no_grad():
+                self.reducer.change(changed)
 
     @contextmanager
     def one_pass(self, last: bool) -> Iterator[None]:
@@ -207,6 +272,8 @@ class ReplicaGroup:
 
     def _hand_out(self, number: int, factor: float) -> None:
         assert isinstance(self.reducer, Reducer)
+        if number in self.reducer.idle:
+            return
         first = self.layout.own(number).start if self.zero else 0
         self.update.hand_out(number, self.reducer.owned(number), first, self.reducer.used, factor)
 
@@ -221,6 +288,8 @@ class ReplicaGroup:
         spreading = []
         with self._placing():
             for number in range(len(self.layout.buckets)):
+                if number in self.reducer.idle:
+                    continue
                 if factor is not None:
                     self._hand_out(number, factor)
                 self.update.step(number, keep=self.in_place)
@@ -237,15 +306,7 @@ class ReplicaGroup:
 
         def changed(member: int, gradient: Tensor) -> Tensor:
             seen = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale
-            result = hook(self.names[member], seen)
-            result = seen if result is None else result
-            if not isinstance(result, Tensor) or result.shape != gradient.shape:
-                what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise ValueError(
-                    f"gradient_hook got the gradient of {self.names[member]}, of shape {tuple(gradient.shape)}, but "
-                    f"returned {what}: return a tensor of the same shape, or None"
-                )
-            return result * scale
+            return ask(hook, self.names[member], seen) * scale
 
         with torch.no_grad():
             self.reducer.change(changed)
@@ -260,13 +321,35 @@ class ReplicaGroup:
                 own = slice(span.start - piece.span.start, span.stop - piece.span.start)
                 state = {
                     key: value.reshape(-1)[own] if is_like(value, piece) else value
-                    for key, value in self.optimizer.state.get(piece.value, {}).items()
+                    for key, value in self._state_of(piece).items()
                 }
                 value = piece.value.detach().reshape(-1)[own]
                 yield Shard(self.names[span.member], span.start, span.stop, value, state, groups.get(id(piece.value)))
         for name, p in zip(self.names, self.parameters, strict=True):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
                 yield Shard(name, 0, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
+        for name, p in self._fixed if self.comm.rank == 0 else ():
+            yield Shard(name, 0, p.numel(), p.detach().reshape(-1), {}, None)
+
+    def _state_of(self, piece: Portion) -> State:
+        return self.optimizer.state.get(piece.value, {}) | ({} if self.average is None else self.average.of(piece))
+
+    def swap(self) -> None:
+        """The weights and their average change places. Collective."""
+        if self.average is not None:
+            with self._placing():
+                self.average.swap()
+            self._share()
+
+    def _share(self) -> None:
+        """Bring new values to the model, and to those who do not own them. Collective."""
+        spreading = []
+        for number in range(len(self.layout.buckets)):
+            self.update.publish(number)
+            if self._spread is not None:
+                spreading.append(self._spread(number))
+        Pending.all(self.comm.node, spreading).wait()
+        self._versions = self._count_changes()
 
     def gradient_shards(self) -> Iterator[tuple[str, Span, Tensor | None]]:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""
@@ -274,11 +357,15 @@ class ReplicaGroup:
             own = self.layout.own(number)
             for span in self.layout.spans(number, own):
                 found = None
+                p = self.parameters[span.member]
                 if self.reducer.used[span.member] and isinstance(self.reducer, Reducer) and self.zero:
                     begin = span.offset - own.start
                     found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
                 elif self.reducer.used[span.member]:
-                    gradient = self.parameters[span.member].grad
+                    gradient = p.grad
+                    if isinstance(self.reducer, Reducer) and not self.in_place:  # the optimizer had a copy of it
+                        begin = span.offset - span.start
+                        gradient = seen_as(self.reducer.owned(number)[begin : begin + p.numel()], p)
                     found = None if gradient is None else gradient.reshape(-1)[span.start : span.stop]
                 yield self.names[span.member], span, found
         for member, p in enumerate(self.parameters):
@@ -291,17 +378,18 @@ class ReplicaGroup:
 
         It gives the values of these elements, flat, and the optimizer's state as in a Shard: {} before the first step.
         """
-        spreading = []
-        for number, pieces in enumerate(self.update.pieces):
+        for name, p in self._fixed:
+            if p.numel():
+                p.copy_(read(name, 0, p.numel())[0].view(p.shape))
+        for pieces in self.update.pieces:
             for piece in pieces:
                 span = piece.span
                 value, state = read(self.names[span.member], span.start, span.stop)
                 piece.value.copy_(value.view(piece.value.shape))
+                average = state.pop(SLOT, None)
+                if self.average is not None:
+                    self.average.load(piece, average)
                 self.optimizer.state[piece.value] = {
                     key: self.update.receive(piece, key, found, value.dtype) for key, found in state.items()
                 }
-            self.update.publish(number)
-            if self._spread is not None:
-                spreading.append(self._spread(number))
-        Pending.all(self.comm.node, spreading).wait()
-        self._versions = self._count_changes()
+        self._share()

@@ -3,16 +3,18 @@
 They are all ranks of a stage, those of several stages that share parameters, or those with one part of what is cut.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.gathering import there_together
-from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, Shard, State
+from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, Shard, State, ask
 from mpi4dl.parallel.replicas.reducer import sums_on_host
 from mpi4dl.parallel.replicas.whole import Fragment
 
@@ -23,6 +25,13 @@ class Stretch(NamedTuple):
     first: int
     start: int
     stop: int
+
+
+class PartsOf(NamedTuple):
+    """The ranks of `comm` have all parts of parameters, each another one; `shapes` are those of whole ones, by name."""
+
+    comm: Communicator
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 StretchesOf = Callable[[str, int, int], Iterator[Stretch]]  # of elements from .. to of this rank's part of a parameter
@@ -50,15 +59,45 @@ class ReplicaGroups:
         """The context of one backward pass of a stage."""
         return _all(group.one_pass(last) for of, group in self._groups if of == (stage,))
 
-    def prepare(self) -> None:
+    def prepare(self, num_passes: int, in_parts: bool) -> None:
         for group in self:
-            group.prepare()
+            group.prepare(num_passes, in_parts)
 
-    def finish(self) -> None:
+    def swap(self) -> None:
+        for group in self:
+            group.swap()
+
+    def clamp(self, limit: float) -> None:
+        for group in self:
+            group.reducer.clamp(limit)
+
+    def cannot_unfreeze(self, names: Collection[str]) -> str | None:
+        """Why parameters of these names cannot be trained from now on; None if they can."""
+        fixed = next((name for group in self for name in group.fixed if name in names), None)
+        if fixed is None:
+            return None
+        return (
+            f"{fixed} cannot be unfrozen, as the optimizer does not have it: make it of all that is trained later too"
+        )
+
+    def unfreeze(self, names: Collection[str]) -> None:
+        for group in self:
+            group.unfreeze(names)
+
+    def finish(self) -> bool:
+        """Whether ranks of some group have hooks on the gradients of different parameters."""
+        unlike = False
         for stages, group in self._groups:
             with group.one_pass(last=True) if len(stages) > 1 else nullcontext():
                 pass
-            group.finish()
+            unlike |= group.finish()
+        return unlike
+
+    def call_hooks(self, alike: Callable[[Any], Any]) -> None:
+        """Within `alike(stages)`, call the hooks on the gradients of each group's parameters."""
+        for stages, group in self._groups:
+            with alike(stages):
+                group.call_hooks()
 
     def squares(self, num_stages: int, total: Tensor) -> list[float]:
         """Of each stage what adds up over ranks to the square of the gradient's norm; then the total. On the host."""
@@ -68,11 +107,31 @@ class ReplicaGroups:
             found[stages[0]] += square
         return [*found, last]
 
-    def change_gradients(self, hook: GradientHook, scale: float, alike: Callable[[Any], Any]) -> None:
-        """Within `alike(stages)`, let a hook change the gradients of each group."""
-        for stages, group in self._groups:
+    def change_gradients(
+        self, hook: GradientHook, scale: float, alike: Callable[[Any], Any], across: Sequence[PartsOf | None]
+    ) -> None:
+        """Within `alike(stages)`, let a hook change the gradients of each group.
+
+        Where a group has parts of parameters, `across` says who has the others: all of them see the whole gradient.
+        """
+        for (stages, group), others in zip(self._groups, across, strict=True):
             with alike(stages):
-                group.change_gradients(hook, scale)
+                if others is None:
+                    group.change_gradients(hook, scale)
+                else:
+                    used = torch.tensor(group.reducer.used, dtype=torch.uint8)
+                    group.reducer.use(others.comm.all_reduce(used, "max").bool().tolist())
+                    group.change_gradients(partial(self._change_whole, hook, others), scale)
+
+    def _change_whole(self, hook: GradientHook, others: PartsOf, name: str, part: Tensor) -> Tensor:
+        """What a hook makes of this part of a gradient, having seen all of it."""
+        whole = part.new_zeros(others.shapes[name][0])
+        flat, own = whole.view(-1), part.reshape(-1)
+        runs = [*self._runs(name, 0, part.numel())]
+        for first, start, stop in runs:
+            flat[start:stop] = own[first : first + stop - start]
+        flat = ask(hook, name, others.comm.all_reduce(whole)).reshape(-1)
+        return torch.cat([flat[start:stop] for _, start, stop in runs]).view(part.shape) if runs else part
 
     def problems(self) -> Iterator[str | None]:
         """Of each group, which parameter is not the same on all of its ranks. Collective."""

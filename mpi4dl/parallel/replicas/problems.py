@@ -11,11 +11,16 @@ from mpi4dl.parallel.replicas.reducer import Reducer
 
 
 def problem_with(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], num_holders: int = 1
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    num_holders: int = 1,
+    num_passes: int = 1,
+    in_parts: bool = False,
 ) -> str | None:
     """Why this optimizer cannot train these parameters, by name; None if it can.
 
-    `num_holders` is how many ranks add up the gradient of a parameter, at most.
+    `num_holders` is how many ranks add up the gradient of a parameter, at most. It comes in `num_passes` backward
+    passes, each of a microbatch. `in_parts`: ranks may have parts of parameters.
     """
     own = {id(p): p for p in parameters.values()}
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -35,20 +40,27 @@ def problem_with(
     overlap = _overlap(parameters)
     if overlap:
         return f"{overlap[0]} and {overlap[1]} are different parameters in the same memory: use one parameter for both"
-    return hook_on_gradient(parameters, num_holders)
+    return hook_on_gradient(parameters, num_holders == 1, num_passes, in_parts)
 
 
-def hook_on_gradient(parameters: Mapping[str, nn.Parameter], num_holders: int) -> str | None:
-    """Why the hooks on the gradients of these parameters, each held by so many ranks, do not see them; None if they do.
+def hook_on_gradient(
+    parameters: Mapping[str, nn.Parameter], alone: bool, num_passes: int = 1, in_parts: bool = False
+) -> str | None:
+    """Why the hooks on the gradients of these parameters do not see what they should; None if they do.
 
-    Those that wait for a gradient to be added up would see that of one backward pass.
+    They see the sum over ranks at the end of a step, which is what a hook sees of a step of one backward pass; and all
+    that autograd does, where a rank has the parameters `alone`.
     """
     for name, p in parameters.items():
         after: Iterable[object] = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
-        if (p._backward_hooks and num_holders > 1) or any(not Reducer.is_hook(hook) for hook in after):
+        hooked = bool(p._backward_hooks) or any(not Reducer.is_hook(hook) for hook in after)
+        if hooked and in_parts:
+            return f"{name} has a hook on its gradient, but ranks have parts of parameters: remove it, or train without"
+        if hooked and not alone and num_passes > 1:
             return (
-                f"{name} has a hook on its gradient, which would see a part of it, before ranks and microbatches are "
-                "added up: remove it, and pass gradient_hook to the engine, which sees each gradient whole"
+                f"{name} has a hook on its gradient, which would have to see those of {num_passes} microbatches apart, "
+                "but ranks add up those of all: remove it, and pass gradient_hook to the engine, which sees each "
+                "gradient whole, or train with one of `microbatches`"
             )
     return None
 

@@ -29,11 +29,15 @@ AllReduce = Callable[[Tensor], Pending]
 def plan_layout(
     parameters: list[nn.Parameter], comm: Communicator, bucket_bytes: int = BUCKET_BYTES, whole: bool = False
 ) -> BucketLayout:
-    """How these parameters lie in buckets, and how the ranks of `comm` share them; see `buckets`."""
+    """How these parameters lie in buckets, and how the ranks of `comm` share them; see `buckets`.
+
+    Those that are frozen now have buckets of their own, behind the others, which may then stay idle.
+    """
     lengths = tuple(p.numel() for p in parameters)
     widest = max((p.element_size() for p in parameters), default=4)
     kinds: list[object] = [(p.dtype, p.device) for p in parameters]
-    buckets = plan_buckets(lengths, kinds, max(1, bucket_bytes // widest))
+    frozen = [not p.requires_grad for p in parameters]
+    buckets = plan_buckets(lengths, kinds, max(1, bucket_bytes // widest), frozen)
     return BucketLayout(lengths, buckets, plan_cuts(buckets, comm.size, whole), comm.rank)
 
 
@@ -49,7 +53,8 @@ class Reducer:
     ZeRO, each p.grad is a view into it. A parameter that took no part in the loss on any rank has no gradient: `used`
     says so, so that optimizers leave it alone, as they do in plain PyTorch.
 
-    Gradients in bfloat16 and float16 are summed in float32. `all_reduce` is how a bucket is summed without ZeRO.
+    Gradients in bfloat16 and float16 are summed in float32. `all_reduce` is how a bucket is summed without ZeRO. A
+    bucket of frozen parameters alone is idle, which nobody fills or sums, until `wake` says that one is trained now.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Reducer:
         zero: int = 0,
         all_reduce: AllReduce | None = None,
     ) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = [p for p in parameters if p.requires_grad or layout is not None]
         self.comm = comm
         self.layout = plan_layout(self.parameters, comm) if layout is None else layout
         self.zero = zero
@@ -68,6 +73,8 @@ class Reducer:
         self._all_reduce = all_reduce
         buckets = self.layout.buckets
         self._place = {i: (number, slot) for number, b in enumerate(buckets) for slot, i in enumerate(b.members)}
+        trained = [p.requires_grad for p in self.parameters]
+        self.idle = {number for number, b in enumerate(buckets) if b.members and not any(trained[i] for i in b.members)}
         self._flat: dict[int, Tensor] = {}  # buckets that gradients go to, by number
         self._filled: dict[int, set[int]] = {}  # which of their slots have something
         self._owned: dict[int, Tensor] = {}  # what became of them
@@ -75,16 +82,25 @@ class Reducer:
         self._next = len(buckets)
         self._started: list[tuple[int, Tensor, Pending]] = []
         self._spare: dict[int, Tensor] = {}
-        self._collecting = False
+        self.collecting = False
 
     def attach(self) -> "Reducer":
         """Watch the parameters' gradients from now on. Collective."""
         # What starts during backward must not meet the collectives of backward: it gets a communicator of its own.
         self.comm = self.comm.split(0, self.comm.rank)
         for i, p in enumerate(self.parameters):
-            # A parameter that held its reducer, which holds all parameters, would keep both for ever.
-            p.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), i))
+            if p.requires_grad:
+                self._watch(i)
         return self
+
+    def _watch(self, i: int) -> None:
+        # A parameter that held its reducer, which holds all parameters, would keep both for ever.
+        self.parameters[i].register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), i))
+
+    def wake(self, i: int) -> None:
+        """A parameter that was frozen so far is trained now: so say all ranks, between steps."""
+        self._watch(i)
+        self.idle.discard(self._place[i][0])
 
     @staticmethod
     def is_hook(hook: object) -> bool:
@@ -98,14 +114,14 @@ class Reducer:
         self._spare = {} if self.zero > 1 else self._spare | self._flat
         self._flat, self._filled, self._owned = {}, {}, {}
         self.used = [False] * len(self.parameters)
-        self._collecting = True
+        self.collecting = True
         if not accumulate:
             self.begin_pass(last=True)
 
     def begin_pass(self, last: bool) -> None:
         """The gradients that come from now on, until `end_pass`, are those of one backward pass."""
         if last or self.zero > 1:
-            self._missing = [set(bucket.members) for bucket in self.layout.buckets]
+            self._missing = [set(b.members) if n not in self.idle else set() for n, b in enumerate(self.layout.buckets)]
             self._next = 0
 
     def end_pass(self) -> None:
@@ -116,7 +132,7 @@ class Reducer:
 
     def _arrived(self, i: int, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if not self._collecting or gradient is None:
+        if not self.collecting or gradient is None:
             return
         number, slot = self._place[i]
         if self._missing and number < self._next:
@@ -163,6 +179,8 @@ class Reducer:
     def _start_next(self) -> None:
         number, bucket = self._next, self.layout.buckets[self._next]
         self._next += 1
+        if number in self.idle:
+            return
         if number not in self._flat:
             self._flat[number], self._filled[number] = self._empty(number), set()
         flat = self._flat[number]
@@ -190,21 +208,37 @@ class Reducer:
             else:
                 self._owned[number] = part.clone()
 
-    def finish(self) -> None:
-        """Wait until the gradients are complete. Collective."""
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Wait until the gradients are complete. Collective.
+
+        `hooked` says of which of them this rank has hooks; whether other ranks have others is returned.
+        """
         self.end_pass()
-        flags = torch.tensor(self.used, dtype=torch.uint8)
+        flags = torch.tensor([*self.used, *hooked, *(not each for each in hooked)], dtype=torch.uint8)
         pending = self.comm.iall_reduce(flags, "max")
         self._collect(wait=True)
         pending.wait()
-        self._collecting = False
-        self.used = flags.bool().tolist()
+        self.collecting = False
+        self.used = flags[: len(self.used)].bool().tolist()
+        somewhere, elsewhere = flags[len(self.used) :].bool().view(2, -1)
+        unlike = bool((somewhere & elsewhere).any())
         if self.zero:
-            return
+            return unlike
         for number, flat in self._flat.items():
             for span in self.layout.spans(number):
                 p = self.parameters[span.member]
                 p.grad = self._view(span.member, flat[span.place]) if self.used[span.member] else None
+        return unlike
+
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], (number, slot) = True, self._place[i]
+                if not self.zero:
+                    begin = self.layout.buckets[number].offsets[slot]
+                    flat = self._flat[number][begin : begin + self.layout.lengths[i]]
+                    self.parameters[i].grad = self._view(i, flat)
 
     def owned(self, number: int) -> Tensor:
         """The sum of the gradients in a bucket, flat: the part that this rank owns, or all of it without ZeRO."""
@@ -221,6 +255,11 @@ class Reducer:
             for gradient in self._owned.values():
                 gradient.mul_(factor)
 
+    def clamp(self, limit: float) -> None:
+        """Limit each element of the gradients."""
+        for gradient in self._owned.values():
+            gradient.clamp_(-limit, limit)
+
     def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
         """Replace the whole sum for each used parameter by `by(i, gradient)`, from the first parameter on. Collective.
 
@@ -228,6 +267,8 @@ class Reducer:
         time.
         """
         for number in reversed(range(len(self.layout.buckets))):
+            if number in self.idle:
+                continue
             flat = owned = self._owned[number]
             if self.zero:
                 flat = owned.new_empty(self.layout.buckets[number].length)

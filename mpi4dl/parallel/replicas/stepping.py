@@ -58,6 +58,7 @@ class Stepping:
                 group.hand_out(factor)
         if self.plain:
             self.optimizer.step()
+            self._average()
             return
         if hooks.look_first:
             seen = self._gradients()
@@ -75,11 +76,17 @@ class Stepping:
             else:
                 for group in self.groups:
                     group.step(None if at_once else factor)
+        self._average()
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.there_when_needed())
             stack.enter_context(_Elsewhere(self.groups, self.optimizer))
             hooks.after()
+
+    def _average(self) -> None:
+        for group in self.groups:
+            if group.average is not None:
+                group.average.update()
 
     def _gradients(self) -> list[tuple[int, float, float]]:
         """Which gradients there are, and numbers by which changed ones can be told."""

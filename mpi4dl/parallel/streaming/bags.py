@@ -181,9 +181,10 @@ class Bags:
         """Cut the encoder, so that rounds are shared out evenly to segments. Raises ValueError if it cannot be."""
         encoder, patch = self._model.encoder, self._model.patch
         outline = copy.deepcopy(encoder, memo=shapes_of(encoder)).train()
-        cuttable, shape = Cuttable(outline), GridShape(2, 1, 1)
+        shape = GridShape(2, 1, 1)
         visits = Visits(shape, 0, (1, 1), True)
         size = torch.Size((2 * self._options.at_once, channels, patch, patch))
+        cuttable = Cuttable(outline, image=tuple(size))
         given = visits.images(size, image_dtype(encoder), Split.at(even_cuts(size[0], shape.size)))
 
         def rounds_of(end: int) -> int | None:

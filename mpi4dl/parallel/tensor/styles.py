@@ -72,13 +72,9 @@ class Cutting:
         return bool(self.parameters or self.experts)
 
     def of(self, module: nn.Module) -> dict[str, Cuts]:
-        """Those of parameters of this module which are trained."""
-        named = dict(module.named_parameters(remove_duplicate=False))
-        found = {name: cuts for name, cuts in self.parameters.items() if name in named}
-        return {name: cuts for name, cuts in found.items() if named[name].requires_grad or self._is_expert(name)}
-
-    def _is_expert(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self.experts
+        """Those of the parameters of this module."""
+        named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        return {name: cuts for name, cuts in self.parameters.items() if name in named}
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Along which axes ranks have different parts of a parameter."""

@@ -404,3 +404,23 @@ def test_samples_of_one_dim_are_tokens_where_they_are_looked_up() -> None:
     assert sample_dtype(nn.Linear(8, 8), (2, 8)) is torch.float32
     assert unfit(model, (2, 8)) is None
     assert "cannot take samples of 9 tokens" in str(unfit(model, (2, 9)))
+
+
+class Aside(nn.Module):
+    """What its second layer computes goes through the third, and then nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        y = first(x)
+        third(second(y))
+        return fourth(y)
+
+
+def test_what_nothing_comes_of_hands_no_gradient_back():
+    cuttable = Cuttable(Aside())
+    y, beside = cuttable.stage((2, 2), 0)(torch.randn(1, 2))
+    assert (y.requires_grad, beside.requires_grad) == (True, False)

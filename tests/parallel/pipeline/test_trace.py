@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.trace import trace
 
 
@@ -192,3 +193,47 @@ def test_a_function_that_cannot_be_looked_through_is_one_call() -> None:
 def test_a_path_of_no_module_is_refused(path: str):
     with pytest.raises(ValueError, match=f"whole='{path}' is not the path of a module in Sequential"):
         trace(nn.Sequential(nn.ReLU()), whole=[path])
+
+
+class Padding(nn.Module):
+    """Pads images of odd sizes before it halves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.ConvTranspose2d(4, 2, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if height % 2 or width % 2:
+            x = F.pad(x, (0, width % 2, 0, height % 2))
+        y = self.second(self.first(x))
+        if y.shape[-2:] != (height, width):
+            y = y[:, :, :height, :width]
+        return y
+
+
+def test_a_model_may_ask_for_sizes_which_must_stay_what_they_are():
+    odd, even = torch.randn(2, 3, 7, 6), torch.randn(2, 3, 8, 6)
+    with torch.device("meta"):
+        outline = Padding()
+    with pytest.raises(ValueError, match=r"control flow \(line \d+ of test_trace.py: `if height % 2"):
+        trace(outline)
+    for image, other, atoms in ((odd, even, ["pad", "first", "second"]), (even, odd, ["first", "second"])):
+        cuttable, model = Cuttable(outline, image=tuple(image.shape)), Padding()
+        assert [name for name in cuttable.names if name != "getitem"][: len(atoms)] == atoms
+        counts = (len(cuttable) - 1, 1)
+        stages = [Stage(cuttable.stage(counts, i).recipe, model) for i in range(2)]
+        assert torch.equal(stages[1](*stages[0](image)), model(image))
+        assert torch.equal(stages[1](*stages[0](image[:1])), model(image[:1]))  # fewer images are another matter
+        with pytest.raises(ValueError, match=r"was (True|False) there, and is .* here \(line \d+ of .*`if height % 2"):
+            stages[1](*stages[0](other))
+
+
+def test_an_image_that_a_model_cannot_take_is_refused_in_the_words_of_the_model():
+    def check(self, x):
+        if x.shape[-1] % 32:
+            raise RuntimeError(f"a width of {x.shape[-1]} is no multiple of 32")
+        return self.layer(x)
+
+    with pytest.raises(ValueError, match=r"cannot take images of .*: a width of 5 is no multiple of 32"):
+        Cuttable(Forward(check).to("meta"), image=(1, 1, 4, 5))

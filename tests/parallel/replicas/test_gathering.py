@@ -156,7 +156,7 @@ def train(comm: Communicator, make: Callable[[], nn.Module], bucket_bytes: int) 
     for shard in shards:
         wanted = expected[shard.name].detach().reshape(-1)[shard.start : shard.stop]
         torch.testing.assert_close(shard.value, wanted, rtol=1e-9, atol=1e-12, msg=shard.name)
-    names = {name: p.numel() for name, p in expected.items() if p.requires_grad}
+    names = {name: p.numel() for name, p in expected.items()}
     owned, empty = [], []
     for found in comm.all_gather_object([shard[:3] for shard in shards]):
         owned += [(name, i) for name, start, stop in found for i in range(start, stop)]

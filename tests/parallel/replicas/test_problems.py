@@ -1,5 +1,6 @@
 """What would train otherwise than in plain PyTorch is told before it begins."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.problems import backward_hook_in, hook_on_gradient, problem_with
+from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.reducer import Reducer
 from tests.pool.ranks import Ranks
 
@@ -56,12 +57,13 @@ def test_hooks_on_gradients() -> None:
     p, q = parameter(2), parameter(2)
     p.register_hook(lambda gradient: gradient.clamp(-1, 1))
     q.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert problem_with(optim.SGD([p]), {"p": p}, num_holders=1) is None
     for name, hooked in (("p", p), ("q", q)):
-        assert str(problem_with(optim.SGD([hooked]), {name: hooked}, num_holders=2)).startswith(
-            f"{name} has a hook on its gradient, which would see a part of it, before ranks and microbatches "
-        )
-    assert hook_on_gradient({"q": q}, num_holders=1) is not None  # it would see one microbatch
+        found = partial(problem_with, optim.SGD([hooked]), {name: hooked})
+        assert found(num_holders=1, num_passes=2) is None
+        assert found(num_holders=2, num_passes=1) is None
+        said = f"{name} has a hook on its gradient, which would have to see those of 2 microbatches apart, but ranks"
+        assert str(found(num_holders=2, num_passes=2)).startswith(said)
+        assert "but ranks have parts of parameters" in str(found(in_parts=True))
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -28,6 +28,16 @@ def sequence(image: Tensor) -> Tensor:
     return image.flatten(2).transpose(1, 2)
 
 
+def heads(image: Tensor) -> Tensor:
+    """(N, FEATURES, 2, 3) -> (N, 2 heads, TOKENS, FEATURES / 2)."""
+    return sequence(image).unflatten(2, (2, 2)).transpose(1, 2)
+
+
+def bright(image: Tensor) -> Tensor:
+    """Flags (N, TOKENS), spread as the image is."""
+    return sequence(image).detach().mean(-1) > -0.3
+
+
 class Attention(nn.Module):
     """Multi-head attention over the pixels of an image; `options` are those of the call."""
 
@@ -40,6 +50,18 @@ class Attention(nn.Module):
         x = x if self.attention.batch_first else x.transpose(0, 1)
         found, weights = self.attention(x, x * 2, x + 1, **self.options)
         return found if weights is None else (found, weights)
+
+
+class Padded(nn.Module):
+    """Multi-head attention that leaves out keys by what is in their pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+
+    def forward(self, image: Tensor) -> Any:
+        x = sequence(image)
+        return self.attention(x, x, x + 1, key_padding_mask=~bright(image))
 
 
 class WithToken(nn.Module):
@@ -73,6 +95,16 @@ ALIKE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "mha, padding": lambda: Attention({"key_padding_mask": PADDING}, batch_first=True),
     "mha, masks": lambda: Attention({"attn_mask": MASKS, "need_weights": False}, batch_first=True),
     "sdpa, masks": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
+    "sdpa, padding": lambda: lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=~PADDING[:, None, None]),
+    "sdpa, padding of pixels": lambda: lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=bright(x)[:, None, None]),
+    "sdpa, masks of pixels": lambda: (
+        lambda x: sdpa(
+            *(sequence(x),) * 3,
+            attn_mask=bright(x)[:, None] & bright(x)[..., None] | torch.eye(TOKENS, dtype=torch.bool),
+        )
+    ),
+    "sdpa, biases of pixels": lambda: lambda x: sdpa(*(sequence(x),) * 3, attn_mask=sequence(x).mean(-1)[:, None]),
+    "mha, padding of pixels": Padded,
     "sdpa, keys of all": lambda: lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
     "sdpa, asked by all": lambda: lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
     "sdpa, of one head's keys": lambda: (

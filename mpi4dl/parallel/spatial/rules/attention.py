@@ -34,9 +34,9 @@ def _axes_at(x: Tensor, dim: int) -> list[int]:
     return [axis for axis, known in enumerate(x.layout.dims) if known == dim % x.dim()]
 
 
-def _with_all_tokens(x: Tensor) -> Tensor:
-    """x (..., tokens, features) with all of its tokens."""
-    axes = _axes_at(x, -2)
+def _with_all_tokens(x: Tensor, dim: int = -2) -> Tensor:
+    """x (..., tokens, features), or a mask (..., queries, keys), with all of the tokens along a dim."""
+    axes = _axes_at(x, dim)
     return gather_axes(x, axes) if isinstance(x, SpatialTensor) and (axes or x.layout.flat) else x
 
 
@@ -56,6 +56,7 @@ def scaled_dot_product_attention(
         raise RuntimeError(f"{name}: a mask is given, and is_causal as well")
     if any(isinstance(x, SpatialTensor) and x.layout.cut(x.dim() - 1) for x in (query, key, value)):
         raise refusal(name, FEATURES)
+    attn_mask = None if attn_mask is None else _with_all_tokens(attn_mask, -1)
     around = None if attn_mask is not None or dropout_p else _ring(query, key, value, is_causal, options)
     if around is not None and isinstance(query, SpatialTensor):
         local = cast(*(x.local for x in (query, key, value) if isinstance(x, SpatialTensor)))
@@ -87,7 +88,8 @@ def scaled_dot_product_attention(
         )
         keys, values = (part_of(_with_all_tokens(x), beside, query.dim(), name) for x in alike)
         if 0 in own.shape:
-            return own @ keys.mT @ values  # so that backward sends this rank's share, nothing, to the others
+            scores = own @ keys.mT  # so that backward sends this rank's share, nothing, to the others
+            return (scores if mask is None or mask.dtype == torch.bool else scores + mask) @ values
         return F.scaled_dot_product_attention(own, keys, values, mask, 0.0, is_causal, **options)
 
     own = part_of(query, asking, query.dim(), name)
@@ -281,5 +283,5 @@ def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q:
         found = found.unflatten(0, (-1, num_heads)) if found.shape[0] != 1 else found.unsqueeze(0)
     if padding is None:
         return found
-    without = _added(padding, q).unsqueeze(1).unsqueeze(1)
+    without = _added(_with_all_tokens(padding, -1), q).unsqueeze(1).unsqueeze(1)
     return without if found is None else found + without

@@ -101,7 +101,7 @@ def normalize(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None)
 
 
 @dataclass(frozen=True)
-class Task:
+class WaitingNorm:
     """A norm that is to be computed with others: `done(y, moments)` is called with what `normalize` returns."""
 
     norm: Norm
@@ -111,7 +111,7 @@ class Task:
     done: Callable[[Tensor, Tensor], None]
     version: int
 
-    def compute(self, waiting: Sequence["Task"]) -> None:
+    def compute(self, waiting: Sequence["WaitingNorm"]) -> None:
         for task in waiting:
             if task.x._version != task.version:
                 raise RuntimeError(

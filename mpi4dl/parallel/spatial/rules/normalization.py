@@ -15,7 +15,7 @@ from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.rules.channels import as_own, of_channels, own_channels
-from mpi4dl.parallel.spatial.rules.moments import Norm, Task, may_wait, normalize, sharers
+from mpi4dl.parallel.spatial.rules.moments import Norm, WaitingNorm, may_wait, normalize, sharers
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -59,7 +59,7 @@ def batch_norm(
 
     patient = foresight.reached(weight)
     if (patient or foresight.waiting) and may_wait(foresight, x, weight, bias):
-        foresight.wait(Task(norm, x, weight, bias, done, x._version))
+        foresight.wait(WaitingNorm(norm, x, weight, bias, done, x._version))
         result.before_first_look(foresight.pay)
         if not patient:
             foresight.pay()

@@ -1,0 +1,158 @@
+"""Files of images or volumes that one rank listed for all: whoever opens one sees to it that it is the one listed.
+
+On a rank that sees another file system, a path may be another picture.
+"""
+
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4dl.datasets.base import BadImage, DatasetError, Image
+from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
+from mpi4dl.datasets.layout import visible
+from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
+
+PROBE_BYTES = 4096
+UNKNOWN = -1
+_SAME_FILES = "all ranks must see the same files, and they must stay as they are"
+
+
+class File(NamedTuple):
+    """A file of the list: its path from the folder on, with slashes, its size, or -1, and what is to be learnt."""
+
+    name: str
+    num_bytes: int
+    label: Any = None
+
+
+class OtherFile(DatasetError):
+    """What a path leads to is not what was listed."""
+
+
+class ListedFiles:
+    """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read."""
+
+    remarks: tuple[str, ...] = ()
+
+    def __init__(self, root: Path, files: Sequence[File], volumes: bool = False) -> None:
+        self.root, self.files, self.volumes = root, tuple(files), volumes
+        self._prints: Sequence[int | None] = ()
+        self._reader = "here"
+        self.channels = self._channels() if volumes else 3
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def lists(self) -> "tuple[ListedFiles, ...]":
+        """All files that reading samples may open."""
+        return (self,)
+
+    def path(self, index: int) -> Path:
+        return self.root / self.files[index].name
+
+    def name(self, index: int) -> str:
+        return self.files[index].name
+
+    def label(self, index: int) -> Any:
+        return self.files[index].label
+
+    def image(self, index: int) -> Image:
+        """Image `index`, its header read and its pixels not.
+
+        Raises:
+            BadImage: the file cannot be opened.
+            OtherFile: it is not the one that was listed.
+        """
+        path = self.checked(index)
+        if not self.volumes:
+            return open_image(path)
+        volume = open_volume(path)
+        if volume.channels != self.channels:
+            raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
+        return volume
+
+    def _channels(self) -> int:
+        """Those of the first volume that can be read."""
+        for index in range(len(self)):
+            try:
+                return open_volume(self.path(index)).channels
+            except BadImage:
+                continue
+        return 1
+
+    def checked(self, index: int) -> Path:
+        """Where file `index` is. Raises OtherFile if it is not the one that was listed."""
+        self._check_size(index)
+        if self._prints and self._prints[index] not in (None, self._print(index)):
+            raise OtherFile(
+                f"{self.path(index)}: has other content {self._reader} than elsewhere, though as many bytes: "
+                f"{_SAME_FILES}"
+            )
+        return self.path(index)
+
+    def prints(self, part: slice, reader: str) -> list[int | None]:
+        """A checksum of some bytes of each file of a part of the list; None of what cannot be read.
+
+        `reader` says in messages who reads here, such as "on rank 3".
+
+        Raises:
+            OtherFile: a file of that part is not the one that was listed.
+        """
+        self._reader = reader
+        indices = range(len(self.files))[part]
+        for index in indices:
+            self._check_size(index)
+        return [self._print(index) for index in indices]
+
+    def expect(self, prints: Sequence[int | None]) -> None:
+        """From now on, accept only files with these checksums, one for each of the list."""
+        self._prints = prints
+
+    def _check_size(self, index: int) -> None:
+        path, listed = self.path(index), self.files[index].num_bytes
+        if listed == UNKNOWN:
+            return
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise OtherFile(f"{path}: is not there {self._reader}, but was listed: {_SAME_FILES}") from error
+        except OSError:
+            return  # which opening it will say
+        if stat.S_ISREG(found.st_mode) and found.st_size != listed:
+            raise OtherFile(
+                f"{path}: has {found.st_size} bytes {self._reader}, but had {listed} when it was listed: {_SAME_FILES}"
+            )
+
+    def _print(self, index: int) -> int | None:
+        last = max(0, self.files[index].num_bytes - PROBE_BYTES)
+        try:
+            with open_regular(self.path(index)) as file:
+                found = 0
+                for offset in sorted({0, last // 2, last}):
+                    found = zlib.crc32(os.pread(file.fileno(), PROBE_BYTES, offset), found)
+                return found
+        except OSError:
+            return None
+
+
+def suffixes_of(volumes: bool) -> tuple[str, ...]:
+    """How files of images end, or of volumes."""
+    return tuple(VOLUME_SUFFIXES) if volumes else SUFFIXES
+
+
+def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, int]]:
+    """The files below a folder that end so, and their sizes in bytes."""
+    for parent, folders, names in os.walk(folder):
+        # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
+        folders[:] = [name for name in folders if visible(name)]
+        for name in names:
+            if visible(name) and name.lower().endswith(suffixes):
+                path = Path(parent, name)
+                try:
+                    size = path.stat().st_size
+                except OSError:  # a link to nowhere is an image that cannot be read
+                    size = UNKNOWN
+                yield path, size

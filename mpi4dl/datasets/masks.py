@@ -1,0 +1,138 @@
+"""Masks: files that say of each pixel of an image which class it is, read box by box."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+
+from mpi4dl.datasets import tiff
+from mpi4dl.datasets.base import IGNORED, BadImage
+from mpi4dl.datasets.files import blaming, open_regular
+from mpi4dl.datasets.orientation import TAG, upright
+from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
+from mpi4dl.geometry import Interval
+
+PICTURES = (".png", ".tif", ".tiff", ".bmp", ".gif")
+IGNORE_INDEX = 255  # as in the masks of PASCAL VOC and Cityscapes
+_MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")
+_WHITE = 255
+_STRIP = 1024
+
+
+class Stored(Protocol):
+    """What a file holds of a mask: integers of any meaning."""
+
+    size: tuple[int, ...]
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]: ...
+
+
+class Mask:
+    """The classes of the pixels of an image, from 0 to `num_classes` - 1, and -100 where `ignore_index` is stored.
+
+    Where nothing is ignored (None), white is class 1 of black and white masks.
+    """
+
+    def __init__(self, path: Path, stored: Stored, num_classes: int, ignore_index: int | None = IGNORE_INDEX) -> None:
+        self.path, self.size = path, stored.size
+        self._stored, self._num_classes, self._ignored = stored, num_classes, ignore_index
+
+    def read(self, *space: Interval) -> npt.NDArray[np.int64]:
+        """A box of it. Raises BadImage for what cannot be decoded, and for an index beyond the classes."""
+        found = _integers(self.path, self._stored, space)
+        if self._ignored is None and self._num_classes == 2:
+            found = np.where(found == _WHITE, 1, found)
+        ignored = np.zeros(found.shape, bool) if self._ignored is None else found == self._ignored
+        beyond = found[((found < 0) | (found >= self._num_classes)) & ~ignored]
+        if beyond.size:
+            more = "" if self._ignored is None else f", and {self._ignored} is ignored"
+            known = f"there are {self._num_classes} classes, from 0 on{more}"
+            raise BadImage(self.path, f"has a pixel of class {beyond[0]}, but {known}")
+        return np.where(ignored, IGNORED, found)
+
+
+def open_stored(path: Path, volumes: bool = False) -> Stored:
+    """A file of a mask, its header read and its pixels not.
+
+    Raises:
+        BadImage: the file cannot be read, is damaged, or no mask.
+    """
+    with blaming(path):
+        with open_regular(path) as file:
+            magic = file.read(4)
+        if not magic:
+            raise BadImage(path, "is empty (0 bytes)")
+        if volumes:
+            return _StoredVolume(path)
+        if magic in tiff.MAGIC:
+            return tiff.open_tiff(path, indices=True)  # type: ignore[return-value]
+        return _open_picture(path)
+
+
+def values_in(path: Path, volumes: bool = False) -> npt.NDArray[np.int64]:
+    """Which numbers a mask holds, in order. Raises BadImage."""
+    stored = open_stored(path, volumes)
+    first, *others = (Interval(0, size) for size in stored.size)
+    found = [np.unique(_integers(path, stored, (part, *others))) for part in _strips(first)]
+    return np.unique(np.concatenate(found))
+
+
+def _strips(whole: Interval) -> Iterator[Interval]:
+    for start in range(whole.start, whole.stop, _STRIP):
+        yield Interval(start, min(start + _STRIP, whole.stop))
+
+
+def _integers(path: Path, stored: Stored, space: tuple[Interval, ...]) -> npt.NDArray[np.int64]:
+    with blaming(path):
+        found = stored.read(*space)
+        whole = found.astype(np.int64)
+        if found.dtype.kind not in "bui" and not np.array_equal(whole, found):
+            raise BadImage(path, "has values that are no whole numbers: a mask has the number of a class in each pixel")
+        return whole
+
+
+def _open_picture(path: Path) -> Stored:
+    with PIL.Image.open(path) as image:
+        size, mode, kind = image.size, image.mode, image.format
+        orientation = PIL.Image.Image.getexif(image).get(TAG)
+    if kind not in ("PNG", "BMP", "GIF"):
+        raise BadImage(path, f"is a {kind} file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel")
+    if mode not in _MODES:
+        raise BadImage(
+            path, f"is a picture in colours ({mode}): a mask is grey or has a palette, of numbers of classes"
+        )
+    return upright(_StoredPicture(path, size), orientation)  # type: ignore[return-value]
+
+
+class _StoredPicture:
+    def __init__(self, path: Path, size: tuple[int, int]) -> None:
+        self._path, self.size = path, size[::-1]
+
+    @cached_property
+    def _decoded(self) -> npt.NDArray[Any]:
+        with PIL.Image.open(self._path) as image:
+            return np.asarray(image)
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        return self._decoded[tuple(slice(*interval) for interval in space)]
+
+
+class _StoredVolume:
+    def __init__(self, path: Path) -> None:
+        self._volume = open_volume(path)
+        self.size = self._volume.size
+        if self._volume.channels != 1:
+            found = f"has {self._volume.channels} channels"
+            raise BadImage(path, f"{found}: a mask has one number in each place, that of its class")
+
+    def read(self, *space: Interval) -> npt.NDArray[Any]:
+        return self._volume.stored(*space)[..., 0]
+
+
+def mask_suffixes(volumes: bool) -> tuple[str, ...]:
+    """How files of masks end."""
+    return tuple(VOLUME_SUFFIXES) if volumes else PICTURES

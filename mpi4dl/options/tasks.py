@@ -1,0 +1,122 @@
+"""What is learnt and measured, as options ask for it: the task, its loss, its metrics, what tells the best weights."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import nearest
+from mpi4dl.options.kinds import part_name
+from mpi4dl.options.learning import OF_TEXT
+from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.tasks.losses import balanced_weights
+from mpi4dl.tasks.task import TASKS, Task
+
+
+def with_task(config: Config, dataset: Any) -> Config:
+    """The configuration with the task that auto is, of text or of what a dataset has labels for.
+
+    Raises ConfigError for a task that is none of these.
+    """
+    asked, text = config.data.task, config.data.text is not None
+    if asked == "auto":
+        found = "language" if text else getattr(dataset, "task", "classify")
+        return replace(config, data=replace(config.data, task=found))
+    if (asked in OF_TEXT) != text:
+        wanted = " or ".join(OF_TEXT) if text else "one of images"
+        raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
+    return config
+
+
+def build_task(config: Config, dataset: Any, num_classes: int) -> Task:
+    """What is learnt, with its loss, by name or the user's own. Raises ConfigError."""
+    part, options = config.training.loss, dict(config.training.loss_options)
+    if part is not None and is_own(part):
+        return TASKS[config.data.task](num_classes, _own_loss(part, options))
+    weights = config.learning.class_weights
+    if weights is not None:
+        options["class_weights"] = _balanced(config, dataset, num_classes) if weights == "balanced" else weights
+    if config.learning.label_smoothing:
+        options["label_smoothing"] = config.learning.label_smoothing
+    auxiliary = options.pop("auxiliary", None)
+    task = TASKS[config.data.task](num_classes, part, options, auxiliary)
+    task.own_loss()
+    if weights is not None and len(options["class_weights"]) != task.num_outputs:
+        raise ConfigError(
+            f"`class_weights` has {len(options['class_weights'])} numbers, but there are {task.num_outputs} classes: "
+            "give one for each"
+        )
+    return task
+
+
+def _own_loss(part: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """loss(outputs, targets), or of a class, or with options, what it makes."""
+    made = load("loss", part)
+    if inspect.isclass(made) or options:
+        made = call("loss", part, **options)
+    if not callable(made):
+        raise ConfigError(f"`loss` {part_name(part)} is a {type(made).__name__}, which cannot be called")
+    found: Callable[..., Any] = made
+    return found
+
+
+def _balanced(config: Config, dataset: Any, num_classes: int) -> Sequence[float]:
+    """By the labels to train on: of classes n / (classes * number), of labels how many have not for one that has."""
+    if config.data.task == "classify":
+        labels = [int(dataset.label(index)) for index in range(len(dataset))]
+        return balanced_weights(labels, num_classes)
+    if config.data.task == "multilabel":
+        table = torch.stack([torch.as_tensor(dataset.label(index)) for index in range(len(dataset))]).double()
+        has = (table == 1).sum(0)
+        return [float(n) for n in torch.where(has > 0, (table == 0).sum(0) / has.clamp(min=1), 1.0)]
+    raise ConfigError(
+        f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of: give a number for each "
+        "class, such as 1,2.5"
+    )
+
+
+def build_metrics(config: Config, task: Task) -> dict[str, Any]:
+    """What makes each metric, by name: of the task, or the user's own. Raises ConfigError."""
+    asked = config.learning.metrics
+    if asked in (("none",), ()):
+        return {}
+    if asked == ("auto",):
+        return {} if task.name == "classify" else dict(task.metrics())  # accuracy comes without torchmetrics
+    found: dict[str, Any] = {}
+    for part in asked:
+        if not is_own(part):
+            if part not in task.metric_names:
+                known = ", ".join(task.metric_names) or "none by name"
+                raise ConfigError(
+                    f"`metrics` {part}: `task` {task.name} has {known}, or name your own, such as my_code.py:Metric"
+                    f"{nearest(part, task.metric_names)}"
+                )
+            found |= task.metrics([part])
+            continue
+        made = load("metrics", part)
+        name = part.rpartition(":")[2] if isinstance(part, str) else part_name(part).rpartition(":")[2]
+        found[name.rpartition(".")[2]] = partial(call, "metrics", made) if inspect.isclass(made) else made
+    return found
+
+
+def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> str | None:
+    """The name, without val_, of what tells the best weights; None if nothing does. Raises ConfigError."""
+    chosen = config.learning
+    if chosen.monitor is None and chosen.patience is None:
+        return None
+    if config.training.eval_every is None:
+        raise ConfigError("`monitor` and `patience` look at validations, of which `eval_every` none makes none")
+    known = ["loss", *(["accuracy"] if task.name == "classify" else []), *metrics]
+    if chosen.monitor is None:
+        return task.monitor if task.monitor in known else "loss"
+    name = chosen.monitor.removeprefix("val_")
+    if name.partition("/")[0] not in known:
+        raise ConfigError(
+            f"`monitor` {chosen.monitor} is not measured: choose of {', '.join(f'val_{each}' for each in known)}, or "
+            "add it to `metrics`"
+        )
+    return name

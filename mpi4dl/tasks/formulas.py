@@ -1,0 +1,280 @@
+"""Losses that are added up from parts: of microbatches and of tiles, to the loss that PyTorch has of the whole batch.
+
+The mean of cross entropy by class weights, or without the pixels that do not count, is a sum divided by weights that
+the targets alone decide. The mean of the means of parts is another number; sums and weights of parts add up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mpi4dl.comm import Refusal
+from mpi4dl.parallel.spatial import SpatialTensor, shard_like
+
+IGNORED = -100  # as in PyTorch
+DICE_SMOOTHING = 1e-5  # as in MONAI
+
+
+@runtime_checkable
+class SummedLoss(Protocol):
+    """A loss of terms, each of which is a sum over a batch, divided by the sum of weights that its targets decide.
+
+    `whole_batch`: its sums are those of all samples together, so that a batch must not be cut into microbatches.
+    """
+
+    @property
+    def whole_batch(self) -> bool: ...
+
+    def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
+        """The sum of each term, over these samples."""
+
+    def weights(self, targets: Any) -> Sequence[float]:
+        """What each term is divided by: added up over a batch."""
+
+
+class BatchLoss:
+    """Such a loss, which can be called as any other; one of nothing that counts is 0, and teaches nothing."""
+
+    @property
+    def whole_batch(self) -> bool:
+        return False
+
+    def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def weights(self, targets: Any) -> Sequence[float]:
+        raise NotImplementedError
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        terms = zip(self.sums(outputs, targets), self.weights(targets), strict=True)
+        return torch.stack([total / weight if weight else 0 * total for total, weight in terms]).sum()
+
+
+def spread(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Targets of the whole batch, as outputs are spread: (N, ...) beside outputs (N, C, ...), or of the same shape."""
+    if not isinstance(outputs, SpatialTensor) or isinstance(targets, SpatialTensor):
+        return targets
+    if outputs.dim() > 1 and outputs.layout.axis(1) is not None:
+        return targets  # ranks share the classes, of which each finds what it has
+    if targets.dim() == outputs.dim():
+        return shard_like(targets, outputs)
+    return shard_like(targets.unsqueeze(1), outputs).squeeze(1)
+
+
+def check_classes(targets: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise Refusal unless all targets are classes that the model has an output for."""
+    if not targets.numel():
+        return
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= num_classes))
+    if bool(wrong.any()):
+        found = int(targets[wrong].flatten()[0])
+        raise Refusal(
+            f"a target is class {found}, but the model has outputs for {num_classes} classes, 0 to {num_classes - 1}: "
+            f"set `num_classes` to at least {found + 1}, or `ignore_index` to what does not count"
+            if found >= 0
+            else f"a target is class {found}, but classes are numbers from 0: set `ignore_index` to what does not count"
+        )
+
+
+def along_classes(weights: Tensor, outputs: Tensor) -> Tensor:
+    """One number for each class, in the shape in which it meets outputs (N, C, ...)."""
+    return weights.to(outputs.device, outputs.dtype).view(-1, *(1,) * (outputs.dim() - 2))
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What of targets counts, and how much: `class_weights`, one for each class, and what `ignore_index` leaves out."""
+
+    class_weights: tuple[float, ...] | None = None
+    ignore_index: int = IGNORED
+
+    def tensor(self, like: Tensor) -> Tensor | None:
+        if self.class_weights is None:
+            return None
+        return torch.tensor(self.class_weights, dtype=like.dtype, device=like.device)
+
+    def of(self, targets: Tensor) -> float:
+        """Of targets (N, ...) that name classes."""
+        counted = targets != self.ignore_index
+        if self.class_weights is None:
+            return float(counted.sum())
+        numbers = torch.bincount(targets[counted].long().flatten(), minlength=len(self.class_weights))
+        if len(numbers) > len(self.class_weights):
+            raise Refusal(
+                f"a target is class {len(numbers) - 1}, but `class_weights` has {len(self.class_weights)} numbers: "
+                "give one for each class"
+            )
+        return float((numbers.double().cpu() * torch.tensor(self.class_weights, dtype=torch.float64)).sum())
+
+    def check(self, num_classes: int) -> None:
+        if self.class_weights is not None and len(self.class_weights) != num_classes:
+            raise Refusal(
+                f"`class_weights` has {len(self.class_weights)} numbers, but the model has {num_classes} outputs: "
+                "give one for each class"
+            )
+
+
+class CrossEntropy(BatchLoss):
+    """F.cross_entropy of outputs (N, C, ...) with classes (N, ...), or with probabilities (N, C, ...).
+
+    `classes_last`: outputs are (N, T, C), as of language, and classes (N, T).
+    """
+
+    def __init__(self, counting: Counting, label_smoothing: float = 0.0, classes_last: bool = False) -> None:
+        self.counting, self.label_smoothing, self.classes_last = counting, label_smoothing, classes_last
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        self.counting.check(outputs.shape[-1 if self.classes_last else 1])
+        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
+        options["weight"] = self.counting.tensor(outputs)
+        if targets.is_floating_point():
+            return (F.cross_entropy(outputs, spread(targets, outputs), **options),)
+        options["ignore_index"] = self.counting.ignore_index
+        if self.classes_last:
+            flat = outputs.reshape(-1, outputs.shape[-1])
+            return (F.cross_entropy(flat, targets.reshape(-1), **options),)
+        check_classes(targets, outputs.shape[1], self.counting.ignore_index)
+        return (F.cross_entropy(outputs, spread(targets, outputs).long(), **options),)
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        if targets.is_floating_point():
+            return (targets.numel() / targets.shape[1],)
+        return (self.counting.of(targets),)
+
+
+class BinaryCrossEntropy(BatchLoss):
+    """F.binary_cross_entropy_with_logits of outputs (N, C, ...) with 0 or 1 (N, C, ...): the mean over what counts.
+
+    Class weights say how much more a 1 of each class counts than a 0 (its `pos_weight`).
+    """
+
+    def __init__(self, counting: Counting, label_smoothing: float = 0.0) -> None:
+        self.counting, self.label_smoothing = counting, label_smoothing
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        weights = self.counting.tensor(outputs)
+        if weights is not None:
+            self.counting.check(outputs.shape[1])
+            weights = along_classes(weights, outputs)
+        own = spread(targets, outputs)
+        counted = (own != self.counting.ignore_index).to(outputs.dtype)
+        wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
+        wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / 2
+        each = F.binary_cross_entropy_with_logits(outputs, wanted, pos_weight=weights, reduction="none")
+        return ((each * counted).sum(),)
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        return (float((targets != self.counting.ignore_index).sum()),)
+
+
+class Dice(BatchLoss):
+    """1 - (2 |P T| + s) / (|P| + |T| + s), the mean over samples and classes, for probabilities P and targets T.
+
+    Milletari et al. 2016, "V-Net", with s = 1e-5 as in MONAI's DiceLoss: of outputs (N, C, ...) by softmax for targets
+    that name classes (N, ...), or (`binary`) by sigmoid for targets (N, C, ...) of 0 and 1. Each sample has its own, so
+    that it does not depend on how a batch is divided. Class weights weigh the mean over classes.
+    """
+
+    def __init__(self, counting: Counting, binary: bool = False) -> None:
+        self.counting, self.binary = counting, binary
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        self.counting.check(outputs.shape[1])
+        own, ignored = spread(targets, outputs), self.counting.ignore_index
+        if self.binary:
+            counted = (own != ignored).to(outputs.dtype)
+            wanted, shares = torch.where(counted == 0, 0, own).to(outputs.dtype), outputs.sigmoid() * counted
+        else:
+            check_classes(targets, outputs.shape[1], ignored)
+            own = own.unsqueeze(1)
+            numbers = along_classes(torch.arange(outputs.shape[1]), outputs)
+            counted = (own != ignored).to(outputs.dtype)
+            wanted, shares = (own == numbers).to(outputs.dtype) * counted, outputs.softmax(1) * counted
+        space = tuple(range(2, outputs.dim()))
+        both, each = (shares * wanted).sum(space), (shares + wanted).sum(space)
+        loss = 1 - (2 * both + DICE_SMOOTHING) / (each + DICE_SMOOTHING)
+        weights = self.counting.tensor(outputs)
+        if weights is None:
+            weights = torch.ones(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+        return ((loss * (weights / weights.sum())).sum(),)
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        return (float(len(targets)),)
+
+
+class Focal(BatchLoss):
+    """-(1 - p)^gamma log p, where p is the probability of what is right: the mean over what counts, by class weights.
+
+    Lin et al. 2017, "Focal loss for dense object detection", https://arxiv.org/abs/1708.02002. By softmax for targets
+    that name classes; `binary`: by sigmoid for targets (N, C, ...) of 0 and 1, the mean over all that count.
+    """
+
+    def __init__(self, counting: Counting, gamma: float = 2.0, binary: bool = False) -> None:
+        if not gamma >= 0:
+            raise ValueError(f"`gamma` is {gamma}, but must be at least 0")
+        self.counting, self.gamma, self.binary = counting, gamma, binary
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        self.counting.check(outputs.shape[1])
+        own, ignored = spread(targets, outputs), self.counting.ignore_index
+        weights = self.counting.tensor(outputs)
+        if self.binary:
+            counted = (own != ignored).to(outputs.dtype)
+            wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
+            each = self._of(F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")) * counted
+            return ((each if weights is None else each * along_classes(weights, outputs)).sum(),)
+        check_classes(targets, outputs.shape[1], ignored)
+        each = self._of(F.cross_entropy(outputs, own.long(), reduction="none", ignore_index=ignored))
+        if weights is not None:
+            each = each * sum((own == c).to(outputs.dtype) * weight for c, weight in enumerate(weights))
+        return (each.sum(),)
+
+    def _of(self, surprise: Tensor) -> Tensor:
+        return (1 - (-surprise).exp()) ** self.gamma * surprise
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        if self.binary:
+            return (float((targets != self.counting.ignore_index).sum()),)
+        return (self.counting.of(targets),)
+
+
+class Difference(BatchLoss):
+    """A function of outputs and targets of the same shape, element by element: the mean over all elements."""
+
+    def __init__(self, function: Callable[..., Tensor], **options: Any) -> None:
+        self.function, self.options = function, options
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        outputs = as_targets(outputs, targets)
+        own = spread(targets, outputs).to(outputs.dtype)
+        return (self.function(outputs, own, reduction="sum", **self.options),)
+
+    def weights(self, targets: Tensor) -> Sequence[float]:
+        return (float(targets.numel()),)
+
+
+def as_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Outputs (N, 1, ...) beside targets (N, ...) are (N, ...) too."""
+    return outputs.squeeze(1) if targets.dim() == outputs.dim() - 1 and outputs.shape[1] == 1 else outputs
+
+
+class SumOfLosses(BatchLoss):
+    """Several losses, added up by `factors`."""
+
+    def __init__(self, losses: Sequence[BatchLoss], factors: Sequence[float]) -> None:
+        self.losses, self.factors = tuple(losses), tuple(factors)
+
+    @property
+    def whole_batch(self) -> bool:
+        return any(loss.whole_batch for loss in self.losses)
+
+    def sums(self, outputs: Any, targets: Any) -> Sequence[Tensor]:
+        pairs = zip(self.losses, self.factors, strict=True)
+        return [factor * total for loss, factor in pairs for total in loss.sums(outputs, targets)]
+
+    def weights(self, targets: Any) -> Sequence[float]:
+        return [weight for loss in self.losses for weight in loss.weights(targets)]

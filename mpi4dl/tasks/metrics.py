@@ -1,0 +1,243 @@
+"""Metrics by name: torchmetrics counts, and what its counts leave open is decided here, as scikit-learn has it.
+
+torchmetrics takes seconds to import: this module is imported where a metric is made, on ranks that have outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpi4dl._torchvision import import_torchvision
+from mpi4dl.tasks import survival
+
+import_torchvision()
+
+from torchmetrics import Metric  # noqa: E402
+from torchmetrics.classification import (  # noqa: E402
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassConfusionMatrix,
+    MultilabelAUROC,
+    MultilabelAveragePrecision,
+    MultilabelConfusionMatrix,
+)
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError  # noqa: E402
+from torchmetrics.utilities import dim_zero_cat  # noqa: E402
+
+Measure = Callable[[Tensor], Tensor]
+
+
+class OfConfusion(MulticlassConfusionMatrix):
+    """A number that follows from how often each class (row) was taken for each (column)."""
+
+    def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
+        super().__init__(num_classes, ignore_index=ignore_index, validate_args=False)
+        self.measure = measure
+
+    def compute(self) -> Tensor:
+        return self.measure(self.confmat.double())
+
+
+class OfLabels(MultilabelConfusionMatrix):
+    """The same where there are several labels: (labels, 2, 2), a label that is there if its probability is over 0.5."""
+
+    def __init__(self, num_labels: int, measure: Measure, ignore_index: int) -> None:
+        super().__init__(num_labels, ignore_index=ignore_index, validate_args=False)
+        self.measure = measure
+
+    def compute(self) -> Tensor:
+        return self.measure(self.confmat.double())
+
+
+def confusion(counts: Tensor) -> Tensor:
+    return counts
+
+
+def accuracy(counts: Tensor) -> Tensor:
+    """The share of what was right; also of counts (labels, 2, 2)."""
+    return counts.diagonal(dim1=-2, dim2=-1).sum() / counts.sum()
+
+
+def balanced_accuracy(counts: Tensor) -> Tensor:
+    """The mean, over classes that there are, of the share that was found."""
+    return _mean_of(counts.diagonal(), counts.sum(1))
+
+
+def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each class: what was rightly found, and what was found plus what there was."""
+    if counts.dim() == 3:
+        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
+    return counts.diagonal(), counts.sum(0) + counts.sum(1)
+
+
+def dice(counts: Tensor) -> Tensor:
+    """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(2 * both, total)
+
+
+def iou(counts: Tensor) -> Tensor:
+    """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(both, total - both)
+
+
+def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
+    there = whole > 0
+    return (part[there] / whole[there]).mean()
+
+
+def _mean_over_classes(each: Tensor, defined: Tensor) -> Tensor:
+    """The mean over the classes of which the metric is defined; of two classes, that of the second."""
+    if len(each) == 2:
+        return each[1] if defined[1] else each.new_tensor(torch.nan)
+    return each[defined].mean()
+
+
+class Auc(MulticlassAUROC):
+    """The area under the ROC curve: of two classes of the second, of more the mean of each against the others.
+
+    Classes that all samples have, or none, are left out.
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        super().__init__(num_classes, average=None, ignore_index=ignore_index, validate_args=False)
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        each, counts = super().compute(), _numbers(self)
+        return _mean_over_classes(each, (counts > 0) & (counts < counts.sum()))
+
+
+class AveragePrecision(MulticlassAveragePrecision):
+    """The same of the average precision, where classes that no sample has are left out."""
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        super().__init__(num_classes, average=None, ignore_index=ignore_index, validate_args=False)
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        return _mean_over_classes(super().compute(), _numbers(self) > 0)
+
+
+def _numbers(metric: Any) -> Tensor:
+    return torch.bincount(dim_zero_cat(metric.target), minlength=metric.num_classes)
+
+
+class AucOfLabels(MultilabelAUROC):
+    """The mean of the areas under the ROC curves of labels that some samples have, and some do not."""
+
+    def __init__(self, num_labels: int, ignore_index: int) -> None:
+        super().__init__(num_labels, average=None, ignore_index=ignore_index, validate_args=False)
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        each, targets = super().compute(), dim_zero_cat(self.target)
+        return each[(targets == 1).any(0) & (targets == 0).any(0)].mean()
+
+
+class AveragePrecisionOfLabels(MultilabelAveragePrecision):
+    """The mean average precision of labels that some samples have."""
+
+    def __init__(self, num_labels: int, ignore_index: int) -> None:
+        super().__init__(num_labels, average=None, ignore_index=ignore_index, validate_args=False)
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        return super().compute()[(dim_zero_cat(self.target) == 1).any(0)].mean()
+
+
+class RSquared(Metric):
+    """1 - (sum of squared errors) / (sum of squared deviations from the mean); the mean over outputs (N, K).
+
+    Sums are of targets less the first one, so that nothing cancels where all are far from 0, as it would in
+    torchmetrics' R2Score. NaN of fewer than 2 targets; targets that are all alike give 1 if all errors are 0, or 0.
+    """
+
+    full_state_update = False
+    count: Tensor
+    origin: Tensor
+    sums: Tensor
+    squares: Tensor
+    errors: Tensor
+    STATES = ("count", "origin", "sums", "squares", "errors")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.STATES:
+            self.add_state(name, torch.zeros((), dtype=torch.float64))
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        if not targets.numel():
+            return
+        targets = targets.reshape(len(targets), -1) if targets.dim() < 3 else targets.reshape(-1, 1)
+        errors, origin = (predictions.reshape(targets.shape) - targets).square().sum(0), targets[0]
+        apart = targets - origin
+        count = torch.tensor(float(len(targets)), dtype=torch.float64)
+        self._combine(count, origin, apart.sum(0), apart.square().sum(0), errors)
+
+    def _combine(self, count: Tensor, origin: Tensor, sums: Tensor, squares: Tensor, errors: Tensor) -> None:
+        if not self.count:
+            self.origin = origin
+        apart = origin - self.origin
+        self.squares = self.squares + squares + 2 * apart * sums + count * apart.square()
+        self.sums, self.errors = self.sums + sums + count * apart, self.errors + errors
+        self.count = self.count + count
+
+    def merge_state(self, incoming_state: Any) -> None:
+        self._combine(*(getattr(incoming_state, name) for name in self.STATES))
+
+    def compute(self) -> Tensor:
+        if self.count < 2:
+            return torch.tensor(torch.nan)
+        deviations = self.squares - self.sums.square() / self.count
+        constant = (self.squares == 0) | (deviations <= 0)
+        found = 1 - self.errors / torch.where(constant, 1, deviations)
+        return torch.where(constant, (self.errors == 0).double(), found).mean()
+
+
+class Concordance(Metric):
+    """Harrell's concordance index of risks (N,) or (N, 1): `survival.concordance`."""
+
+    full_state_update = False
+    risks: list[Tensor]
+    times: list[Tensor]
+    events: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("risks", "times", "events"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, risk: Tensor, targets: Any) -> None:
+        time, event = survival.times_and_events(targets)
+        self.risks.append(risk.reshape(-1))
+        self.times.append(time)
+        self.events.append(event)
+
+    def compute(self) -> Tensor:
+        found = survival.concordance(*(dim_zero_cat(state) for state in (self.risks, self.times, self.events)))
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
+    """A fresh metric of a task, by name."""
+    if task == "regress":
+        errors = {"mae": MeanAbsoluteError, "mse": MeanSquaredError, "r2": RSquared}
+        return MeanSquaredError(squared=False) if name == "rmse" else errors[name]()
+    if task == "survival":
+        return Concordance()
+    curves: dict[str, Any] = {"auc": Auc, "average_precision": AveragePrecision}
+    counted: Any = OfConfusion
+    if task == "multilabel":
+        curves, counted = {"auc": AucOfLabels, "average_precision": AveragePrecisionOfLabels}, OfLabels
+    if name in curves:
+        return curves[name](num_classes, ignore_index)
+    measures = {
+        "accuracy": accuracy,
+        "pixel_accuracy": accuracy,
+        "balanced_accuracy": balanced_accuracy,
+        "confusion": confusion,
+        "f1": dice,
+        "dice": dice,
+        "iou": iou,
+    }
+    return counted(num_classes, measures[name], ignore_index)

@@ -1,0 +1,245 @@
+"""Tasks: what of a model's outputs is compared with which targets, by which loss, and what it is measured by."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mpi4dl.comm import Refusal
+from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, as_targets
+from mpi4dl.tasks.heads import OfHeads, main_output
+from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words
+from mpi4dl.tasks.survival import times_and_events
+
+LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse")
+
+
+def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
+    from mpi4dl.tasks import metrics  # takes seconds
+
+    return metrics.make(task, name, num_classes, ignore_index)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt. `loss` is None for the task's own, the name of one, or a function of outputs and targets.
+
+    `num_classes`: how many classes, labels or numbers are predicted. `loss_options` are those of losses by name;
+    `auxiliary` is what auxiliary heads count by beside the main one, None: as is customary.
+    """
+
+    num_classes: int
+    loss: Any = None
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    auxiliary: float | None = None
+
+    name: ClassVar[str] = ""
+    default_loss: ClassVar[str] = ""
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    monitor: ClassVar[str] = "loss"
+
+    @property
+    def objective(self) -> Callable[[Any, Any], Tensor]:
+        """What the engine minimises: functions of the user's own see all that the model returns."""
+        if self.loss is None or isinstance(self.loss, str):
+            return OfHeads(self.own_loss(), self.require, self.auxiliary)
+        if isinstance(self.loss, BatchLoss):
+            return OfHeads(self.loss, self.require, self.auxiliary)
+        if not callable(self.loss):
+            raise ValueError(f"`loss` is a {type(self.loss).__name__}, but must be a name or a function")
+        return self.loss
+
+    def own_loss(self) -> BatchLoss:
+        return build_loss(self.loss or self.default_loss, **self.loss_options)
+
+    @property
+    def ignore_index(self) -> int:
+        return int(self.loss_options.get("ignore_index", IGNORED))
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs the model is to have, or channels."""
+        return self.num_classes
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        """Raise Refusal unless a model's main output, and the targets, are as this task has them."""
+
+    def predictions(self, outputs: Any) -> Any:
+        """What the model's outputs say: probabilities, or the numbers themselves."""
+        return main_output(outputs)
+
+    def measured(self, outputs: Any, targets: Any) -> Any:
+        """What metrics compare with targets."""
+        return self.predictions(outputs)
+
+    def metrics(self, names: Sequence[str] | None = None) -> dict[str, Callable[[], Any]]:
+        """What makes a fresh torchmetrics metric, by name; None: all that this task has but the confusion matrix.
+
+        Raises ValueError for a name that is none.
+        """
+        asked = [name for name in self.metric_names if name != "confusion"] if names is None else names
+        unknown = [name for name in asked if name not in self.metric_names]
+        if unknown:
+            known = ", ".join(self.metric_names) or "none by name"
+            raise ValueError(f"`metrics` {unknown[0]!r} is unknown for `task` {self.name}, whose are: {known}")
+        kind = self.counted_as
+        return {name: partial(make_metric, kind, name, self.num_classes, self.ignore_index) for name in asked}
+
+    @property
+    def counted_as(self) -> str:
+        return self.name
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether less of a metric of this name is better, as of losses and errors."""
+    return metric.rpartition("/")[2].removeprefix("val_") in LOWER_IS_BETTER
+
+
+def _refuse(outputs: Any, targets: Any, task: str, wanted: str) -> None:
+    told = f" for targets of {shape_in_words(targets)}" if isinstance(targets, Tensor) else ""
+    raise Refusal(
+        f"the model's output has {shape_in_words(outputs)}, but `task` {task} needs {wanted}{told}: choose another "
+        "`model`, or the `task` that it is for"
+    )
+
+
+class Classify(Task):
+    """One class for each image: outputs (N, classes), targets (N,), or (N, classes) of probabilities."""
+
+    name = "classify"
+    default_loss = "cross_entropy"
+    metric_names = ("accuracy", "balanced_accuracy", "f1", "auc", "average_precision", "confusion")
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        require_logits(outputs)
+        if targets.shape not in (outputs.shape[:1], outputs.shape):
+            _refuse(outputs, targets, self.name, "(batch, classes)")
+
+    def predictions(self, outputs: Any) -> Any:
+        return main_output(outputs).softmax(1)
+
+
+class MultiLabel(Task):
+    """Any number of labels for each image: outputs (N, labels), targets (N, labels) of 0 and 1."""
+
+    name = "multilabel"
+    default_loss = "bce"
+    metric_names = ("accuracy", "f1", "auc", "average_precision", "confusion")
+
+    def own_loss(self) -> BatchLoss:
+        chosen = self.loss or self.default_loss
+        binary = {"binary": True} if {"dice", "focal"} & set(chosen.split("+")) else {}
+        return build_loss(chosen, **{**binary, **self.loss_options})
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape != targets.shape:
+            _refuse(outputs, targets, self.name, "(batch, labels), as many as targets have")
+
+    def predictions(self, outputs: Any) -> Any:
+        return main_output(outputs).sigmoid()
+
+
+class Regress(Task):
+    """Numbers: outputs of the targets' shape, or (N, 1, ...) beside targets (N, ...)."""
+
+    name = "regress"
+    default_loss = "mse"
+    metric_names = ("mae", "mse", "rmse", "r2")
+    monitor = "mae"
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        if not isinstance(outputs, Tensor) or as_targets(outputs, targets).shape != targets.shape:
+            _refuse(outputs, targets, self.name, "a number for each target")
+
+    def measured(self, outputs: Any, targets: Any) -> Any:
+        return as_targets(main_output(outputs), targets)
+
+
+class Segment(Task):
+    """A class for each pixel: outputs (N, classes, H, W), masks (N, H, W); or (N, classes, H, W) of 0 and 1, which may
+    overlap, for losses of which bce is one, or by their option `binary`. Volumes and lines are alike.
+    """
+
+    name = "segment"
+    default_loss = "cross_entropy"
+    metric_names = ("pixel_accuracy", "dice", "iou", "confusion")
+    monitor = "dice"
+
+    @property
+    def binary(self) -> bool:
+        by_name = self.loss is None or isinstance(self.loss, str)
+        names = (self.loss or self.default_loss).split("+") if by_name else []
+        return bool(self.loss_options.get("binary", "bce" in names))
+
+    @property
+    def counted_as(self) -> str:
+        return "multilabel" if self.binary else self.name
+
+    def own_loss(self) -> BatchLoss:
+        chosen = self.loss or self.default_loss
+        binary = {"binary": self.binary} if {"dice", "focal"} & set(chosen.split("+")) else {}
+        rest = {key: value for key, value in self.loss_options.items() if key != "binary"}
+        return build_loss(chosen, **rest, **binary)
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        fits = isinstance(outputs, Tensor) and outputs.dim() > 2
+        if fits and self.binary:
+            fits = outputs.shape == targets.shape
+        elif fits:
+            fits = targets.shape == (outputs.shape[0], *outputs.shape[2:])
+        if not fits:
+            wanted = "(batch, classes, height, width), of the size of masks"
+            _refuse(outputs, targets, self.name, wanted + (" (batch, classes, height, width)" if self.binary else ""))
+
+    def predictions(self, outputs: Any) -> Any:
+        found = main_output(outputs)
+        return found.sigmoid() if self.binary else found.softmax(1)
+
+    def measured(self, outputs: Any, targets: Any) -> Any:
+        """The mask, which takes less memory than probabilities."""
+        found = main_output(outputs)
+        return (found > 0).to(found.dtype) if self.binary else found.argmax(1)
+
+
+class Survive(Task):
+    """How long until an event: outputs (N,) or (N, 1), the risk; targets (time, event), (N,) each, or (N, 2)."""
+
+    name = "survival"
+    default_loss = "cox"
+    metric_names = ("concordance",)
+    monitor = "concordance"
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    def require(self, outputs: Any, targets: Any) -> None:
+        time, _ = times_and_events(targets)
+        if not isinstance(outputs, Tensor) or outputs.shape not in ((len(time),), (len(time), 1)):
+            _refuse(outputs, targets, self.name, "one risk for each sample, (batch, 1)")
+
+
+class Language(Task):
+    """The next token of text: outputs (N, T, vocabulary), targets (N, T), -100 where nothing is asked for."""
+
+    name = "language"
+    default_loss = "cross_entropy"
+
+    def own_loss(self) -> BatchLoss:
+        if self.loss not in (None, "cross_entropy"):
+            raise ValueError(f"`loss` {self.loss!r} is not for `task` {self.name}: its loss is cross_entropy")
+        smoothing = float(self.loss_options.get("label_smoothing", 0.0))
+        return CrossEntropy(Counting(ignore_index=self.ignore_index), smoothing, classes_last=True)
+
+
+class Masked(Language):
+    """Tokens of text that were hidden."""
+
+    name = "masked"
+
+
+TASKS: Mapping[str, type[Task]] = {
+    task.name: task for task in (Classify, MultiLabel, Regress, Segment, Survive, Language, Masked)
+}

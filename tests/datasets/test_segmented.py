@@ -1,0 +1,206 @@
+"""mpi4dl.datasets.segmented and .masks: masks lie on their images whatever is done to these, and say what is wrong."""
+
+import re
+
+import numpy as np
+import PIL.Image
+import pytest
+import tifffile
+import torch
+
+from mpi4dl import datasets
+from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
+from mpi4dl.datasets.segmented import SegmentedFolder
+from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+
+VALUES = np.array([0, 1, 2, 255], np.uint8)
+FORMATS = ("grey.png", "palette.png", "tiles.tif", "strips.tif", "lzw16.tif")
+
+
+def write_mask(path, mask):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name.startswith("palette"):
+        picture = PIL.Image.fromarray(mask)
+        picture.putpalette([255 - i // 3 for i in range(768)])  # colours that have nothing to do with the indices
+        picture.save(path)
+    elif path.suffix == ".png":
+        PIL.Image.fromarray(mask).save(path)
+    elif path.name.startswith("tiles"):
+        tifffile.imwrite(path, mask, tile=(16, 16), compression="zlib")
+    elif path.name.startswith("lzw16"):
+        tifffile.imwrite(path, mask.astype(np.uint16), compression="lzw", rowsperstrip=7)
+    else:
+        tifffile.imwrite(path, mask, rowsperstrip=5)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Images whose brightness is the number in their mask, in blocks of 4 px, of which none is at an odd place."""
+    random = np.random.default_rng(0)
+    for number, name in enumerate(FORMATS):
+        mask = np.kron(VALUES[random.integers(0, 4, (8 + number, 10))], np.ones((4, 4), np.uint8))
+        write_mask(tmp_path / "masks" / name, mask)
+        (tmp_path / "images").mkdir(exist_ok=True)
+        PIL.Image.fromarray(np.stack([mask] * 3, 2)).save(tmp_path / "images" / f"{name.partition('.')[0]}.png")
+    (tmp_path / "classes.txt").write_text("background\ncell\nnucleus\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("view", [
+    View((24, 28), "crop", Augmentation(flip_rows=True), mean=(0, 0, 0), std=(1, 1, 1)),
+    View((64, 56), "crop", Augmentation(flip_rows=True), mean=(0, 0, 0), std=(1, 1, 1)),
+    View((37, 41), "resize", Augmentation(flip_rows=True, crop=0.7), seed=3, mean=(0, 0, 0), std=(1, 1, 1)),
+])  # fmt: skip
+def test_masks_lie_on_their_images(root, view):
+    """Where an image is of one brightness, far from edges, the mask says which; beyond the image it says -100."""
+    folder = SegmentedFolder(root)
+    assert folder.classes == ("background", "cell", "nucleus")
+    whole = Loader(folder, view, 5, lambda n: [Box(Interval(0, n), *(Interval(0, side) for side in view.size))])
+    compared = 0
+    for epoch in range(3):
+        (batch,) = whole.epoch(epoch)
+        assert batch.labels.dtype == torch.int64
+        bright = (batch.tiles[0][:, 0] * 255).round().long()
+        shown = torch.where(batch.labels == -100, 255, batch.labels)
+        assert {*batch.labels.unique().tolist()} == {-100, 0, 1, 2}
+        sure = (
+            torch.isin(bright, torch.from_numpy(VALUES).long()) if view.fit == "resize" else torch.ones_like(bright) > 0
+        )
+        if view.fit == "resize":  # linear means at edges may be any number
+            sure &= (torch.nn.functional.max_pool2d(bright[:, None].float(), 5, 1, 2)[:, 0] == bright) & (
+                -torch.nn.functional.max_pool2d(-bright[:, None].float(), 5, 1, 2)[:, 0] == bright
+            )
+        assert torch.equal(bright[sure], shown[sure])
+        compared += int(sure.sum())
+    assert compared > 500
+
+
+def test_every_rank_has_whole_masks_and_its_boxes(root):
+    view, grid = View((20, 22), augmentation=Augmentation(flip_rows=True)), GridShape(1, 2, 2)
+    whole = next(Loader(SegmentedFolder(root), view, 5, lambda n: []).epoch(1)).labels
+    for rank in range(4):
+        boxes = lambda n, rank=rank: [Tiling.even(grid, (n, *view.size)).owned(rank)]  # noqa: E731
+        (batch,) = Loader(SegmentedFolder(root), view, 5, boxes, num_workers=2).epoch(1)
+        assert torch.equal(batch.labels, whole)
+        assert batch.tiles[0].shape[2:] == (10, 11)
+
+
+def harm(root, how):
+    mask = root / "masks" / "grey.png"
+    match how:
+        case "size":
+            PIL.Image.new("L", (9, 9)).save(mask)
+        case "class":
+            PIL.Image.new("L", (40, 32), 7).save(mask)
+        case "colours":
+            PIL.Image.new("RGB", (40, 32)).save(mask)
+        case "jpeg":
+            PIL.Image.new("L", (40, 32)).save(mask, "JPEG")
+        case "cut off":
+            mask.write_bytes(mask.read_bytes()[:50])
+        case "empty":
+            mask.write_bytes(b"")
+        case "tiff of colours":
+            mask.unlink()
+            tifffile.imwrite(mask.with_suffix(".tif"), np.zeros((32, 40, 3), np.uint8), photometric="rgb")
+        case "tiff of fractions":
+            mask.unlink()
+            tifffile.imwrite(mask.with_suffix(".tif"), np.full((32, 40), 0.5, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("size", "is a mask of 9 x 9 pixels, but its image has 32 x 40: they must be equal"),
+        ("class", "has a pixel of class 7, but there are 3 classes, from 0 on, and 255 is ignored"),
+        ("colours", "is a picture in colours (RGB): a mask is grey or has a palette"),
+        ("jpeg", "is a JPEG file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel"),
+        ("cut off", "cannot be decoded"),
+        ("empty", "is empty (0 bytes)"),
+        ("tiff of colours", "has 3 values of uint8 in each pixel: a mask has one"),
+        ("tiff of fractions", "has 1 values of float32 in each pixel: a mask has one"),
+    ],
+)
+def test_a_bad_mask_costs_its_image_and_no_more(root, how, message):
+    harm(root, how)
+    folder, view = SegmentedFolder(root), View((16, 16))
+    boxes = [Box(Interval(0, 5), Interval(0, 16), Interval(0, 16))]
+    position = next(i for i in range(5) if folder.name(i).startswith("grey"))
+    (batch,) = Loader(folder, view, 5, lambda n: boxes, on_bad_image="report").epoch(0)
+    assert list(batch.errors) == [position]
+    assert message in batch.errors[position]
+    assert "masks/grey" in batch.errors[position]
+    intact = [i for i in range(5) if i != position]
+    assert all((batch.labels[i] >= 0).any() for i in intact)
+    with pytest.raises(BadImage, match=re.escape(message)):
+        list(Loader(folder, view, 5, lambda n: boxes).epoch(0))
+
+
+def test_parts_and_classes(root, tmp_path):
+    for part in ("train", "val"):
+        (root / part).mkdir()
+        for kind in ("images", "masks"):
+            (root / part / kind).mkdir()
+            for path in (root / kind).iterdir():
+                (root / part / kind / path.name).write_bytes(path.read_bytes())
+    for kind in ("images", "masks"):
+        for path in (root / kind).iterdir():
+            path.unlink()
+        (root / kind).rmdir()
+    training, validation = datasets.open(root)
+    assert (len(training), len(validation)) == (5, 5)
+    assert training.task == "segment"
+    assert training.classes == validation.classes == ("background", "cell", "nucleus")
+    (root / "classes.txt").unlink()
+    assert datasets.open(root)[0].classes == ("0", "1", "2")
+    assert datasets.open(root, num_classes=5)[0].classes == ("0", "1", "2", "3", "4")
+
+
+def test_black_and_white_masks_are_asked_about(root):
+    for path in (root / "masks").iterdir():
+        path.unlink()
+    for path in (root / "images").iterdir():
+        with PIL.Image.open(path) as image:
+            mask = np.zeros(image.size[::-1], np.uint8)
+        mask[:9] = 255
+        PIL.Image.fromarray(mask).save(root / "masks" / path.name)
+    (root / "classes.txt").unlink()
+    with pytest.raises(DatasetError, match="nothing but 0 and 255, and 255 is ignored: set `ignore_index` to none"):
+        SegmentedFolder(root)
+    folder = SegmentedFolder(root, ignore_index=None)
+    assert folder.classes == ("0", "1")
+    assert np.unique(folder.label(0).read(Interval(0, 20), Interval(0, 20))).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("harmed", "message"),
+    [
+        ("masks/grey.png", "images/grey.png: has no mask: add"),
+        ("more", "has tiles.png and tiles.tif: one file of each name"),
+        ("classes.txt", "classes.txt, line 2: names nothing; expected the name of a class in each line"),
+        ("twice", "classes.txt, line 3: names 'cell' again"),
+    ],
+)
+def test_folders_that_cannot_be(root, harmed, message):
+    if harmed == "more":
+        PIL.Image.new("L", (4, 4)).save(root / "masks" / "tiles.png")
+    elif harmed.endswith(".txt") or harmed == "twice":
+        (root / "classes.txt").write_text("a\n\nb\n" if harmed != "twice" else "a\ncell\ncell")
+    else:
+        (root / harmed).unlink()
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        SegmentedFolder(root)
+
+
+def test_volumes(tmp_path):
+    random = np.random.default_rng(0)
+    for number in range(3):
+        mask = random.integers(0, 3, (6, 8, 10)).astype(np.int16)
+        for kind, array in (("images", mask.astype(np.float32)), ("masks", mask)):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            np.save(tmp_path / kind / f"{number}.npy", array)
+    folder = SegmentedFolder(tmp_path, volumes=True)
+    view = View((4, 5, 6), "crop", Augmentation(flip_depth=True, flip_rows=True), mean=(0,), std=(1,))
+    (batch,) = Loader(folder, view, 3, lambda n: [Box(Interval(0, n), *map(Interval, (0, 0, 0), view.size))]).epoch(2)
+    assert batch.labels.shape == (3, 4, 5, 6)
+    assert torch.equal(batch.tiles[0][:, 0].long(), batch.labels)

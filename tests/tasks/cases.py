@@ -1,0 +1,231 @@
+"""Models, batches and plain PyTorch's losses that the tests of tasks share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine
+from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.tasks.formulas import BatchLoss
+from mpi4dl.tasks.heads import OfHeads
+from mpi4dl.tasks.losses import build_loss
+from tests.training import tiles_of
+
+NUM_CLASSES = 3
+SIZE = (11, 9)
+IGNORED = 7
+WEIGHTS = (0.2, 1.0, 3.0)
+
+
+class Dense(nn.Module):
+    """A prediction for each pixel, and a second head, as torchvision's models of segmentation return them."""
+
+    def __init__(self, auxiliary: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.last, self.auxiliary = nn.Conv2d(6, NUM_CLASSES, 1), nn.Conv2d(6, NUM_CLASSES, 1) if auxiliary else None
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x).relu()
+        y = self.last(self.second(x).tanh())
+        return y if self.auxiliary is None else {"out": y, "aux": self.auxiliary(x)}
+
+
+class Small(nn.Module):
+    """So many numbers for each image."""
+
+    def __init__(self, num_outputs: int = NUM_CLASSES) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh().mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss by name and options, of which targets, and the same of a whole batch by plain PyTorch."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    targets: str
+    plain: Callable[[Tensor, Any], Tensor]
+    auxiliary: bool = False
+
+    def loss(self) -> BatchLoss:
+        return OfHeads(build_loss(self.name, **dict(self.options)))
+
+    def model(self) -> nn.Module:
+        dense = self.targets in ("mask", "masks", "map")
+        model = Dense(self.auxiliary) if dense else Small(1 if self.targets == "times" else NUM_CLASSES)
+        return model.double()
+
+    def __str__(self) -> str:
+        return "-".join([self.name, self.targets, *(name for name, _ in self.options)])
+
+
+def targets_of(kind: str, count: int, seed: int = 0) -> Any:
+    """Targets of so many images; of masks the first sample has none that counts, and the last few have many."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "mask":
+        masks = torch.randint(NUM_CLASSES, (count, *SIZE), generator=generator).to(torch.uint8)
+        masks[torch.rand(masks.shape, generator=generator) < 0.3] = IGNORED
+        masks[0] = IGNORED
+        masks[-1, :6] = 2
+        return masks
+    if kind == "masks":
+        masks = torch.randint(2, (count, NUM_CLASSES, *SIZE), generator=generator).to(torch.uint8)
+        masks[torch.rand(masks.shape, generator=generator) < 0.2] = IGNORED
+        return masks
+    if kind == "map":
+        return torch.randn(count, NUM_CLASSES, *SIZE, generator=generator, dtype=torch.float64)
+    if kind == "labels":
+        labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
+        labels[0] = IGNORED
+        return labels
+    times = torch.tensor([2.0, 1.0, 2.0, 2.0, 5.0, torch.inf, 1.0, 3.0, 2.0])[:count]
+    return times, torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 0])[:count]
+
+
+def images_of(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, *SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights_of_classes() -> Tensor:
+    return torch.tensor(WEIGHTS, dtype=torch.float64)
+
+
+def plain_dice(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As MONAI's DiceLoss, without what is ignored."""
+    if targets.dim() == outputs.dim():
+        counted = targets != IGNORED
+        wanted, shares = torch.where(counted, targets, 0).double() * counted, outputs.sigmoid() * counted
+    else:
+        counted = (targets != IGNORED)[:, None]
+        wanted = F.one_hot(torch.where(counted[:, 0], targets, 0).long(), NUM_CLASSES).movedim(-1, 1) * counted
+        shares = outputs.softmax(1) * counted
+    both, each = (wanted * shares).sum((2, 3)), (wanted + shares).sum((2, 3))
+    return (1 - (2 * both + 1e-5) / (each + 1e-5)).mean()
+
+
+def plain_both(outputs: Tensor, targets: Tensor) -> Tensor:
+    return plain_dice(outputs, targets) + F.cross_entropy(outputs, targets.long(), ignore_index=IGNORED)
+
+
+def plain_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets.long(), weights_of_classes(), ignore_index=IGNORED)
+
+
+def plain_smooth(outputs: Tensor, targets: Tensor) -> Tensor:
+    options = {"ignore_index": IGNORED, "label_smoothing": 0.1}
+    return F.cross_entropy(outputs, targets.long(), weights_of_classes(), **options)
+
+
+def plain_focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    counted = targets != IGNORED
+    known = targets[counted].long()
+    right = outputs.movedim(1, -1)[counted].softmax(-1).gather(-1, known[:, None])[:, 0]
+    weights = weights_of_classes()[known]
+    return (weights * -((1 - right) ** 1.5) * right.log()).sum() / weights.sum()
+
+
+def plain_binary(outputs: Tensor, targets: Tensor) -> Tensor:
+    more = weights_of_classes().view(-1, 1, 1).expand(outputs.shape)
+    counted = targets != IGNORED
+    wanted = targets[counted].double()
+    return F.binary_cross_entropy_with_logits(outputs[counted], wanted, pos_weight=more[counted])
+
+
+def plain_cox(outputs: Tensor, targets: tuple[Tensor, Tensor], ties: str = "efron") -> Tensor:
+    """Term by term, as in the textbook."""
+    risk, (time, event) = outputs[:, 0], targets
+    total = torch.zeros((), dtype=torch.float64)
+    for t in time[event == 1].unique():
+        deaths, there = (time == t) & (event == 1), time >= t
+        total = total - risk[deaths].sum()
+        for i in range(int(deaths.sum())):
+            part = i / int(deaths.sum()) if ties == "efron" else 0.0
+            total = total + (risk[there].exp().sum() - part * risk[deaths].exp().sum()).log()
+    return total / event.sum()
+
+
+def plain_auxiliary(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return plain_cross_entropy(outputs["out"], targets) + 0.5 * plain_cross_entropy(outputs["aux"], targets)
+
+
+def plain_breslow(outputs: Tensor, targets: Any) -> Tensor:
+    return plain_cox(outputs, targets, "breslow")
+
+
+COUNTED = (("class_weights", WEIGHTS), ("ignore_index", IGNORED))
+IGNORING = (("ignore_index", IGNORED),)
+BINARY = (*IGNORING, ("binary", True))
+WEIGHTED = Case("cross_entropy", COUNTED, "mask", plain_auxiliary, auxiliary=True)
+BOTH = Case("dice+cross_entropy", IGNORING, "mask", plain_both)
+SMOOTH = Case("cross_entropy", (*COUNTED, ("label_smoothing", 0.1)), "labels", plain_smooth)
+EFRON = Case("cox", (), "times", plain_cox)
+CASES = [
+    WEIGHTED,
+    BOTH,
+    SMOOTH,
+    EFRON,
+    Case("cox", (("ties", "breslow"),), "times", plain_breslow),
+    Case("cross_entropy", (*COUNTED, ("label_smoothing", 0.1)), "mask", plain_smooth),
+    Case("focal", (*COUNTED, ("gamma", 1.5)), "mask", plain_focal),
+    Case("focal", (*COUNTED, ("gamma", 1.5)), "labels", plain_focal),
+    Case("dice", BINARY, "masks", plain_dice),
+    Case("bce", COUNTED, "masks", plain_binary),
+    Case("huber", (("delta", 0.7),), "map", partial(F.huber_loss, delta=0.7)),
+    Case("l1", (), "map", F.l1_loss),
+    Case("mse", (), "map", F.mse_loss),
+]
+
+
+def by_plain_pytorch(case: Case, count: int) -> tuple[list[float], nn.Module]:
+    """Two steps, and the loss of all validation images at once."""
+    torch.manual_seed(0)
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = case.plain(model(images_of(count, number)), targets_of(case.targets, count, number))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        losses.append(float(case.plain(model(images_of(count)), targets_of(case.targets, count))))
+    return losses, model
+
+
+def on_ranks(comm: Communicator, case: Case, plan: Plan, count: int) -> tuple[list[float], Any]:
+    """The same on ranks; validation comes in batches of 4."""
+    if plan.num_stages > 1:
+        held = split(case.model, plan, comm, seed=0, image=(count, 3, *SIZE))
+    else:
+        torch.manual_seed(0)
+        held = Held.whole(case.model(), plan, comm)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), case.loss(), comm=comm)
+    losses = []
+    for number in range(2):
+        targets = targets_of(case.targets, count, number)
+        losses.append(engine.step(tiles_of(images_of(count, number), engine), targets, SIZE).loss)
+    losses.append(engine.evaluate(in_batches(engine, images_of(count), targets_of(case.targets, count)), SIZE).loss)
+    return losses, engine.gather_state()
+
+
+def in_batches(engine: Engine, images: Tensor, targets: Any, batch: int = 4) -> list[tuple[list[Tensor], Any]]:
+    """Tiles and targets of batches, of which the last may be smaller."""
+
+    def some(x: Any, start: int) -> Any:
+        return tuple(some(y, start) for y in x) if isinstance(x, tuple) else x[start : start + batch]
+
+    starts = range(0, len(images), batch)
+    return [(tiles_of(images[s : s + batch], engine, training=False), some(targets, s)) for s in starts]

@@ -1,0 +1,38 @@
+"""mpi4dl.tasks.losses: on tiles, in microbatches, on replicas and in stages the loss is that of the whole batch."""
+
+import pytest
+
+from mpi4dl.parallel.plan import Plan
+from tests.pool.ranks import Ranks
+from tests.tasks.cases import BOTH, CASES, EFRON, SMOOTH, WEIGHTED, Case, by_plain_pytorch, on_ranks
+from tests.training import EXACT, assert_close
+
+TILES, SPLIT = Plan(((2, 2),)), Plan(((1, 2),), data=2, microbatches=2)
+WAYS = Plan(((1, 2),), batch_ways=(2,))
+STAGES = Plan(((1, 2), (1, 2)), microbatches=3)
+GEMS = Plan(((1, 1), (1, 1)), bidirectional=1, microbatches=2)
+
+
+def agree(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:
+    losses, model = by_plain_pytorch(case, count)
+    for found, state in ranks(plan.num_ranks).run(on_ranks, case, plan, count):
+        assert found == pytest.approx(losses, rel=EXACT)
+        for name, value in model.state_dict().items() if state else ():
+            assert_close(state[name], value, EXACT, name)
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "count"),
+    [(WEIGHTED, SPLIT, 7), (WEIGHTED, STAGES, 6), (BOTH, TILES, 2), (SMOOTH, SPLIT, 7), (EFRON, WAYS, 9)],
+    ids=str,
+)
+def test_a_loss_is_that_of_the_whole_batch(ranks: Ranks, case: Case, plan: Plan, count: int) -> None:
+    agree(ranks, case, plan, count)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plan", [TILES, SPLIT, WAYS, STAGES, GEMS], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_loss_under_every_plan(ranks: Ranks, case: Case, plan: Plan) -> None:
+    if plan.num_microbatches == 1 or case.name != "cox":
+        agree(ranks, case, plan, 7)

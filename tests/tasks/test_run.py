@@ -1,0 +1,233 @@
+"""Tasks as options name them: errors in one sentence, and a run with metrics that ends when they stop growing."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import mpi4dl
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.engine import Engine, Evaluation
+from mpi4dl.options.config import parse
+from mpi4dl.options.tasks import build_metrics, build_task, monitored, with_task
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.formulas import IGNORED
+from mpi4dl.tasks.heads import heads_of
+from mpi4dl.tasks.losses import balanced_weights, build_loss
+from mpi4dl.tasks.task import TASKS
+from mpi4dl.trainer.best import Best
+from tests.commands import read_metrics
+from tests.pool.ranks import Ranks
+from tests.tasks.cases import Small
+
+NAN, LABELS = math.nan, [0, 0, 0, 1, 2, 2]
+
+
+class Labelled:
+    """Images of classes, of labels, or with masks."""
+
+    channels = 3
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, task: str = "classify", count: int = 8) -> None:
+        self.task, self.count = task, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def label(self, index: int) -> Any:
+        if self.task == "multilabel":
+            return [index % 2, int(index == 0), 1]
+        if self.task == "classify":
+            return LABELS[index % 6]
+        mask = np.zeros((16, 12), np.int64)
+        mask[3 : 9 + index % 4, 4:9], mask[0] = 1, IGNORED
+        return mask
+
+    def image(self, index: int) -> Any:
+        return Pixels(self.label(index), index)
+
+
+class Pixels:
+    size = (16, 12)
+
+    def __init__(self, mask: Any, index: int) -> None:
+        noise = np.random.default_rng(index).random((16, 12, 3), dtype=np.float32)
+        self.values = noise * 0.3 + (mask == 1)[..., None] * np.float32(0.5)
+
+    def read(self, rows: Any, cols: Any) -> Any:
+        return self.values[slice(*rows), slice(*cols)]
+
+
+class Pixelwise(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, num_classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu())
+
+
+def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[Any, dict[str, Any], str | None]:
+    dataset = Labelled(task, 6)
+    config = with_task(parse(flags.split()), dataset)
+    learnt = build_task(config, dataset, num_classes)
+    learnt.objective  # noqa: B018
+    metrics = build_metrics(config, learnt)
+    return learnt, metrics, monitored(config, learnt, metrics)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--loss crossentropy", "`loss` 'crossentropy' is unknown: choose of cross_entropy, bce, dice, focal, mse"),
+        ("--loss huber --loss-options gama=1", "`loss` huber does not take gama; its options are: delta"),
+        ("--loss focal --loss-options gamma=-1", "`gamma` is -1, but must be at least 0"),
+        ("--loss cox --loss-options ties=exact", "`ties` is 'exact', but must be one of efron, breslow"),
+        ("--loss nowhere.py:loss", "`loss` nowhere.py:loss: there is no file nowhere.py"),
+        ("--class-weights 1,2", "`class_weights` has 2 numbers, but there are 3 classes: give one for each"),
+        ("--class-weights 0,0,0", "`class_weights` [0.0, 0.0, 0.0] must be at least 0, and not all of them 0"),
+        ("--task segment --class-weights balanced", "`class_weights` balanced counts labels, which `task` segment has"),
+        ("--task regress --label-smoothing 0.1", "`loss` mse does not take label_smoothing; its options are: none"),
+        ("--task language", "`task` language is not for images: choose one of images, or auto"),
+        ("--text stdlib --task segment", "`task` segment is not for text: choose language or masked, or auto"),
+        ("--metrics auroc", "`metrics` auroc: `task` classify has accuracy, balanced_accuracy, f1, auc"),
+        ("--task segment --metrics auc", "`metrics` auc: `task` segment has pixel_accuracy, dice, iou, confusion"),
+        ("--metrics no_such_module:Metric", "`metrics` no_such_module:Metric: there is no module no_such_module"),
+        ("--monitor val_auc", "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, or add it to"),
+        ("--patience 3 --eval-every none", "`monitor` and `patience` look at validations, of which `eval_every` none"),
+    ],
+)
+def test_what_cannot_be_learnt_or_measured_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        task_by(flags)
+
+
+def test_what_options_leave_open_follows_from_the_labels() -> None:
+    task, metrics, monitor = task_by("--class-weights balanced --metrics auc,f1 --patience 2")
+    assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], "loss")
+    assert task.loss_options["class_weights"] == pytest.approx((6 / 9, 2.0, 1.0))
+    assert balanced_weights([0, 0, 2], 3) == (0.75, 0.0, 1.5)
+    task, metrics, monitor = task_by("--class-weights balanced --monitor val_auc", "multilabel")
+    assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, "auc")
+    assert task.loss_options["class_weights"] == [1.0, 5.0, 0.0]
+    assert task_by("--patience 1", "segment")[2] == "dice"
+    assert with_task(parse(["--text", "stdlib"]), None).data.task == "language"
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "message"),
+    [
+        ("classify", (2, 3, 4), (2,), "the model's output has shape (2, 3, 4), but `task` classify, images with one"),
+        ("classify", (2, 3), (2, 4, 4), "the model's output has shape (2, 3), but `task` classify needs (batch"),
+        ("multilabel", (2, 3), (2, 4), "the model's output has shape (2, 3), but `task` multilabel needs (batch"),
+        ("regress", (2, 3), (2,), "the model's output has shape (2, 3), but `task` regress needs a number for each"),
+        ("segment", (2, 3, 4, 4), (2, 8, 8), "the model's output has shape (2, 3, 4, 4), but `task` segment needs"),
+        ("survival", (2, 3), (2, 2), "the model's output has shape (2, 3), but `task` survival needs one risk"),
+        ("survival", (2, 1), (2, 3), "the targets of survival are (time, event) of each sample, (N,) each or (N, 2)"),
+    ],
+)  # fmt: skip
+def test_outputs_that_are_not_the_tasks_are_refused(name: str, outputs: Any, targets: Any, message: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        TASKS[name](3).objective(torch.zeros(outputs), torch.zeros(targets, dtype=torch.int64))
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("target", [3, -1])
+def test_a_class_that_there_is_none_of_is_refused(target: int) -> None:
+    with pytest.raises(Refusal, match=f"^a target is class {target}, but"):
+        build_loss("dice+cross_entropy")(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), target))
+
+
+def test_heads_are_found_whatever_a_model_returns() -> None:
+    main, other = torch.zeros(1), torch.ones(1)
+    assert heads_of({"aux": other, "out": main, "hidden": None}) == (main, ((0.5, other),), None)
+    assert heads_of((main, None, other)) == (main, ((0.3, other),), None)
+    assert heads_of([main, other], 0.1) == (main, ((0.1, other),), None)
+
+
+def whole_batches_only(comm: Communicator) -> str:
+    model = Small(1)
+    plan = Plan(data=4, microbatches=2)
+    with pytest.raises(Refusal) as refused:
+        Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), TASKS["survival"](1).objective, comm=comm)
+    return str(refused.value)
+
+
+def test_a_loss_of_whole_batches_takes_no_microbatches(ranks: Ranks) -> None:
+    assert all(found.startswith("the loss compares all samples") for found in ranks(4).run(whole_batches_only))
+
+
+def test_what_counts_for_nothing_teaches_nothing() -> None:
+    outputs = torch.randn(2, 3, 4, 4, requires_grad=True)
+    loss = build_loss("cross_entropy+dice")(outputs, torch.full((2, 4, 4), IGNORED))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-6)
+    assert outputs.grad is not None
+    assert not outputs.grad.any()
+
+
+def test_the_best_is_told_by_the_metrics_direction() -> None:
+    for monitor, values, best in (("auc", (0.5, NAN, 0.7, 0.7, 0.6), 2), ("mae", (NAN, 3.0, 2.0, NAN, 2.5), 2)):
+        found = Best(monitor, patience=2)
+        seen = [found.see(Evaluation(1.0, None, 4, {monitor: value}), n) for n, value in enumerate(values)]
+        assert (found.step, found.enough, seen.index(True)) == (best, True, 0 if monitor == "auc" else 1)
+        other = Best(monitor, patience=None)
+        other.go_on(json.loads(json.dumps(found.state())))
+        assert replace(other, patience=2) == found
+    with pytest.raises(ValueError, match=r"^`monitor` val_confusion is no number here: choose of val_loss$"):
+        Best("confusion", None).see(Evaluation(1.0, None, 4, {"confusion": [[1]]}), 1)
+
+
+def mean_of(values: torch.Tensor, drawn: torch.Tensor) -> float:
+    return float(values[drawn].mean())
+
+
+def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
+    generator, inside = torch.Generator().manual_seed(0), 0
+    for seed in range(100):
+        mean = partial(mean_of, torch.randn(40, generator=generator))
+        found = bootstrap(mean, 40, num_resamples=200, level=0.9, seed=seed)
+        inside += found.low <= 0 <= found.high
+    assert 85 <= inside <= 97
+    assert found == bootstrap(mean, 40, num_resamples=200, level=0.9, seed=99)
+    assert found != bootstrap(mean, 40, num_resamples=200, level=0.9, seed=98)
+    undefined = bootstrap(lambda drawn: NAN if 0 in drawn else 1.0, 3, num_resamples=50)
+    assert 0 < undefined.defined < 50
+    assert math.isnan(bootstrap(lambda drawn: NAN, 3).low)
+
+
+def run(comm: Communicator, folder: Path, epochs: int, **options: Any) -> Evaluation | None:
+    data = Labelled("segment"), Labelled("segment", 3)
+    given: dict[str, Any] = {"model": Pixelwise, "num_classes": 2, "dataset": data}
+    given |= {"image_size": (16, 12), "batch_size": 3, "num_workers": 0, "seed": 1, "optimizer": "Adam", "flip": False}
+    given |= {"task": "segment", "loss": "dice+cross_entropy", "monitor": "val_dice", "run_folder": str(folder)}
+    return mpi4dl.Trainer(comm=comm, epochs=epochs, tensorboard=False, **given | options).fit()
+
+
+def short(comm: Communicator, folder: Path) -> Evaluation | None:
+    return run(comm, folder, 9, tiles="2x2", lr=1e-9, patience=2)
+
+
+def test_a_run_keeps_its_best_weights_and_ends_when_none_are_better(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(4).run(short, tmp_path / "short")
+    records = [record for record in read_metrics(tmp_path / "short") if record["phase"] == "validation"]
+    assert [record["epoch"] for record in records] == [1, 2, 3]  # with such a learning rate nothing gets better
+    assert [record.get("best", False) for record in records] == [True, False, False]
+    assert {"dice", "iou", "pixel_accuracy"} <= records[0].keys()
+    assert found[0] == found[1]
+    assert found[0].metrics["dice"] == records[-1]["dice"]
+    assert "val_dice was best" in (tmp_path / "short" / "log-rank0.txt").read_text()
+    best, last = (load_file(tmp_path / "short" / f"{name}.safetensors") for name in ("best", "model"))
+    assert best.keys() == last.keys()
+    assert any(not torch.equal(best[name], last[name]) for name in best)
