@@ -41,7 +41,8 @@ def export(source: Path, out: Path) -> list[str]:
     from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at
     from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
-    from mpi4dl.checkpoints.storage import Extent, Reader, Spec, StorageLayout, write
+    from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
+    from mpi4dl.parallel.replicas.whole import Shard
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -68,7 +69,7 @@ def export(source: Path, out: Path) -> list[str]:
                 torch.save(state, opened)
         else:
             layout = StorageLayout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()})
-            write(temporary, layout, [Extent(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
+            write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
         temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import PIL.Image
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +27,7 @@ from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.train import train
+from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 from tests.commands import read_metrics, train_command, truncate, write_images
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
@@ -42,7 +44,8 @@ REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
 SINGLE = 1e-4
 WEIGHTS = "model.safetensors"
 STEP_LINE = (
-    r"step \d+  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  peak memory \d+ MiB"
+    r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
+    r"peak memory \d+ MiB(  \d+ \w+ left)?"
 )
 VALIDATION_LINE = r"step \d+  epoch [12]  validation loss [\d.]+  accuracy [\d.]+ %"
 
@@ -86,9 +89,18 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     job, flags, folder = recorded
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
-    assert names == sorted(
-        [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", WEIGHTS, "versions.json", *logs]
-    )
+    files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", PORTRAIT, WEIGHTS, "versions.json"]
+    assert names == sorted([*files, *logs])
+    portrait = Portrait.of(json.loads((folder / PORTRAIT).read_text()))
+    assert (portrait.num_steps, portrait.timeline, len(portrait.memory)) == (6, None, 4)
+    shapes = {name: math.prod(value.shape) for name, value in load_file(folder / WEIGHTS).items()}
+    assert sum(values for _, values, _ in portrait.modules) == sum(shapes.values())
+    trained = sum(size for name, size in shapes.items() if name.endswith((".weight", ".bias")))
+    assert sum(trained for _, _, trained in portrait.modules) == trained
+    for rank in portrait.memory:  # on tiles alike on all ranks: float32, and a momentum
+        assert rank["gradients"] == rank["optimizer"] == 4 * trained
+        assert 0 <= rank["parameters and buffers"] - 4 * sum(shapes.values()) < 4096
+        assert rank["activations and the rest"] > 0
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     assert versions["mpi"]

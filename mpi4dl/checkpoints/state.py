@@ -16,12 +16,13 @@ from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER
 from mpi4dl.checkpoints.plain import encode
 from mpi4dl.checkpoints.randomness import random_state
 from mpi4dl.checkpoints.saved import Saved, slots_of
-from mpi4dl.checkpoints.storage import Extent, Spec, StorageLayout
+from mpi4dl.checkpoints.storage import Spec, StorageLayout
 from mpi4dl.checkpoints.writer import Job
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.replicas.update import options_of
+from mpi4dl.parallel.replicas.whole import Shard
 
-Values = tuple[StorageLayout, list[Extent]]
+Values = tuple[StorageLayout, list[Shard]]
 
 
 class _Known(NamedTuple):
@@ -70,15 +71,15 @@ def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
         known |= found
-    model = [Extent(name, 0, _on_host(value)) for name, value in rest.items()]
+    model = [Shard(name, 0, _on_host(value)) for name, value in rest.items()]
     optimizer = []
     for shard in mine:
         name = _own_name(engine, shard.name)
-        model.append(Extent(name, shard.start, _on_host(shard.value)))
+        model.append(Shard(name, shard.start, _on_host(shard.value)))
         for slot in known[name].slots:
             if slot not in known[name].whole or shard.start == 0:
                 start = 0 if slot in known[name].whole else shard.start
-                optimizer.append(Extent(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
+                optimizer.append(Shard(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
     specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
     return (StorageLayout.of(specs, held.ties), model), (StorageLayout.of(slots), optimizer)

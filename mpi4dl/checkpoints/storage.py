@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mpi4dl._files import open_regular
 from mpi4dl.checkpoints.node import MOST, Damaged, Machine, parse
+from mpi4dl.parallel.replicas.whole import Shard
 
 DTYPES = {
     "F64": torch.float64,
@@ -60,14 +61,6 @@ class Spec(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)}"
-
-
-class Extent(NamedTuple):
-    """Elements of the value `name`, from number `start` of the flattened whole on: 1-D, dense, on the host."""
-
-    name: str
-    start: int
-    value: Tensor
 
 
 class Range(NamedTuple):
@@ -162,7 +155,7 @@ def _spec(dtype: Machine, shape: Machine) -> Spec:
 def write(
     path: Path,
     layout: StorageLayout,
-    pieces: Iterable[Extent],
+    pieces: Iterable[Shard],
     *,
     header: bool,
     go_on: Callable[[], bool] = lambda: True,
@@ -173,7 +166,7 @@ def write(
     written. Raises OSError.
     """
     blocks = [(0, memoryview(layout.header))] if header else []
-    for name, start, value in pieces:
+    for name, start, value, *_ in pieces:
         if value.numel():
             blocks.append((layout.place(name, start, start)[0], value.view(torch.uint8).numpy().data))
     blocks.sort(key=lambda block: block[0])

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.manifest import MANIFEST, STATE, Written, checkpoints_in, manifest_bytes, name_of
-from mpi4dl.checkpoints.storage import Extent, Range, StorageLayout
+from mpi4dl.checkpoints.storage import Range, StorageLayout
+from mpi4dl.parallel.replicas.whole import Shard
 
 POLL_SECONDS = 0.02
 LAST_SECONDS = 60.0  # until a part that another rank has written is seen through a shared file system
@@ -29,7 +30,7 @@ class Job(NamedTuple):
     """What this rank writes: its pieces of each file, `mine` of its own, and `state`, of which rank 0's counts."""
 
     step: int
-    files: Mapping[str, tuple[StorageLayout, Sequence[Extent]]]
+    files: Mapping[str, tuple[StorageLayout, Sequence[Shard]]]
     state: Mapping[str, Any]
     mine: Any
 

@@ -9,7 +9,7 @@ from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import ReadShard, ReplicaGroups, Shard
 from mpi4dl.parallel.replicas.agreement import disagreement
-from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.replicas.whole import assemble
 
 
 class Values:
@@ -34,8 +34,8 @@ class Values:
     def gather_state(self) -> dict[str, Tensor] | None:
         """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
         held = self.held
-        parts = [Fragment(shard.name, shard.start, shard.stop, shard.value) for shard in self.shards()]
-        parts += [Fragment(name, 0, value.numel(), value) for name, value in self.buffers().items()]
+        parts = list(self.shards())
+        parts += [Shard(name, 0, value) for name, value in self.buffers().items()]
         found = assemble(self.comm, parts, held.shapes)
         if found is None:
             return None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mpi4dl.comm.node import Node
 from mpi4dl.parallel.costs.prices import Prices
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tables.simulator import Costs, simulate
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 
 FAR_OFF = 0.15  # of what was measured
 
@@ -22,6 +22,14 @@ def shares(seconds: Sequence[float]) -> tuple[float, ...]:
     """Of each the share of the sum."""
     total = sum(seconds) or 1.0
     return tuple(each / total for each in seconds)
+
+
+def foreseen(plan: Plan, prices: Prices, counts: Sequence[int]) -> Simulation:
+    """A step of a replica by the prices of its stages, which have so many atoms; what it keeps is not counted."""
+    ends = zip(prices.columns[:-1], accumulate(counts), strict=False)
+    messages = tuple(prices.link.seconds(1, column[stop - 1].handed_bytes) for column, stop in ends)
+    costs = Costs(*prices.of_stages(counts), messages, (0,) * plan.num_stages)
+    return simulate(plan.table(), plan.placement, costs)
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,7 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: Plan, prices: Prices, counts: Sequence[int]) -> "Forecast":
-        ends = zip(prices.columns[:-1], accumulate(counts), strict=False)
-        messages = tuple(prices.link.seconds(1, column[stop - 1].handed_bytes) for column, stop in ends)
-        costs = Costs(*prices.of_stages(counts), messages, (0,) * plan.num_stages)
-        found = simulate(plan.table(), plan.placement, costs)
+        found = foreseen(plan, prices, counts)
         busy = [sum(span.end_seconds - span.start_seconds for span in row) for row in found.rows]
         return cls(shares(busy), found.bubbles)
 

@@ -6,6 +6,7 @@
         versions.json    the software, the machine, and the command line
         log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
         metrics.jsonl    one JSON object per line: every report of training and validation
+        portrait.json    the plan's timeline, the model's modules, and what the memory of each rank is for
         checkpoints/     what the run needs to go on, at several steps
         model.safetensors    the weights, at the end
 

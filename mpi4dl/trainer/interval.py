@@ -27,10 +27,13 @@ class LogInterval:
         self.num_skipped = engine.scaler.num_skipped
         self.losses = list(losses)
         self.num_samples = 0
+        self.learning_rates: tuple[float, ...] | None = None
 
     def add(self, loss: float, num_samples: int) -> None:
+        """A step was made, after which the schedule has not yet changed anything."""
         self.losses.append(loss)
         self.num_samples += num_samples
+        self.learning_rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups if "lr" in group)
 
     def report(self, epoch: int, peak_bytes: int) -> StepReport | None:
         """Means over ranks of what was waited for, and the memory of the rank that used most. Collective.
@@ -46,6 +49,7 @@ class LogInterval:
         total = seconds * comm.size
         loss, rate = sum(self.losses) / len(self.losses), self.num_samples / seconds
         found = StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
+        found = replace(found, learning_rate=self.learning_rates or None)
         if self.tokens_in_sample is not None:
             found = replace(found, images_per_second=None, tokens_per_second=rate * self.tokens_in_sample)
         scaler = self.engine.scaler

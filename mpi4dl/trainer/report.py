@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from mpi4dl._wording import counted
 from mpi4dl.trainer.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.trainer.pictures import confusion_picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,8 @@ class StepReport:
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
     for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
     `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
-    Of experts the last three are told, as `routing.ExpertUse` has them.
+    Of experts three are told, as `routing.ExpertUse` has them. `learning_rate` is that of each of the optimizer's
+    groups in the last of the steps.
     """
 
     step: int
@@ -44,8 +46,10 @@ class StepReport:
     expert_imbalance: float | None = None
     dropped_tokens: float | None = None
     router_entropy: float | None = None
+    learning_rate: tuple[float, ...] | None = None
 
-    def line(self) -> str:
+    def line(self, num_steps: int | None = None, left: str = "") -> str:
+        """`num_steps` are those of the whole run, `left` is how long it still takes."""
         rate, what = self.images_per_second, "images/s"
         if rate is None:
             rate, what = self.tokens_per_second or 0.0, "tokens/s"
@@ -55,7 +59,7 @@ class StepReport:
             more += [f"fullest expert {self.expert_imbalance:.2f}", f"dropped {dropped:.1f} %"]
         return "  ".join(
             (
-                f"step {self.step}",
+                f"step {self.step}" if num_steps is None else f"step {self.step} of {num_steps}",
                 f"epoch {self.epoch}",
                 f"loss {self.loss:#.4g}",
                 f"{_rate(rate)} {what}",
@@ -63,6 +67,7 @@ class StepReport:
                 f"comm wait {100 * self.comm_wait:.1f} %",
                 f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
                 *more,
+                *([left] if left else []),
             )
         )
 
@@ -115,23 +120,53 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.3g}" if per_second < 1 else f"{per_second:.1f}"
 
 
+def duration(seconds: float) -> str:
+    """Of two units at most: `40 s`, `2 min`, `3 h 20 min`, `2 d 5 h`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"
+
+
 class Reporter:
     """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
 
     Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
-    stands below the lines. Reports of steps after `first_step` that TensorBoard's files hold already are hidden.
+    stands below the lines; else they say how much time is left. Reports of steps after `first_step` that TensorBoard's
+    files hold already are hidden. Pictures of confusion matrices have the names of `classes`.
     """
 
-    def __init__(self, folder: RunFolder, total_steps: int, *, first_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        total_steps: int,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        classes: Sequence[str] = (),
+    ) -> None:
         self._metrics = MetricsFile(folder)
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
         self._bar: Any = None
         self._said = time.monotonic()
+        self._total_steps, self._classes = total_steps, classes
+        self._first: tuple[int, float] | None = None  # the first step that was finished, and when
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether anybody sees them."""
+        return self._writer is not None
+
     def advance(self, step: int) -> None:
         """Move the progress bar, if there is one, to `step` finished steps; call it after every step."""
+        if self._first is None:
+            self._first = step, time.monotonic()
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
@@ -143,15 +178,41 @@ class Reporter:
             self.say(doing)
 
     def step(self, report: StepReport) -> None:
-        self._report("train", report)
+        self._report("train", report, report.line(self._total_steps, self._left(report.step)))
 
     def validation(self, report: ValidationReport) -> None:
-        self._report("validation", report)
+        self._report("validation", report, report.line())
+
+    def _left(self, step: int) -> str:
+        """How long the steps after this one take, with validations and checkpoints as up to now; the first one, in
+        which much is prepared, does not count.
+        """
+        if self._bar is not None or self._first is None or not self._first[0] < step < self._total_steps:
+            return ""
+        first, began = self._first
+        return duration((time.monotonic() - began) / (step - first) * (self._total_steps - step)) + " left"
 
     def images(self, name: str, images_N3HW: "Tensor", step: int) -> None:
         """Show a few images, with values from 0 to 1, in TensorBoard; make them small first."""
         if self._writer is not None:
             self._writer.add_images(name, images_N3HW.detach().float().cpu().clamp(0, 1), step)
+
+    def figure(self, name: str, image_HW3: Any, step: int) -> None:
+        """Show a picture, an array of bytes as `pictures` makes them, in TensorBoard; None is no picture."""
+        if self._writer is not None and image_HW3 is not None:
+            self._writer.add_image(name, image_HW3, step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int = 0) -> None:
+        """Show text in TensorBoard as it is, line by line."""
+        if self._writer is not None:
+            self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def rows(self, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]], step: int = 0) -> None:
+        """Show a table in TensorBoard."""
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        if self._writer is not None:
+            self._writer.add_text(name, "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]), step)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, and log it."""
@@ -178,17 +239,25 @@ class Reporter:
     ) -> None:
         self.close()
 
-    def _report(self, phase: str, report: StepReport | ValidationReport) -> None:
+    def _report(self, phase: str, report: StepReport | ValidationReport, line: str) -> None:
         values = {name: value for name, value in asdict(report).items() if value is not None}
         values |= values.pop("metrics", {})
         if not values.get("best", True):
             del values["best"]
+        values |= numbered("learning_rate", values.pop("learning_rate", ()))
         self._metrics.append({"phase": phase} | values)
         if self._writer is not None:
             for name, value in values.items():
                 if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(f"{phase}/{name}", value, report.step)
-        self.say(report.line())
+                elif isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+                    self.figure(f"{phase}/{name}", confusion_picture(value, self._classes), report.step)
+        self.say(line)
+
+
+def numbered(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Several numbers by name, each with its number, unless it is alone."""
+    return {name if len(values) == 1 else f"{name}/{i}": value for i, value in enumerate(values)}
 
 
 def _summary_writer(folder: RunFolder, first_step: int) -> Any:

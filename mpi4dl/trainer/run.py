@@ -28,6 +28,7 @@ from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
 from mpi4dl.trainer.patience import Patience
+from mpi4dl.trainer.portraying import Painter, remember
 from mpi4dl.trainer.reading import Divided, Reading
 from mpi4dl.trainer.report import Reporter, ValidationReport, summary
 from mpi4dl.trainer.resuming import options_to_compare
@@ -61,7 +62,7 @@ class TrainingRun:
         self.spell, self.argv = spell, argv
         self.callbacks: tuple[Any, ...] = ()
         self.remarks: tuple[str, ...] = ()
-        self.stopping = False
+        self.stopping = self.remembered = False
         self.unfrozen: set[tuple[int, str]] = set()
         self.task: Task = Classify(num_classes)
         self.metrics: Mapping[str, Any] = {}
@@ -79,11 +80,8 @@ class TrainingRun:
         self.mixed = any(name.endswith(".router.weight") for name in engine.held.shapes)
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
-        self.reporter: Any = None
-        self.folder: Any = None
-        self.checkpoints: Any = None
-        self.signals: Any = None
-        self.closing: Any = None
+        later: Any = None  # until `open`
+        self.reporter = self.painter = self.folder = self.checkpoints = self.signals = self.closing = later
 
     def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
         """What validation measures, and by what the best weights are told."""
@@ -122,10 +120,12 @@ class TrainingRun:
         if comm.rank == 0:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
-            first_step, tensorboard = self.engine.num_steps, config.run.tensorboard
-            reporter = Reporter(self.folder, self.num_steps, first_step=first_step, tensorboard=tensorboard)
+            options: dict[str, Any] = {"tensorboard": config.run.tensorboard, "classes": self.images.classes}
+            reporter = Reporter(self.folder, self.num_steps, first_step=self.engine.num_steps, **options)
             self.reporter = closing.enter_context(reporter)
+            self.painter = Painter(reporter, self.folder, config, self.engine, self.num_steps)
             self.engine.executor.progress = self.progress
+        self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
         said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
         for line in (title(config, self.engine), *said, *remarks):
@@ -309,8 +309,8 @@ class TrainingRun:
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
                 reading.hear(result.told)
                 self.batch = reading.used
-                self.schedule.after_step()
                 self.interval.add(result.loss, len(batch.labels))
+                self.schedule.after_step()
                 self.tell("on_step_end", result)
                 if self.reporter is not None:
                     self.reporter.advance(self.engine.num_steps)
@@ -325,6 +325,8 @@ class TrainingRun:
 
     def report(self) -> None:
         """Say how the steps went since the last report."""
+        if not self.remembered and self.interval.losses:
+            self.remembered = remember(self.painter, self.config, self.engine, self.meter)
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
         use = expert_use(self.engine) if self.mixed else None

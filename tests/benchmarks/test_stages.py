@@ -246,7 +246,7 @@ def test_flags_that_cannot_be_measured_are_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch-size", "2"], "LP: --microbatches 4 cannot share a batch of 2: raise --batch-size to 4"),
+        (["--batch-size", "2"], "LP: `microbatches` 4 cannot share a batch of 2: raise `batch_size` to 4"),
         (["--schedules", "2f2b"], "there is no schedule '2f2b': choose one of layer, gpipe, 1f1b"),
         (["--schedules", "interleaved"], "GEMS+PP --schedules interleaved: GEMS needs another than interleaved"),
     ],

@@ -12,8 +12,9 @@ from mpi4dl.checkpoints.manifest import FILES, MANIFEST, MODEL, OPTIMIZER, Writt
 from mpi4dl.checkpoints.plain import encode
 from mpi4dl.checkpoints.randomness import random_state
 from mpi4dl.checkpoints.saved import slots_of
-from mpi4dl.checkpoints.storage import LENGTH_BYTES, Extent, Range, Spec, StorageLayout
+from mpi4dl.checkpoints.storage import LENGTH_BYTES, Range, Spec, StorageLayout
 from mpi4dl.checkpoints.writer import Job, Writing
+from mpi4dl.parallel.replicas.whole import Shard
 
 NUM_RANKS = 3
 WEIGHT = torch.arange(12, dtype=torch.float32)
@@ -24,10 +25,10 @@ def job(step: int, rank: int, num_ranks: int = NUM_RANKS, extra: Mapping[str, An
     model = StorageLayout.of({"weight": Spec((3, 4), torch.float32), "count": Spec((), torch.int64)})
     optimizer = StorageLayout.of({"momentum/weight": Spec((3, 4), torch.float32)})
     start, stop = (12 * i // num_ranks for i in (rank, rank + 1))
-    pieces = [Extent("weight", start, WEIGHT[start:stop] + step)]
-    momentum = [Extent("momentum/weight", start, -WEIGHT[start:stop])]
+    pieces = [Shard("weight", start, WEIGHT[start:stop] + step)]
+    momentum = [Shard("momentum/weight", start, -WEIGHT[start:stop])]
     if rank == 1 % num_ranks:
-        pieces.append(Extent("count", 0, torch.tensor([step])))
+        pieces.append(Shard("count", 0, torch.tensor([step])))
     state = {
         "step": step,
         "plan": "a plan",

@@ -18,7 +18,6 @@ from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.node import Damaged
 from mpi4dl.checkpoints.storage import (
     DTYPES,
-    Extent,
     Range,
     Reader,
     Spec,
@@ -27,6 +26,7 @@ from mpi4dl.checkpoints.storage import (
     verify,
     write,
 )
+from mpi4dl.parallel.replicas.whole import Shard
 from tests.brute_force import patient
 
 
@@ -39,12 +39,12 @@ def layout_of(values: dict[str, Tensor], **options: Any) -> StorageLayout:
     return StorageLayout.of({name: Spec(tuple(value.shape), value.dtype) for name, value in values.items()}, **options)
 
 
-def pieces_of(values: dict[str, Tensor], parts: int = 1, part: int = 0) -> list[Extent]:
+def pieces_of(values: dict[str, Tensor], parts: int = 1, part: int = 0) -> list[Shard]:
     """Every value cut into as many parts, of which these are number `part`."""
     found = []
     for name, value in values.items():
         start, stop = (value.numel() * i // parts for i in (part, part + 1))
-        found.append(Extent(name, start, value.reshape(-1)[start:stop].clone()))
+        found.append(Shard(name, start, value.reshape(-1)[start:stop].clone()))
     return found
 
 

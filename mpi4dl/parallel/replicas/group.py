@@ -12,7 +12,6 @@ Tiles, data replicas, the ways of a split batch and both directions of GEMS are 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +27,10 @@ from mpi4dl.parallel.replicas.problems import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
 from mpi4dl.parallel.replicas.strides import seen_as
 from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
+from mpi4dl.parallel.replicas.whole import Shard, State
 
-State = dict[str, Any]
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]
-
-
-class Shard(NamedTuple):
-    """Elements [start, stop) of a parameter, flattened: their master values, and the optimizer's state for them.
-
-    What `state` has as many elements of is for these elements; all else is for the whole parameter. `group` is the
-    number of the parameter's group in the optimizer, None if it is in none.
-    """
-
-    name: str
-    start: int
-    stop: int
-    value: Tensor
-    state: State
-    group: int | None
 
 
 def learners(
@@ -324,12 +308,12 @@ class ReplicaGroup:
                     for key, value in self._state_of(piece).items()
                 }
                 value = piece.value.detach().reshape(-1)[own]
-                yield Shard(self.names[span.member], span.start, span.stop, value, state, groups.get(id(piece.value)))
+                yield Shard(self.names[span.member], span.start, value, state, groups.get(id(piece.value)))
         for name, p in zip(self.names, self.parameters, strict=True):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
-                yield Shard(name, 0, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
+                yield Shard(name, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
         for name, p in self._fixed if self.comm.rank == 0 else ():
-            yield Shard(name, 0, p.numel(), p.detach().reshape(-1), {}, None)
+            yield Shard(name, 0, p.detach().reshape(-1))
 
     def _state_of(self, piece: Portion) -> State:
         return self.optimizer.state.get(piece.value, {}) | ({} if self.average is None else self.average.of(piece))

@@ -14,9 +14,9 @@ from torch import Tensor
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.gathering import there_together
-from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, Shard, State, ask
+from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, ask
 from mpi4dl.parallel.replicas.reducer import sums_on_host
-from mpi4dl.parallel.replicas.whole import Fragment
+from mpi4dl.parallel.replicas.whole import Shard, State
 
 
 class Stretch(NamedTuple):
@@ -145,14 +145,14 @@ class ReplicaGroups:
                 for first, start, stop in self._runs(shard.name, shard.start, shard.stop):
                     some, like = slice(first, first + stop - start), shard.value
                     state = {key: value[some] if _is_flat(value, like) else value for key, value in shard.state.items()}
-                    yield shard._replace(start=start, stop=stop, value=like[some], state=state)
+                    yield shard._replace(start=start, value=like[some], state=state)
 
-    def gradients(self) -> Iterator[Fragment]:
+    def gradients(self) -> Iterator[Shard]:
         """The same of gradients, where there are any."""
         for group in self:
             for name, span, value in group.gradient_shards():
                 for first, start, stop in self._runs(name, span.start, span.stop) if value is not None else ():
-                    yield Fragment(name, start, stop, value[first : first + stop - start])  # type: ignore[index]
+                    yield Shard(name, start, value[first : first + stop - start])  # type: ignore[index]
 
     def load(self, read: ReadShard) -> None:
         """Take parameters, and the optimizer's state, from `read(name, start, stop)` of the whole ones. Collective."""

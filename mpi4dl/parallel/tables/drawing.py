@@ -1,7 +1,10 @@
-"""Timelines of a simulated table, as text for a terminal and as a PNG."""
+"""Timelines of a simulated table, as text for a terminal, as a PNG, and for pages: as SVG, and as pixels."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.parallel.tables.table import Action
@@ -69,7 +72,6 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     spans = [span for row in simulation.rows for span in row]
     many = _hold_several_stages(simulation)
     labels = {span: _label(span.action, many)[1:] for span in spans}
-    used = {(span.action.kind, span.action.direction) for span in spans}
     typical = median(span.end_seconds - span.start_seconds for span in spans) or makespan
     lane_inches = min(40.0, max(6.0, makespan / typical * (0.42 if many else 0.32)))
     width, height = lane_inches + 2.2, 1.9 + 0.36 * len(simulation.rows)
@@ -97,11 +99,7 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(summary(simulation), fontsize=10, loc="left")
-    patches = [
-        Patch(color=COLOURS[key], label=NAMES[key[0]] + (", mirrored copy" if key[1] else ""))
-        for key in COLOURS
-        if key in used
-    ]
+    patches = [Patch(color=colour, label=name) for colour, name in legend(simulation)]
     figure.legend(
         handles=patches,
         loc="outside lower center",
@@ -110,6 +108,101 @@ def as_png(simulation: Simulation, path: Path | str) -> None:
         fontsize=9,
     )
     figure.savefig(path, dpi=130)
+
+
+LANE_PX, LETTER_PX, BEFORE_PX, BEHIND_PX = 22, 11, 62, 76
+LIGHT = "#dcdcdc"  # of idle ranks
+
+
+class Mark(NamedTuple):
+    """A box, or a text at a place, in pixels; `words` is what a box stands for, or the text."""
+
+    x: float
+    y: float
+    width: float
+    colour: str
+    words: str
+    anchor: str = ""  # of a text: start, middle, end
+
+
+def marks(simulation: Simulation) -> Iterator[Mark]:
+    """The timeline as boxes, from the back to the front, and texts; wide enough for most labels."""
+    makespan = simulation.makespan_seconds or 1.0
+    spans = [span for row in simulation.rows for span in row]
+    many = _hold_several_stages(simulation)
+    typical = median([span.end_seconds - span.start_seconds for span in spans] or [0.0]) or makespan
+    width = min(4000.0, max(300.0, makespan / typical * (32 if many else 20)))
+    for rank, (row, bubble) in enumerate(zip(simulation.rows, simulation.bubbles, strict=True)):
+        top, middle = LANE_PX * rank, LANE_PX * (rank + 0.5)
+        yield Mark(0, middle, 0, "", f"rank {rank}", "start")
+        yield Mark(BEFORE_PX, top, width, LIGHT, "idle")
+        for action, start, end in row:
+            left, long = BEFORE_PX + start / makespan * width, (end - start) / makespan * width
+            colour, label = COLOURS[action.kind, action.direction], _label(action, many)[1:]
+            yield Mark(left, top, long, colour, f"{action}: {start:.4g} to {end:.4g} s")
+            if long >= 6.5 * len(label) + 2:
+                yield Mark(left + long / 2, middle, 0, "black" if action.direction else "white", label, "middle")
+        yield Mark(BEFORE_PX + width + 6, middle, 0, "", f"{100 * bubble:.0f} % idle", "start")
+    below = LANE_PX * (len(simulation.rows) + 0.5)
+    yield Mark(BEFORE_PX, below, 0, "", "0 s", "start")
+    yield Mark(BEFORE_PX + width, below, 0, "", f"{makespan:.4g} s", "end")
+
+
+def _size(found: list[Mark]) -> tuple[int, int]:
+    right = max(mark.x + mark.width for mark in found if not mark.anchor)
+    return round(right) + BEHIND_PX, round(max(mark.y for mark in found)) + LANE_PX // 2
+
+
+def as_svg(simulation: Simulation) -> str:
+    """The timeline as an SVG element, whose boxes say when they run if one points at them."""
+    found = [*marks(simulation)]
+    width, height = map(str, _size(found))
+    look = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height, "font-size": str(LETTER_PX)}
+    picture = Element("svg", {**look, "role": "img", "aria-label": summary(simulation)})
+    for mark in found:
+        if mark.anchor:
+            place = {"x": f"{mark.x:.1f}", "y": f"{mark.y:.1f}", "dy": "0.36em", "text-anchor": mark.anchor}
+            ink = {"fill": mark.colour or "currentColor", "pointer-events": "none"}
+            SubElement(picture, "text", {**place, **ink}).text = mark.words
+        else:
+            place = {"x": f"{mark.x:.1f}", "y": f"{mark.y + 1:.1f}", "width": f"{mark.width:.1f}"}
+            edge = {"height": str(LANE_PX - 2), "fill": mark.colour, "stroke": "white", "stroke-width": "0.7"}
+            SubElement(SubElement(picture, "rect", {**place, **edge}), "title").text = mark.words
+    return tostring(picture, encoding="unicode")
+
+
+def as_image(simulation: Simulation, scale: int = 2) -> Any:
+    """The timeline as an image of Pillow, with a line that says what colours mean."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    found, meanings = [*marks(simulation)], legend(simulation)
+    width, height = _size(found)
+    font = ImageFont.load_default(LETTER_PX * scale)
+    image = Image.new("RGB", (max(width, 110 * len(meanings)) * scale, (height + LANE_PX) * scale), "white")
+    draw = ImageDraw.Draw(image)
+    for mark in found:
+        x, y = mark.x * scale, mark.y * scale
+        if mark.anchor:
+            anchor = {"start": "lm", "middle": "mm", "end": "rm"}[mark.anchor]
+            draw.text((x, y), mark.words, mark.colour or "black", font, anchor)
+        else:
+            box = (x, y + scale, x + max(mark.width * scale - 1, 0), y + (LANE_PX - 1) * scale)
+            draw.rectangle(box, mark.colour, outline="white")
+    for number, (colour, name) in enumerate(meanings):
+        x, y = 110 * number * scale, (height + LANE_PX // 2) * scale
+        draw.rectangle((x, y - 4 * scale, x + 8 * scale, y + 4 * scale), colour)
+        draw.text((x + 11 * scale, y), name.replace(", mirrored copy", " (mirrored)"), "black", font, "lm")
+    return image
+
+
+def legend(simulation: Simulation) -> list[tuple[str, str]]:
+    """What the colours of its actions mean: each with its name."""
+    used = {(span.action.kind, span.action.direction) for row in simulation.rows for span in row}
+    return [
+        (colour, NAMES[kind] + (", mirrored copy" if direction else ""))
+        for (kind, direction), colour in COLOURS.items()
+        if (kind, direction) in used
+    ]
 
 
 def _hold_several_stages(simulation: Simulation) -> bool:

@@ -3,7 +3,7 @@
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.whole import Fragment, assemble
+from mpi4dl.parallel.replicas.whole import Shard, assemble
 from tests.pool.ranks import Ranks
 
 SHAPES = {
@@ -17,9 +17,9 @@ SHAPES = {
 def gather(comm: Communicator) -> dict[str, tuple[str, object]] | None:
     """Rank 0 has nothing of w, rank 1 its end, rank 2 its beginning; masters of `low` are in float32."""
     parts = [
-        [Fragment("low", 2, 4, torch.tensor([2.0, 3.0]))],
-        [Fragment("w", 4, 6, torch.tensor([4.0, 5.0])), Fragment("low", 0, 2, torch.tensor([0.0, 1.0]))],
-        [Fragment("w", 0, 4, torch.arange(4.0).view(2, 2)), Fragment("n", 0, 1, torch.tensor(7))],
+        [Shard("low", 2, torch.tensor([2.0, 3.0]))],
+        [Shard("w", 4, torch.tensor([4.0, 5.0])), Shard("low", 0, torch.tensor([0.0, 1.0]))],
+        [Shard("w", 0, torch.arange(4.0).view(2, 2)), Shard("n", 0, torch.tensor(7))],
     ]
     found = assemble(comm, parts[comm.rank], SHAPES)
     return None if found is None else {name: (str(value.dtype), value.tolist()) for name, value in found.items()}

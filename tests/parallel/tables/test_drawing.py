@@ -4,10 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from xml.etree.ElementTree import fromstring
 
 import pytest
 
-from mpi4dl.parallel.tables.drawing import COLOURS, as_png, as_text
+from mpi4dl.parallel.tables.drawing import COLOURS, LIGHT, as_image, as_png, as_svg, as_text
 from mpi4dl.parallel.tables.schedules import table_for
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tables.table import Placement
@@ -96,6 +97,31 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
     for word in [*idle, ">forward, mirrored copy<", ">backward<", ">time (s); idle ranks are grey<", ">2<"]:
         assert word in words
     assert words.count(">2<") >= 8
+
+
+def test_a_timeline_in_a_page_shows_when_each_rank_does_what() -> None:
+    placement = Placement.row([2, 1], 2)
+    simulation = simulated("zero-bubble", placement, 2, Costs.equal(2))
+    root = fromstring(as_svg(simulation))
+    boxes = [box for box in root.iter("rect") if box.get("fill") != LIGHT]
+    spans = [span for row in simulation.rows for span in row]
+    assert [box.get("fill") for box in boxes] == [COLOURS[span.action.kind, span.action.direction] for span in spans]
+    assert [box[0].text for box in boxes] == [f"{action}: {start:.4g} to {end:.4g} s" for action, start, end in spans]
+    # One scale for all of them.
+    long = [float(box.get("width", 0)) for box in boxes]
+    scale = {round(width / (end - start)) for width, (_, start, end) in zip(long, spans, strict=True)}
+    assert len(scale) == 1
+    words = [text.text for text in root.iter("text")]
+    assert {f"{100 * bubble:.0f} % idle" for bubble in simulation.bubbles} | {"rank 2", "0 s", "1"} <= set(words)
+    picture = as_image(simulation)
+    colours = {f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in picture.getcolors(1 << 24)}
+    assert colours >= {COLOURS[kind, way] for kind in ("forward", "input", "weight") for way in (0, 1)} | {LIGHT}
+
+
+def test_a_table_that_takes_no_time_has_a_picture_too() -> None:
+    for simulation in (simulated("gpipe", Placement.row([1]), 1, Costs.equal(1, 0.0, 0.0)), Simulation(((),), (0,))):
+        assert as_svg(simulation).count("rank 0") == 1
+        assert as_image(simulation).width > 300
 
 
 def test_matplotlib_is_imported_only_for_a_picture() -> None:

@@ -1,0 +1,43 @@
+"""A page of one or several runs: `python -m mpi4dl.report runs/a runs/b --out report.html` needs no MPI.
+
+It is one file without scripts or references to a network: it can be sent by mail, and read on a phone.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FAILED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page that the command line `argv` asks for; whatever is wrong with it ends in one message."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpi4dl.report",
+        description="Write one HTML page of runs: configuration, curves, metrics, images, speed, memory, timeline.",
+    )
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
+    options = parser.parse_args(argv)
+    try:
+        for line in report(options.runs, options.out):
+            print(line)
+    except (ValueError, OSError) as error:
+        print(f"mpi4dl: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def report(runs: Sequence[Path], out: Path) -> list[str]:
+    """Write the page of these runs. Returns what there is to say. Raises ValueError for what is no run, and OSError."""
+    from mpi4dl.reports import write
+
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file in it, such as {out / 'report.html'}")
+    return write(runs, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""What runs came to, as a page for a browser: read from their folders, without MPI."""
+
+from mpi4dl.reports.page import write
+
+__all__ = ["write"]

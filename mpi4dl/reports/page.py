@@ -1,0 +1,295 @@
+"""One page of one or several runs: everything in one file, nothing from a network, whatever the runs' names are.
+
+What a run has is read in `reading`, the looks are in page.html. The template escapes all text that it is given; the
+pictures are made as trees of elements, which escape theirs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from mpi4dl._wording import counted
+from mpi4dl.options.config import Config, to_toml
+from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
+from mpi4dl.reports.charts import Curve, chart, colour_of, number_text
+from mpi4dl.reports.evaluations import Evaluated, Judged, Scored, extremes
+from mpi4dl.reports.reading import FoundRun, finite, flattened, not_finite, read_runs
+from mpi4dl.reports.thumbnails import find, thumbnail
+
+PAGE = "page.html"
+NOTHING = "-"
+OPERATION: tuple[str, ...] = ("images_per_second", "tokens_per_second", "data_wait", "comm_wait", "peak_memory_bytes")
+OPERATION += ("learning_rate", "skipped_steps", "loss_scale")
+SHARES = ("data_wait", "comm_wait", "dropped_tokens")
+LOWER = ("loss", "error", "mae", "mse", "bits", "perplexity", "brier", "distance")
+MOST_EXAMPLES = 6
+MOST_IN_MATRIX = 24  # classes of a matrix that is shown whole
+MOST_CONFUSIONS = 20
+MOST_MODULES = 60
+MOST_RANKS = 16
+PURPOSE_COLOURS = ("#2f6fb0", "#c8571b", "#3c7d4f", "#8a8a8a", "#8e5ea2")
+OF_EACH_START = ("run_folder", "resume", "dry_run")  # which say nothing of what was trained
+
+
+class Row(NamedTuple):
+    """A line of a table of runs: `marked` if they differ."""
+
+    name: str
+    cells: list[str]
+    marked: bool
+
+
+def write(paths: Sequence[Path], out: Path) -> list[str]:
+    """Write the page of these runs; returns what there is to say. Raises ValueError for what is no run, and OSError."""
+    runs = read_runs(paths)
+    out.write_text(page(runs), encoding="utf-8", errors="replace")
+    said = [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
+    return [*said, f"{out}: {counted(len(runs), 'run')}, {out.stat().st_size / 1024:.0f} KiB"]
+
+
+def page(runs: Sequence[FoundRun]) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    options, others = configurations(runs)
+    return environment.get_template(PAGE).render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        runs=[_head(run, number) for number, run in enumerate(runs)],
+        results=list(results(runs)),
+        learning=list(_charts(runs, operation=False)),
+        operation=list(_charts(runs, operation=True)),
+        speeds=list(speeds(runs)),
+        evaluations=[_evaluation(run, one) for run in runs for one in (run.evaluations or _validated(run))],
+        memory=[found for run in runs if (found := _memory(run))],
+        timelines=[_timeline(run) for run in runs if run.portrait is not None],
+        models=[_model(run) for run in runs if run.portrait is not None],
+        options=options,
+        others=others,
+        versions=table(runs, [_versions(run) for run in runs]),
+        many=len(runs) > 1,
+    )
+
+
+def _head(run: FoundRun, number: int) -> dict[str, Any]:
+    remarks = [*run.remarks, *not_finite(run)]
+    return {"run": run, "colour": colour_of(number), "remarks": remarks, "path": str(run.path.absolute())}
+
+
+def table(runs: Sequence[FoundRun], values: Sequence[Mapping[str, str]]) -> list[Row]:
+    """Everything that some run has, with what each run has; what differs comes first."""
+    rows = []
+    for name in dict.fromkeys(name for each in values for name in each):
+        cells = [each.get(name, NOTHING) for each in values]
+        rows.append(Row(name, cells, len(set(cells)) > 1))
+    return sorted(rows, key=lambda row: not row.marked)
+
+
+def configurations(runs: Sequence[FoundRun]) -> tuple[list[Row], list[Row]]:
+    """The options that differ between runs, or from their defaults; and all others."""
+    import tomllib
+
+    defaults = flattened(tomllib.loads(to_toml(Config())))
+    first: list[Row] = []
+    rest: list[Row] = []
+    for row in table(runs, [run.options for run in runs]):
+        if row.name.rpartition(".")[2] in OF_EACH_START:
+            rest.append(row._replace(marked=False))
+        else:
+            usual = all(cell in (NOTHING, defaults.get(row.name)) for cell in row.cells)
+            (rest if usual and not row.marked else first).append(row)
+    return first, rest
+
+
+def _versions(run: FoundRun) -> dict[str, str]:
+    found = {name: " ".join(text.split()) for name, text in run.versions.items()}
+    if "mpi" in found:
+        found["mpi"] = found["mpi"].partition(" MPICH Device")[0][:120]
+    return found
+
+
+def is_lower_better(metric: str) -> bool:
+    return any(word in metric.lower() for word in LOWER)
+
+
+def named(metric: str) -> tuple[str, float]:
+    """How a metric is called, and what its values are multiplied by to be read."""
+    if metric.endswith("_bytes"):
+        return metric.removesuffix("_bytes").replace("_", " ") + ", MiB", 2.0**-20
+    if metric in SHARES:
+        return metric.replace("_", " ") + ", %", 100.0
+    return metric.replace("images_per_second", "images/s").replace("_", " "), 1.0
+
+
+def _points(run: FoundRun, phase: str, metric: str) -> list[tuple[int, float]]:
+    _, factor = named(metric)
+    return [(step, value * factor) for step, value in run.series(phase, metric)]
+
+
+def _is_operation(metric: str) -> bool:
+    return metric.startswith(OPERATION)
+
+
+def _names(runs: Sequence[FoundRun], operation: bool, phases: Sequence[str] = ("train", "validation")) -> list[str]:
+    found = dict.fromkeys(name for phase in phases for run in runs for name in run.metrics(phase))
+    return [name for name in found if _is_operation(name) == operation]
+
+
+def _charts(runs: Sequence[FoundRun], operation: bool) -> Iterator[tuple[str, Markup]]:
+    for metric in _names(runs, operation):
+        name, _ = named(metric)
+        curves = [
+            Curve(f"{run.name}, {phase}", points, colour_of(number), phase != "train")
+            for number, run in enumerate(runs)
+            for phase in ("train", "validation")
+            if (points := _points(run, phase, metric))
+        ]
+        picture = chart(curves, name)
+        if picture:
+            yield name, Markup(picture)
+
+
+def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
+    """For each phase and metric: of each run the last value, and the best with its step."""
+    for phase in ("validation", "train"):
+        for metric in _names(runs, operation=False, phases=(phase,)):
+            name, _ = named(metric)
+            lower = is_lower_better(metric)
+            cells: list[dict[str, Any]] = []
+            bests: list[float | None] = []
+            for run in runs:
+                points = _points(run, phase, metric)
+                good = finite(points)
+                best = (min if lower else max)(good, key=lambda point: point[1]) if good else None
+                bests.append(None if best is None else best[1])
+                last = number_text(points[-1][1]) if points else NOTHING
+                cells.append(
+                    {"last": last, "best": NOTHING if best is None else f"{number_text(best[1])} at step {best[0]}"}
+                )
+            known = [best for best in bests if best is not None]
+            top = (min if lower else max)(known) if len(runs) > 1 and known else None
+            for cell, value in zip(cells, bests, strict=True):
+                cell["top"] = top is not None and value == top
+            yield {"name": f"{phase} {name}", "lower": lower, "cells": cells}
+
+
+def speeds(runs: Sequence[FoundRun]) -> Iterator[Row]:
+    """Medians over all reports of a run of what it was like, and the most memory."""
+    for metric in _names(runs, operation=True):
+        if metric.startswith(("learning_rate", "loss_scale")):
+            continue
+        name, _ = named(metric)
+        peak = metric.endswith("_bytes")
+        values = [[value for _, value in finite(_points(run, "train", metric))] for run in runs]
+        cells = [NOTHING if not each else number_text(max(each) if peak else median(each)) for each in values]
+        yield Row(f"{name} ({'most' if peak else 'median'})", cells, False)
+
+
+def _validated(run: FoundRun) -> list[Evaluated]:
+    """The last confusion matrix that training reported, as an evaluation without images."""
+    found = run.last_matrix()
+    if found is None:
+        return []
+    where, matrix = found
+    return [Evaluated(where, run.path, "", {}, run.classes, matrix, ())]
+
+
+def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
+    folders = [one.folder, run.path]
+    for root in (one.images_at, run.options.get("data.images", "")):
+        folders += [Path(root), Path(root) / "val", Path(root) / "test"] if root else []
+    best, worst = extremes(one, MOST_EXAMPLES)
+    return {
+        "title": f"{run.name}: {one.name}",
+        "metrics": [(name, number_text(m.value), _between(m), m.of) for name, m in one.metrics.items()],
+        "count": len(one.images),
+        "matrix": _matrix(one),
+        "confusions": _confusions(one),
+        "examples": [
+            (what, [_example(judged, folders) for judged in some])
+            for what, some in (("Best", best), ("Worst", worst))
+            if some
+        ],
+    }
+
+
+def _between(metric: Scored) -> str:
+    if metric.low is None or metric.high is None:
+        return ""
+    return f"{number_text(metric.low)} to {number_text(metric.high)}"
+
+
+def _example(judged: Judged, folders: Sequence[Path]) -> dict[str, Any]:
+    path = find(judged.image, folders)
+    return {
+        "source": None if path is None else thumbnail(path),
+        "judged": judged,
+        "sure": "" if judged.probability is None else f"{100 * judged.probability:.1f} %",
+    }
+
+
+def _class_names(one: Evaluated, count: int) -> list[str]:
+    return [one.classes[i] if i < len(one.classes) else f"class {i}" for i in range(count)]
+
+
+def _matrix(one: Evaluated) -> dict[str, Any] | None:
+    """Rows are the classes that images have, columns those they were taken for."""
+    if not one.matrix or len(one.matrix) > MOST_IN_MATRIX:
+        return None
+    rows = []
+    for i, row in enumerate(one.matrix):
+        total = sum(row) or 1.0
+        rows.append([(number_text(n), f"{0.7 * max(0.0, min(1.0, n / total)):.3f}", i == j) for j, n in enumerate(row)])
+    return {"classes": _class_names(one, len(rows)), "rows": rows}
+
+
+def _confusions(one: Evaluated) -> list[tuple[str, str, str]]:
+    """Of a matrix too large to be shown, which classes were most often taken for which others."""
+    if not one.matrix or len(one.matrix) <= MOST_IN_MATRIX:
+        return []
+    names = _class_names(one, len(one.matrix))
+    pairs = [(n, names[i], names[j]) for i, row in enumerate(one.matrix) for j, n in enumerate(row) if i != j and n]
+    return [(a, b, number_text(n)) for n, a, b in sorted(pairs, key=lambda p: -p[0])[:MOST_CONFUSIONS]]
+
+
+def _memory(run: FoundRun) -> dict[str, Any] | None:
+    """A bar for each rank, as long as its peak beside that of the rank with most."""
+    if run.portrait is None or not run.portrait.memory:
+        return None
+    ranks = run.portrait.memory
+    purposes = list(dict.fromkeys(name for rank in ranks for name in rank))
+    colours = {name: PURPOSE_COLOURS[i % len(PURPOSE_COLOURS)] for i, name in enumerate(purposes)}
+    most = max(sum(rank.values()) for rank in ranks) or 1
+    order = sorted(enumerate(ranks), key=lambda item: -sum(item[1].values()))[:MOST_RANKS]
+    bars = []
+    for number, rank in sorted(order):
+        parts = [(f"{name}: {n / 2**20:,.1f} MiB", f"{100 * n / most:.2f}", colours[name]) for name, n in rank.items()]
+        bars.append({"rank": number, "parts": parts, "together": f"{sum(rank.values()) / 2**20:,.0f} MiB"})
+    left = len(ranks) - len(bars)
+    cells = [[name, *(f"{rank.get(name, 0) / 2**20:,.1f}" for _, rank in sorted(order))] for name in purposes]
+    return {"name": run.name, "bars": bars, "legend": list(colours.items()), "left": left, "table": cells}
+
+
+def _timeline(run: FoundRun) -> dict[str, Any]:
+    assert run.portrait is not None
+    drawn = run.portrait.timeline
+    found: dict[str, Any] = {"name": run.name, "plan": run.portrait.plan, "picture": None, "legend": [], "words": ""}
+    if drawn is None or not any(drawn.rows):
+        return found
+    words = summary(drawn).rpartition(", at most")[0]
+    source = f" ({run.portrait.source})" if run.portrait.source else ""
+    return found | {"picture": Markup(as_svg(drawn)), "legend": legend(drawn), "words": f"a step of {words}{source}"}
+
+
+def _model(run: FoundRun) -> dict[str, Any]:
+    assert run.portrait is not None
+    rows = [(name, f"{values:,}", f"{trained:,}") for name, values, trained in run.portrait.modules]
+    return {"name": run.name, "rows": rows[:MOST_MODULES], "left": max(0, len(rows) - MOST_MODULES)}

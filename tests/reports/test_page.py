@@ -1,0 +1,240 @@
+"""A page of runs: sound HTML that needs no network, with the numbers of runs, whatever is wrong with their folders."""
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.parallel.tables.schedules import table_for
+from mpi4dl.parallel.tables.simulator import Costs, simulate
+from mpi4dl.parallel.tables.table import Placement
+from mpi4dl.report import main
+from mpi4dl.reports.charts import log_ticks, thinned, ticks
+from mpi4dl.reports.evaluations import evaluations_in, extremes
+from mpi4dl.trainer.portrait import PORTRAIT, Portrait
+
+EVIL = '<script>alert("x")</script> & {{ title }}'
+VOID = ("meta", "br", "img")
+
+
+class Checked(HTMLParser):
+    """What stands in a page; fails where tags are not closed in their order, or something outside is referred to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                assert (value or "").startswith("data:image/"), value
+        assert tag not in ("script", "link", "iframe", "object", "base")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["style"]:
+            assert "url(" not in data
+            assert "@import" not in data
+        else:
+            self.text += data
+
+
+def report(capsys: pytest.CaptureFixture[str], *runs: Path) -> Checked:
+    out = runs[0].parent / "page.html"
+    main([*map(str, runs), "--out", str(out)])
+    assert f"{out}: {len(runs)} run" in capsys.readouterr().out
+    return Checked(out.read_text(encoding="utf-8"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpi4dl: ")
+    return line
+
+
+def write_run(folder: Path, lr: float = 0.1, losses: tuple[Any, ...] = (2.345, 1.678), scheduler: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(
+        f'[model]\nmodel = "small_resnet"\n[optimizer]\nlr = {lr}\nscheduler = "{scheduler}"\n'
+    )
+    common = {
+        "images_per_second": 12.5,
+        "data_wait": 0.25,
+        "peak_memory_bytes": 3 << 20,
+        "learning_rate/0": lr,
+        "learning_rate/1": lr / 2,
+    }
+    lines = [{"phase": "train", "step": 10 * i + 10, "epoch": i + 1, "loss": x} | common for i, x in enumerate(losses)]
+    lines.append({"phase": "validation", "step": 20, "epoch": 2, "loss": 1.9, "metrics": {"accuracy": 0.625}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "versions.json").write_text(json.dumps({"torch": "2.99", "command": ["python", "a b"]}))
+    (folder / "log-rank0.txt").write_text("2026-01-01 10:00:00,1 INFO mpi4dl: done: 20 steps in 3 s; see there\n")
+    placement = Placement.row([2, 1])
+    timeline = simulate(table_for("1f1b", placement, 4, 1), placement, Costs.equal(2))
+    memory = ({"parameters": 5 << 20, "gradients": 1 << 20},) * 3
+    modules = ((EVIL, 1234567, 7654321),)
+    portrait = Portrait(f"title of {folder.name}", "stages(2)", 20, modules, memory, "atoms timed", timeline)
+    (folder / PORTRAIT).write_text(portrait.text())
+    return folder
+
+
+def test_a_page_has_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", 0.7, (2.3, "nan"), "StepLR")
+    page = report(capsys, one, two)
+    for word in (
+        "title of one", "done: 20 steps in 3 s", "2.345", "1.678 at step 20", "2.3 at step 10", "0.625", "12.5", "1.9",
+        "train loss is not finite in 1 report, the first at step 20", "python 'a b'", "1,234,567", "6 MiB", "rank 2",
+        "learning rate/1", "StepLR",
+    ):  # fmt: skip
+        assert word in page.text, word
+    rows = re.findall(r"<tr class=\"marked\"><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>", _raw(tmp_path))
+    assert ("optimizer.lr", "0.1", "0.7") in rows
+    assert "model.model" not in dict((name, 0) for name, *_ in rows)
+    charts = [attributes["aria-label"] or "" for tag, attributes in page.tags if tag == "svg"]
+    assert charts[:2] == ["loss by step", "accuracy by step"]
+    assert len([chart for chart in charts if "bubble" in chart]) == 2
+    # 2 stages, of which rank 0 and 1 share one: 4 microbatches forward and backward on each of 3 ranks, in 2 runs.
+    boxes = [attributes for tag, attributes in page.tags if tag == "rect" and attributes["fill"] != "#dcdcdc"]
+    assert len(boxes) == 2 * 3 * 8
+
+
+def _raw(folder: Path) -> str:
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_names_are_anybodys_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of classes, images, folders, options and log lines: `Checked` fails at a script."""
+    run = write_run(tmp_path / "<b>run & <i>co")
+    with (run / "config.toml").open("a") as file:
+        file.write(f"[data]\nimages = '{EVIL}'\n")
+    with (run / "log-rank0.txt").open("a") as file:
+        file.write(f"2026-01-01 10:00:00,1 INFO mpi4dl: ended by {EVIL}\n")
+    columns = f'image,label,prediction,"probability {EVIL.replace(chr(34), chr(34) * 2)}"'
+    quoted = '"' + EVIL.replace('"', '""') + '"'
+    (run / "evaluation.csv").write_text(f"{columns}\n{quoted},{quoted},{quoted},0.75\n")
+    page = report(capsys, run)
+    assert page.text.count(EVIL) >= 6
+    assert "75.0 % for <script>" in page.text
+    assert "<b>run & <i>co" in page.text
+    assert "<script" not in _raw(tmp_path)
+
+
+def test_images_are_judged_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, images = write_run(tmp_path / "run"), tmp_path / "images"
+    images.mkdir()
+    for number in range(10):
+        PIL.Image.fromarray(np.full((20, 30, 3), 20 * number, np.uint8)).save(images / f"{number}.png")
+    (images / "3.png").write_bytes(b"no picture")
+    # Images 0 to 5 are cats, of which 4 and 5 are taken for dogs; image 9 could not be read.
+    lines = ["image,label,prediction,probability cat,probability dog,error"]
+    for number in range(9):
+        label, cat = ("cat" if number < 6 else "dog"), 0.9 - number / 10 if number < 6 else 0.2
+        lines.append(f"{number}.png,{label},{'cat' if cat > 0.5 else 'dog'},{cat:.2f},{1 - cat:.2f},")
+    folder = run / "evaluation-test"
+    folder.mkdir()
+    (folder / "evaluation.csv").write_text("\n".join([*lines, "9.png,,,,,it is damaged"]) + "\n")
+    (folder / "evaluation.json").write_text(json.dumps({"images": str(images)}))
+    ((found,), faults) = evaluations_in(run)
+    assert found.matrix == [[4, 2], [0, 3]]
+    best, worst = extremes(found, 3)
+    assert [one.image for one in best] == ["0.png", "1.png", "6.png"]
+    assert [one.image for one in worst] == ["5.png", "4.png", "3.png"]
+    value, low, high, how = found.metrics["accuracy"]
+    assert value == pytest.approx(7 / 9)
+    assert low is not None and high is not None  # noqa: PT018
+    assert 0 <= low < 7 / 9 < high <= 1
+    assert how == "95 % of resamples of 9 images"
+    assert faults == ["evaluation-test/evaluation: 9.png: it is damaged"]
+    page = report(capsys, run)
+    assert sum(tag == "img" for tag, _ in page.tags) == 8
+    told = {"auc": {"value": 0.75, "low": 0.5, "high": 0.875, "level": 0.9}, "loss": 2, "none": {"value": "nan"}}
+    (folder / "evaluation.json").write_text(json.dumps({"metrics": told, "confusion": [[[1]]]}))
+    (folder / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\nb.png,0.75,\n")
+    ((masks,), _) = evaluations_in(run)
+    assert masks.matrix is None
+    assert masks.metrics["auc"] == (0.75, 0.5, 0.875, "90 % of resamples")
+    assert masks.metrics["loss"] == (2, None, None, "")
+    assert [one.image for some in extremes(masks, 1) for one in some] == ["b.png", "a.png"]
+    assert "75.0 % alike" in report(capsys, run).text
+    assert page.text.count("no picture") == 1
+
+
+def test_a_damaged_folder_is_shown_as_far_as_it_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = write_run(tmp_path / "killed")
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "step": 30, "lo')
+    (killed / "log-rank0.txt").write_text("2026-01-01 10:00:00,1 INFO mpi4dl: step 20\n\xff")
+    (killed / "versions.json").write_bytes(b"\xff\xfe")
+    (killed / PORTRAIT).write_text('{"timeline": [[["sideways", 0, 0, 0, 0, 1]]]}')
+    (killed / "images.json").write_text("[]")
+    (killed / "evaluation.csv").write_text("image,label\n\x00,")
+    (killed / "evaluation.json").write_text("{")
+    os.mkfifo(killed / "evaluation-pipe.csv")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text(
+        '3\n{"phase": 7, "step": "x"}\n[[]]\n{"step": 1, "loss": [], "deep": {"a": {}}}\n'
+    )
+    page = report(capsys, killed, bare)
+    for word in (
+        "of metrics.jsonl line 4 cannot be read, and left out; it is half written, as by a run that was killed",
+        "of metrics.jsonl line 1, and 2 lines more cannot be read",
+        "no end is recorded after step 20: it is still running, or was killed", "versions.json is damaged",
+        f"{PORTRAIT} is damaged: no action is 'sideways'", "images.json is damaged", "evaluation is damaged",
+        "evaluation-pipe is damaged: [Errno None] it is no regular file", "there is no config.toml", "1.678",
+    ):  # fmt: skip
+        assert word in page.text, word
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    assert "no such folder" in refusal(capsys, str(tmp_path / "gone"))
+    assert "is no folder of a run: it has neither config.toml nor metrics.jsonl" in refusal(
+        capsys, str(tmp_path / "empty")
+    )
+    assert "there is no folder" in refusal(capsys, str(run), "--out", str(tmp_path / "gone" / "a.html"))
+    assert "is a folder: name a file in it" in refusal(capsys, str(run), "--out", str(tmp_path))
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / each / "run") for each in ("a", "b")]
+    page = report(capsys, *runs, runs[0])
+    assert {"a/run", "b/run", "a/run (2)"} <= set(re.findall(r"[ab]/run(?: \(2\))?", page.text))
+
+
+def test_axes_and_many_points() -> None:
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert ticks(90, 350, 4) == [100, 200, 300]
+    assert log_ticks(-3, 3) == pytest.approx([1e-3, 1e-2, 0.1, 1, 10, 100, 1000])
+    points = [(step, float(step % 7)) for step in range(10_000)]
+    points[4321] = (4321, 99.0)
+    few = thinned(points)
+    assert len(few) <= 320
+    assert (4321, 99.0) in few
+    assert [step for step, _ in few] == sorted(step for step, _ in few)
