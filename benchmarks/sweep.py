@@ -81,7 +81,7 @@ def foreseen(sweep: Sweep) -> list[Tried]:
         fastest = sorted(found, key=lambda each: -(each.predicted or {}).get("images_per_second", 0.0))
         found = fastest[: sweep.best]
     if not found:
-        raise ValueError(nothing_legal(sweep.space, sweep.config().data.batch_size))
+        raise ValueError(nothing_legal(sweep.space, sweep.config().samples_per_step))
     return found
 
 
@@ -105,13 +105,13 @@ def foreseen_of(sweep: Sweep, num_ranks: int) -> list[Tried]:
     from mpi4dl.forecast.planning import as_a_rank
     from mpi4dl.forecast.search import candidates, outlooks, search
     from mpi4dl.parallel.costs.prices import Clockwork
-    from mpi4dl.plan import trained_on
+    from mpi4dl.plan import with_samples
 
     config = sweep.config()
-    plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.data.batch_size)
+    plans = legal(replace(sweep.space, ranks=(num_ranks,)), config.data.image_size, config.samples_per_step)
     if not plans and sweep.best is None:
         return []
-    samples = trained_on(config)
+    config, samples = with_samples(config)
     print("forecasting: atoms are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
         forecaster = build_forecaster(

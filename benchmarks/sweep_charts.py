@@ -135,7 +135,8 @@ def pareto(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     axis.set_xlabel("peak memory of the largest rank (MiB), above imports")
     axis.set_ylabel("images/s (median, min-max)")
     axis.margins(0.08)
-    axis.legend(loc="lower right", frameon=False, fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.legend(loc="upper left", frameon=False, fontsize=8)
     number(axis, points, rows)
 
 

@@ -22,7 +22,7 @@ DESCRIPTION = (
 )
 NUMBERS = ("ranks", "stages", "bidirectional", "data", "zero", "microbatches", "chunks")
 POSITIVE = ("steps", "turns", "cores", "best")
-DECIDED = ("--tiles", "--schedule", "--batch-ways", "--tensor", "--experts")
+DECIDED = ("--tiles", "--schedule", "--batch-ways", "--tensor", "--experts", "--accumulate")
 
 
 @dataclass(frozen=True)

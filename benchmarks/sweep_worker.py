@@ -61,7 +61,10 @@ def train(comm: "Communicator", options: argparse.Namespace, flags: list[str]) -
         def step() -> None:
             engine.step(batch.tiles, batch.labels, size)
 
-        with without_rules(config), blaming_the_model(config, engine.plan, run.num_classes, run.channels):
+        with (
+            without_rules(trainer.config),
+            blaming_the_model(trainer.config, engine.plan, run.num_classes, run.channels),
+        ):
             for _ in range(options.warm_up):
                 step()
                 require_room(meter, options.memory)

@@ -102,7 +102,6 @@ class Trainer:
         if device.type == "cuda" or config.parallel.gpu_wire == "nccl":
             comm.choose_gpu_wire(config.parallel.gpu_wire)
         load_libraries(device)
-        meter = MemoryMeter(device)
         text = config.data.text is not None
         images = open_texts(comm, config) if text else open_images(comm, config)
         patience.feed()
@@ -111,6 +110,9 @@ class Trainer:
             task = build_task(config, images.training, images.number_of_classes(config))
             metrics = build_metrics(config, task)
             monitor = monitored(config, task, metrics)
+            if metrics:
+                import mpi4dl.tasks.metrics  # noqa: F401  (what it loads counts for libraries)
+            meter = MemoryMeter(device)
             self._num_classes = num_classes = task.num_outputs
             cut = as_it_was_cut(comm, config, plan)
             channels = images.channels
