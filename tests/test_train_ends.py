@@ -50,7 +50,7 @@ def failing(action: str, folder: Path, *flags: str) -> Finished:
 
 
 def steps_said(job: Finished) -> list[str]:
-    return re.findall(r"^step (\d+)  epoch 1  loss", job.stdout, re.MULTILINE)
+    return re.findall(r"^step (\d+) of \d+  epoch 1  loss", job.stdout, re.MULTILINE)
 
 
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_run_that_is_stuck_ends_and_shows_where(tmp_path: Path) -> None:
     assert job.code != 0
     assert steps_said(job) == ["1", "2"]
     assert re.search(
-        r"came no further for [0-9.]+ s, and a job waits no longer than that \(--hang-timeout\)", job.stderr
+        r"came no further for [0-9.]+ s, and a job waits no longer than that \(the hang timeout\)", job.stderr
     )
     assert "in third_is_fatal" in job.stderr or "in wait" in job.stderr
 

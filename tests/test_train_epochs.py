@@ -22,12 +22,12 @@ def failing_validation(comm: Communicator, flags: list[str], kind: type[Exceptio
     """Train, where the second validation fails on all ranks, after its first batch."""
     num_calls, evaluate = 0, Engine.evaluate
 
-    def second_fails(engine: Engine, batches: Iterable[Any], size: Any) -> Evaluation:
+    def second_fails(engine: Engine, batches: Iterable[Any], *how: Any) -> Evaluation:
         nonlocal num_calls
         num_calls += 1
         if num_calls < 2:
-            return evaluate(engine, batches, size)
-        evaluate(engine, [next(iter(batches))], size)
+            return evaluate(engine, batches, *how)
+        evaluate(engine, [next(iter(batches))], *how)
         raise kind("no such image")
 
     with pytest.MonkeyPatch.context() as patch:

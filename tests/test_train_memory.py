@@ -65,6 +65,7 @@ MORE = [pytest.param(plan, marks=pytest.mark.exhaustive) for plan in ("--tiles 1
 
 
 @pytest.mark.parametrize("plan", ["--tiles 1x2 --zero 3", *MORE])
+@pytest.mark.exhaustive
 def test_nothing_piles_up(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     more = ("--epochs", str(EPOCHS), "--num-workers", "0", "--scheduler-options", "max_lr=0.01,total_steps=40")
     for found in ranks(2).run(grown, flags_of(tmp_path / "run", *more, plan=tuple(plan.split()))):

@@ -251,7 +251,7 @@ def test_a_run_goes_on_as_it_was_cut(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(train, flags_of(tmp_path / "run", "--resume", "auto", plan=plan))
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     state = checkpoints_in(tmp_path / "run" / "checkpoints")[0] / "state.json"
-    assert json.loads(state.read_text())["extra"]["options"]["balance"] == '"1,10"'
+    assert json.loads(state.read_text())["extra"]["options"]["--balance"] == '"1,10"'
 
 
 def refused(comm: Communicator, *flags: str) -> str:

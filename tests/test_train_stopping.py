@@ -76,7 +76,7 @@ def signalled_in_validation(comm: Communicator, flags: list[str]) -> list[int]:
     used: list[int] = []
     evaluate = Engine.evaluate
 
-    def second_is_signalled(engine: Engine, batches: Iterable[Any], size: Any) -> Evaluation:
+    def second_is_signalled(engine: Engine, batches: Iterable[Any], *how: Any) -> Evaluation:
         def counted() -> Iterator[Any]:
             for batch in batches:
                 used[-1] += 1
@@ -86,7 +86,7 @@ def signalled_in_validation(comm: Communicator, flags: list[str]) -> list[int]:
                 yield batch
 
         used.append(0)
-        return evaluate(engine, counted(), size)
+        return evaluate(engine, counted(), *how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "evaluate", second_is_signalled)

@@ -95,6 +95,7 @@ PATCHES = "--patches 32 --patches-at-once 7 --min-tissue 0.2 --jitter 0.2".split
 
 
 @pytest.mark.parametrize("how", [STREAMED, pytest.param(PATCHES, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_a_run_killed_in_the_backward_pass_of_a_visit_goes_on_to_the_last_bit(
     ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
 ) -> None:

@@ -100,7 +100,7 @@ def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
     """That of the first one that can be read, if it was written by this plan."""
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
-            cut = Machine(saved.extra, str(checkpoint)).at("options").at(BALANCE).text()
+            cut = Machine(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
             return cut if saved.plan == plan.describe() else None
     return None
 
@@ -182,8 +182,17 @@ class Progress(NamedTuple):
             raise Refusal(str(problem)) from None
 
 
+def kept(options: Mapping[str, str]) -> dict[str, str]:
+    """The options as a checkpoint keeps them, which is by flag."""
+    return {_flag(name): value for name, value in options.items()}
+
+
+def _flag(name: str) -> str:
+    return name if name == NUM_IMAGES else "--" + name.replace("_", "-")
+
+
 def _name(flag: str) -> str:
-    """The name of an option, which checkpoints of earlier versions keep by its flag."""
+    """The name of an option that a checkpoint keeps by its flag."""
     return flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 

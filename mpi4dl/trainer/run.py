@@ -170,7 +170,7 @@ class TrainingRun:
             "best": self.best and self.best.state(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "metrics_bytes": self.folder.metrics_bytes,
-            "options": self.options,
+            "options": resuming.kept(self.options),
         }
 
     def save(self) -> None:

@@ -73,6 +73,7 @@ def refused_body(comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_measured_where_a_contestant_sums_wrongly(ranks: Ranks) -> None:
     assert ranks(2).run(refused_body) == ["rank 1: gloo sums wrongly: nothing was measured"] * 2
 

@@ -157,6 +157,7 @@ def test_weights_that_packages_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_weights("ResNet18_Weights.V9", "resnet18")
     with pytest.raises(ValueError, match="small_resnet has no trained weights in torchvision"):
         open_weights("pretrained", "small_resnet")
+    pytest.importorskip("timm")
     with pytest.raises(ValueError, match=r"timm/resnet18 are not in the cache .* timm.create_model\('resnet18'"):
         open_weights("pretrained", "timm/resnet18")
 

@@ -27,6 +27,7 @@ PLANS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "stages" else ()) for name in PLANS]
 )
+@pytest.mark.exhaustive
 def test_two_nodes_train_as_one(cluster: Cluster, tmp_path: Path, name: str) -> None:
     flags = (*RUN, *PLANS[name])
     over_two = cluster.run(2, *TRAIN, *flags, "--run-folder", str(tmp_path / "two"))

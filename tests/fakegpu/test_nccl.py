@@ -227,6 +227,7 @@ def test_a_group_that_cannot_be_made_is_refused_together(ranks: Ranks) -> None:
 def test_without_nccl_it_is_refused(command: tuple[str, ...]) -> None:
     said = refusal(mpirun(2, "-m", *command, "--gpu-wire", "nccl"))
     reason = f"PyTorch {torch.__version__} was built without NCCL"
+    said = said.replace("--gpu-wire", "`gpu_wire`")
     assert said == f"gpu wire is 'nccl', but {reason}: use `gpu_wire` auto, or install one with CUDA"
 
 

@@ -74,6 +74,7 @@ def cases_of_nccl() -> list[object]:
 
 
 @pytest.mark.parametrize(("task", "plan"), cases_of_nccl())
+@pytest.mark.exhaustive
 def test_by_nccl_every_plan_is_exact_and_waits_in_no_circle(ranks: Ranks, task: Task, plan: Plan) -> None:
     found = ranks(plan.num_ranks).run(train, task, plan, "nccl")
     training.assert_like(found[0][0], training.plain(replace(task, device="cpu"), plan.num_microbatches))
@@ -128,6 +129,7 @@ MOST = {"staged": (40, 40), "nccl": (41, 2)}
 
 
 @pytest.mark.parametrize("wire", MOST)
+@pytest.mark.exhaustive
 def test_a_step_of_resnet18_spares_the_gpu(ranks: Ranks, wire: str) -> None:
     """Of 20 norms three wait for others, and the rest bring all halos, both ways. The first step learns it."""
     waits, copies = MOST[wire]

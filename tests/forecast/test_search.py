@@ -97,6 +97,7 @@ def test_no_plan_at_all_is_one_message(tmp_path: Path) -> None:
         search(forecaster(tmp_path, 0.0), candidates(61, 3, small))
 
 
+@pytest.mark.exhaustive
 def test_each_plan_is_started_by_flags_that_make_it(tmp_path: Path) -> None:
     found = search(forecaster(tmp_path, 0.1), candidates(4, 11, IMAGE))
     for outlook in found.best:

@@ -442,5 +442,6 @@ def compare_on_tiles(comm: Communicator, name: str, rows: int, cols: int, autoca
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("name", ["tiled", "small_resnet", "resnet_v2"])
+@pytest.mark.exhaustive
 def test_tiles(ranks: Ranks, name: str, grid: tuple[int, int], autocast: bool) -> None:
     ranks(grid[0] * grid[1]).run(compare_on_tiles, name, *grid, autocast)

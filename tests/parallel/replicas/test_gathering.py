@@ -158,7 +158,7 @@ def train(comm: Communicator, make: Callable[[], nn.Module], bucket_bytes: int) 
         torch.testing.assert_close(shard.value, wanted, rtol=1e-9, atol=1e-12, msg=shard.name)
     names = {name: p.numel() for name, p in expected.items()}
     owned, empty = [], []
-    for found in comm.all_gather_object([shard[:3] for shard in shards]):
+    for found in comm.all_gather_object([(shard.name, shard.start, shard.stop) for shard in shards]):
         owned += [(name, i) for name, start, stop in found for i in range(start, stop)]
         empty += [name for name, start, stop in found if start == stop]
     assert sorted(owned) == sorted((name, i) for name, n in names.items() for i in range(n))

@@ -161,6 +161,7 @@ RESNET = Task("resnet_v2", (97, 131), batch=4, model_options=(("depth", 20),))
     ],
     ids=str,
 )
+@pytest.mark.exhaustive
 def test_models(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 

@@ -80,6 +80,7 @@ def test_resampling_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Ar
 @pytest.mark.parametrize(
     "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(1, 4, style="uneven"), Arrangement(4, 1)], ids=str
 )
+@pytest.mark.exhaustive
 def test_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
 
@@ -125,6 +126,7 @@ def compare_formats(comm: Communicator, arrangement: Arrangement) -> list[str]:
 
 
 @pytest.mark.parametrize("style", ["even", "wide"])
+@pytest.mark.exhaustive
 def test_dtypes_and_memory_formats(ranks: Ranks, style: str) -> None:
     found = ranks(2).run(compare_formats, Arrangement(1, 2, style=style))
     assert not any(found), "\n".join(sorted({text for texts in found for text in texts}))

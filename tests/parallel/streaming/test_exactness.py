@@ -41,12 +41,14 @@ def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one rank", "tiles and ZeRO 2", "tiles, then one", "ways of the batch"])
+@pytest.mark.exhaustive
 def test_segments(ranks: Ranks, name: str) -> None:
     """What is kept between segments brings gradients back, also to several values, and from margins to other ranks."""
     check(ranks, replace(SKIPPING, stream=StreamOptions((2, 2), segments=4)), PLANS[name])
 
 
 @pytest.mark.parametrize("name", [pytest.param("one rank", marks=pytest.mark.exhaustive), "two stages"])
+@pytest.mark.exhaustive
 def test_with_recomputation(ranks: Ranks, name: str) -> None:
     """Blocks are computed again within visits; in backward they come to their rounds once more."""
     options = (("num_filters", 4),)
@@ -109,6 +111,7 @@ class Exciting(nn.Sequential):
 
 
 @pytest.mark.parametrize("plan", ["one rank", "tiles, then one"])
+@pytest.mark.exhaustive
 def test_means_over_the_whole_image_within_blocks(ranks: Ranks, plan: str) -> None:
     check(ranks, Task(Exciting, (24, 26), stream=StreamOptions((2, 3), "6"), balance=(7, 3)), PLANS[plan])
 
@@ -117,6 +120,7 @@ AMOEBANET = Task("amoebanetd", (96, 96), num_steps=2, model_options=(("num_layer
 
 
 @pytest.mark.parametrize("plan", ["one rank", pytest.param("two stages", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_reductions_that_drop_their_first_row(ranks: Ranks, plan: str) -> None:
     """AmoebaNet pads, and slices a row off, beside branches that do not."""
     stream = StreamOptions((1, 2), "reduction1", segments=3)

@@ -65,6 +65,7 @@ def peak_of_training(comm: Communicator, options: StreamOptions, plan: Plan) -> 
 
 
 @pytest.mark.parametrize(("options", "tiles"), CASES)
+@pytest.mark.exhaustive
 def test_it_is_what_a_step_takes(ranks: Ranks, options: StreamOptions, tiles: tuple[int, int]) -> None:
     plan = Plan((tiles,))
     needs, cuttable = foreseen(options, plan)
