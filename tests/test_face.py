@@ -253,10 +253,11 @@ def test_the_examples_do_what_they_say(ranks: Ranks, tmp_path: Path) -> None:
     for found in (*ranks(4).run(of_example, "tiles.py", tmp_path), *ranks(5).run(of_example, "tiles.py", tmp_path)):
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     for num_ranks in (1, 4, 5):
-        ranks(num_ranks).run(of_example, "own.py", tmp_path)
+        (tmp_path / str(num_ranks)).mkdir()  # folders of runs are named by the second
+        ranks(num_ranks).run(of_example, "own.py", tmp_path / str(num_ranks))
     accuracies = [
         each["accuracy"]
-        for folder in (tmp_path / "runs").iterdir()
+        for folder in tmp_path.glob("*/runs/*")
         for each in read_metrics(folder)
         if each["phase"] == "validation"
     ]
