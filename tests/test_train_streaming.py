@@ -60,6 +60,7 @@ def expected(ranks: Ranks, slides: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.exhaustive
 def test_slides_by_every_plan(ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path, plan: str) -> None:
     flags = [*COMMON, *STREAMED, "--images", str(slides), *plan.split(), "--run-folder", str(tmp_path / "run")]
     ranks(build.build_plan(parse(flags)).num_ranks).run(train, flags)

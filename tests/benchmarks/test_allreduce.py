@@ -84,6 +84,7 @@ def raw_body(comm: Communicator) -> list[float]:
     return flat.tolist()
 
 
+@pytest.mark.exhaustive
 def test_the_all_reduce_by_hand_sums(ranks: Ranks) -> None:
     assert ranks(3).run(raw_body) == [[3.0] * 3] * 3
 

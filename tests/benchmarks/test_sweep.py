@@ -279,6 +279,7 @@ def test_a_space_without_a_legal_plan_is_refused() -> None:
         sweep.foreseen(parse([*TWO, "--ranks", "3", "--stages", "1"]))
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_sweep_of_which_one_plan_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def measured_bubble(comm: Communicator, plan: Plan, expected: float) -> float:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.exhaustive
 def test_the_measured_bubble_is_the_simulated_one(ranks: Ranks, schedule: str) -> None:
     """Stages sleep, since there may be fewer cores than ranks: what is measured is the executor's own waiting."""
     plan = Plan(ONES, microbatches=NUM_MICROBATCHES, schedule=schedule)
