@@ -268,6 +268,11 @@ def test_what_parts_cannot_be_trained_with(ranks: Ranks) -> None:
     assert "Adafactor works on whole ones" in optimizer
 
 
+def tensors_in(objects: list[Any]) -> list[Tensor]:
+    """By type alone: `isinstance` asks for `__class__`, at which deprecated objects of PyTorch's raise warnings."""
+    return [each for each in objects if issubclass(type(each), Tensor)]
+
+
 def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
     """The shapes of tensors that the steps left to the garbage collector."""
     engine = engine_of(comm, replace(ONE, tensor=2, sequence=sequence), HEADS, True)
@@ -275,13 +280,13 @@ def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
         step(engine, batch)
     gc.collect()
     gc.disable()
-    before = {id(each) for each in gc.get_objects() if isinstance(each, Tensor)}  # of tests that ran here before
+    before = {id(each) for each in tensors_in(gc.get_objects())}  # of tests that ran here before
     try:
         for batch in batches():
             step(engine, batch)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        left = [each for each in gc.garbage if isinstance(each, Tensor) and id(each) not in before]
+        left = [each for each in tensors_in(gc.garbage) if id(each) not in before]
         return [tuple(each.shape) for each in left if each.numel() >= LENGTH * BATCH]
     finally:
         gc.set_debug(0)
