@@ -41,12 +41,12 @@ def export(source: Path, out: Path) -> list[str]:
 
     import torch
 
-    from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at
+    from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MODEL, candidates_at
     from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
     from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
     from mpi4dl.parallel.replicas.whole import Shard
-    from mpi4dl.trainer.description import FILE, KEY, described_by
+    from mpi4dl.trainer.description import FILE, described_by
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
@@ -61,12 +61,12 @@ def export(source: Path, out: Path) -> list[str]:
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
         metadata = reader.layout.metadata
-    ties = {name: first for name, first in metadata.items() if name not in (CLASSES, KEY)}
+    ties = {name: first for name, first in metadata.items() if name not in (CLASSES, ABOUT)}
     runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
     described = described_by(next(runs, source))
-    about = {name: metadata[name] for name in (CLASSES, KEY) if name in metadata}
+    about = {name: metadata[name] for name in (CLASSES, ABOUT) if name in metadata}
     if described is not None:
-        about |= {CLASSES: json.dumps(described.classes), KEY: described.text}
+        about |= {CLASSES: json.dumps(described.classes), ABOUT: described.text}
     for name, first in ties.items():
         if first not in state or name in state:
             raise Damaged(f"{file}: {name!r} is said to be the same as {first!r}")
@@ -77,7 +77,7 @@ def export(source: Path, out: Path) -> list[str]:
         if same:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
                 values = OrderedDict(state)
-                values._metadata = {KEY: about}  # type: ignore[attr-defined]  # where PyTorch has what is not a value
+                values._metadata = {ABOUT: about}  # type: ignore[attr-defined]  # where PyTorch has what is not a value
                 torch.save(values, opened)
         else:
             layout = StorageLayout.of(

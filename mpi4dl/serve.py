@@ -1,12 +1,11 @@
 """The server: `mpirun -n 2 python -m mpi4dl.serve runs/mine --tensor 2`, and OpenAI's clients at its address.
 
-It reads top to bottom: `main` starts MPI, `serve` builds the model on all ranks; rank 0 answers, the others compute.
+`serve` builds the model on all ranks; then rank 0 answers, and the others compute.
 """
 
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,10 @@ if __name__ == "__main__":
 
 from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
-from mpi4dl.options.declare import ConfigError, facts, option, parse_options
+from mpi4dl.options.command import CommandLine, command
+from mpi4dl.options.declare import ConfigError, option
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
-from mpi4dl.options.words import speaking, spelling
-from mpi4dl.trainer.stopping import StopSignals, die_by_ctrl_c
+from mpi4dl.trainer.stopping import StopSignals
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -68,42 +67,22 @@ class ServeConfig:
     batching: Batching = field(default_factory=Batching)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve by the command line `argv`, on all ranks of the MPI job."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in arguments or "--help" in arguments:
-        parse_options(ServeConfig, ["--help"], USAGE, DESCRIPTION)
-    die_by_ctrl_c()
-
-    def begin() -> None:
-        from mpi4dl.comm import world
-
-        serve(world(), arguments)
-
-    guard.run(begin)
-
-
-@speaking(spelling(ServeConfig))
-def serve(comm: "Communicator", argv: Sequence[str]) -> None:
+@command(ServeConfig, USAGE, DESCRIPTION, source="the folder of a run, or a checkpoint")
+def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
     """Load the model, each rank its part, and answer requests until a signal asks for the end."""
-    with comm.together((ConfigError,)):
-        source = argv[0] if argv and not argv[0].startswith("-") else None
-        if source is None:
-            raise ConfigError(f"name the folder of a run, or a checkpoint, first: {USAGE}")
-        config = parse_options(ServeConfig, argv[1:], USAGE, DESCRIPTION)
-    comm.agree(None, source=source, **facts(config))
+    config, source = asked.config, Path(asked.source)
 
     from mpi4dl.generation.loading import find_trained, open_batcher
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
     _use_cores(comm, config.serving.threads)
-    trained = find_trained(comm, Path(source))
+    trained = find_trained(comm, source)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
         print(f"mpi4dl: {remark}", file=sys.stderr)
     if opened is not None:
-        name = config.serving.model_name or Path(source).absolute().name
+        name = config.serving.model_name or source.absolute().name
         _answer(batcher, config, name, *opened)
     else:
         with StopSignals():  # rank 0, which had the signal too, says when it is over
@@ -156,6 +135,8 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
     timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
     run_server(make_app(front, name, token), front, batcher, listener, timing, f"serving {name} at")
 
+
+main = serve.main
 
 if __name__ == "__main__":
     main()

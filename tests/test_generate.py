@@ -102,7 +102,7 @@ def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        ([], "name the folder of a run, or a checkpoint, first"),
+        ([], "name the folder of a run, or a checkpoint first"),
         (["nowhere"], "nowhere is neither a run of mpi4dl.train with weights nor a checkpoint of one"),
         (["bytes", "--tensor", "2"], "tensor(2) x data(1) = 2 ranks, but mpirun started 1"),
         (["bytes", "--tensr", "2"], "there is no flag --tensr; did you mean --tensor?"),
@@ -115,7 +115,7 @@ def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
         (["bytes", "--stop", '["a", 3]'], "--stop is '[\"a\", 3]', but must be a text"),
         (["unfinished"], "unfinished has no weights yet"),
         (["images"], "--model resnet18 was trained on images: it writes no text"),
-        (["other"], "is of another model: "),
+        (["other"], "fits to nothing of the model"),
     ],
 )
 def test_what_cannot_be_generated(

@@ -24,6 +24,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
+ABOUT = "mpi4dl"  # another one: what the weights are of
 CLASSES = "classes"  # a key of the metadata of a run's weights
 FILES = (MODEL, OPTIMIZER, STATE)
 FORMAT = 2

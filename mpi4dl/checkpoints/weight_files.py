@@ -15,7 +15,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.checkpoints.manifest import CLASSES, MODEL, candidates_at
+from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MODEL, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 
 ENUM = re.compile(r"\w+_Weights\.\w+")
@@ -36,11 +36,12 @@ CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Values by name: their shapes, and `read(name)`. `origin` says where they are."""
+    """Values by name: their shapes, and `read(name)`. `origin` says where they are, `metadata` what is said of them."""
 
     origin: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_weights(source: str, model: str = "") -> WeightSource:
@@ -74,9 +75,10 @@ def _of_safetensors(path: Path) -> WeightSource:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"`weights` {path} is no whole safetensors file: {error}") from None
-    ties = {name: first for name, first in (file.metadata() or {}).items() if first in shapes and name != CLASSES}
+    metadata = file.metadata() or {}
+    ties = {name: first for name, first in metadata.items() if first in shapes and name not in (CLASSES, ABOUT)}
     shapes |= {name: shapes[first] for name, first in ties.items()}
-    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)))
+    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)), metadata)
 
 
 def _of_pickle(path: Path) -> WeightSource:
@@ -106,7 +108,12 @@ def _of_pickle(path: Path) -> WeightSource:
         raise ValueError(
             f"`weights` {path} {has}, but must be a state_dict, or a dict that has one as state_dict or model"
         )
-    return WeightSource(str(path), {name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
+    told = getattr(
+        whole, "_metadata", None
+    )  # where PyTorch has what is not a value, and mpi4dl.export what they are of
+    metadata = told.get(ABOUT, {}) if isinstance(told, Mapping) else {}
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    return WeightSource(str(path), shapes, state.__getitem__, metadata if isinstance(metadata, Mapping) else {})
 
 
 def _state_dict(found: Any) -> dict[str, Tensor] | None:

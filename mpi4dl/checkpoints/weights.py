@@ -136,7 +136,7 @@ def _require(stored: WeightSource, matching: Matching, held: Held, strict: bool)
         )
     problems = "; ".join(matching.problems())
     if strict and problems:
-        raise ValueError(f"`weights` {stored.origin}: {problems}; without `strict` the rest would be taken")
+        raise ValueError(f"`weights` {stored.origin}: not all of it fits to the model: {problems}")
 
 
 def _wanted(held: Held, pairs: Mapping[str, str]) -> Iterator[_Wanted]:

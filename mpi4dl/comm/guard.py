@@ -8,6 +8,7 @@ or a user at a prompt, there is nobody to save from waiting, and Python does as 
 import atexit
 import errno
 import os
+import signal
 import sys
 import threading
 import time
@@ -132,11 +133,18 @@ def start() -> Meeting:
     return opened
 
 
+def die_by_ctrl_c() -> None:
+    """Let Ctrl-C end this process without a traceback, as long as there is nothing to save."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
     """Run a command, from before MPI starts and torch is imported: the job ends cleanly however `main()` ends.
 
     `patience`: the seconds that it may take all ranks to start, START_SECONDS at least, and to end. 0: for ever.
     """
+    die_by_ctrl_c()
     atexit.register(_on_end, arm().process, patience, finalize=True)
     watchdog = Watchdog(patience and max(patience, START_SECONDS))
     try:

@@ -1,26 +1,46 @@
 """What goes into the first stage of the engine's plan, and what is made of what comes out of the last."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mpi4dl.comm import Refusal
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.streams import carried
+from mpi4dl.engine.precision import LossScaler
 from mpi4dl.geometry import BATCH, Interval, Split, Tiling, even_cuts
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.microbatches import Microbatch
-from mpi4dl.parallel.pipeline.held import Part
+from mpi4dl.parallel.pipeline.executor import Executor
+from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.visits import ImageSource
+from mpi4dl.parallel.tables.table import Table
 from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.measuring import Measures
 
 Tile = Tensor | ImageSource
 Tiles = Tensor | Sequence[Tile]
 Size = tuple[int, ...]
+
+
+class Computing(Protocol):
+    """What a batch on its way asks of the engine that computes it."""
+
+    plan: Plan
+    comm: Communicator
+    held: Held
+    device: torch.device
+    loss: Callable[[Any, Any], Tensor]
+    scaler: LossScaler
+    executor: Executor
+    evaluation_table: Callable[[int], Table]
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+    def images(self, part: Part, tile: Tile, microbatch: Microbatch, size: Size) -> Any: ...
 
 
 def spread(part: Part, tile: Tensor, microbatch: Microbatch, size: Size, device: torch.device) -> Tensor:
@@ -58,7 +78,7 @@ class InputFeed:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Computing,
         tiles: Tiles,
         num_samples: int,
         size: Size | None,
@@ -111,7 +131,7 @@ class BatchFeed(InputFeed):
 
     def __init__(
         self,
-        engine: Any,
+        engine: Computing,
         tiles: Tiles,
         targets: Any,
         size: Size | None,
@@ -168,7 +188,7 @@ class EvaluationFeed(BatchFeed):
 
     def __init__(
         self,
-        engine: Any,
+        engine: Computing,
         tiles: Tiles,
         targets: Any,
         size: Size | None,

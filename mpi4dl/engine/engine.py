@@ -40,6 +40,7 @@ from mpi4dl.parallel.replicas.trial import manner_of
 from mpi4dl.parallel.replicas.update import stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.opening import StreamedImages
+from mpi4dl.parallel.tables.table import Table
 from mpi4dl.tasks.heads import main_output
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -189,7 +190,7 @@ class Engine(Values):
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
         self._table = plan.table()
-        self.evaluation_table = cache(plan.evaluation_table)
+        self.evaluation_table: Callable[[int], Table] = cache(plan.evaluation_table)
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""

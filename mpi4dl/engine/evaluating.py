@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.engine.batch import EvaluationFeed, Found, InputFeed, Size
+from mpi4dl.engine.batch import Computing, EvaluationFeed, Found, InputFeed, Size
 from mpi4dl.engine.restoring import evaluating
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel.microbatches import Microbatch
@@ -38,7 +38,7 @@ def measured_as_is(outputs: Any, targets: Any) -> Any:
 
 
 def evaluate(
-    engine: Any,
+    engine: Computing,
     batches: Iterable[tuple[Any, ...]],
     size: Size | None,
     metrics: Mapping[str, Any],
@@ -151,7 +151,7 @@ class OutputFeed(InputFeed):
 
     def __init__(
         self,
-        engine: Any,
+        engine: Computing,
         tiles: Any,
         num_samples: int,
         size: Size | None,
@@ -179,10 +179,10 @@ class OutputFeed(InputFeed):
 
 
 def predict(
-    engine: Any, batches: Iterable[Any], size: Size | None, of: Callable[[Any], Tensor]
+    engine: Computing, batches: Iterable[Any], size: Size | None, of: Callable[[Any], Tensor]
 ) -> Iterator[BatchOutputs]:
     """What `Engine.predict` gives."""
-    comm: Communicator = engine.comm
+    comm = engine.comm
     first = 0
     for given in batches:
         tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given

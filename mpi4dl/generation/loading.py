@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.generation.batcher import Batcher
@@ -12,7 +13,7 @@ from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.options.models import hold_model
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.trainer.texts import TOKENIZER
-from mpi4dl.trainer.trained import find_weights, folder_of, load_weights, opened
+from mpi4dl.trainer.trained import find_weights, folder_of
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
         held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    with comm.together((ValueError, OSError)), opened(trained.weights) as stored:
-        load_weights(held, stored)
+    load_weights(held, str(trained.weights), strict=True)
+    with comm.together((ValueError,)):
         lower_weights(held, ranks.precision)
     return held
 

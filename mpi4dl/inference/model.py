@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._memory import keep_freed_memory, load_libraries
+from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
@@ -30,7 +31,7 @@ from mpi4dl.tasks.task import TASKS, Task
 from mpi4dl.trainer.bad_images import BadImages
 from mpi4dl.trainer.best import BEST
 from mpi4dl.trainer.patience import Patience
-from mpi4dl.trainer.trained import description_of, find_weights, folder_of, load_weights, opened
+from mpi4dl.trainer.trained import description_of, find_weights, folder_of
 
 
 class Seen(NamedTuple):
@@ -98,8 +99,7 @@ class SeeingModel:
             stream = stream_of(config, self.plan, about.num_outputs, about.channels, device)
             held = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
         held.eval().requires_grad_(False)
-        with comm.together((ValueError, OSError)), opened(self.weights) as stored:
-            load_weights(held, stored)
+        load_weights(held, str(self.weights), strict=True)
         self.patience.feed()
         optimizer = torch.optim.SGD(held.parameters(), lr=0.0)  # which makes no step
         precision, halo = config.training.precision, config.parallel.halo

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import naming, read_regular
+from mpi4dl.checkpoints.manifest import ABOUT
 from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
@@ -28,7 +29,7 @@ from mpi4dl.options.declare import options_of, with_options
 from mpi4dl.options.kinds import part_name
 
 FILE = "model.json"
-KEY = "mpi4dl"  # of the metadata of weights
+
 SECTIONS = ("model", "data")
 MORE = ("loss", "loss_options", "stream_norm")
 OF_THE_TASK = ("task", "text")
@@ -102,7 +103,7 @@ class Description:
     @property
     def metadata(self) -> dict[str, str]:
         """What weights say."""
-        return {KEY: self.text}
+        return {ABOUT: self.text}
 
     def config(self, where: str, **instead: Any) -> Config:
         """The configuration by which the model is built; `instead` of a part that is the user's own, another one.

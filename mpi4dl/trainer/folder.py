@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def default_path(model: str, now: datetime) -> Path:
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', model)}-{now:%Y%m%d-%H%M%S}"
 
 
+def _made(path: Path) -> bool:
+    """Whether the folder was not there before."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if path.is_dir():
+            return False
+        raise
+    return True
+
+
 class RunFolder:
     """The folder of one run; the constructor takes an existing one as it is, `create` makes and locks it."""
 
@@ -59,13 +71,16 @@ class RunFolder:
         folder.claim()
         return folder
 
-    def claim(self) -> None:
+    def claim(self, or_beside: bool = False) -> None:
         """Make the folder and its parents, or take an empty one, and lock it.
 
-        Raises ConfigError if there is something in it already, or if it cannot be made, and ValueError as `lock` does.
+        `or_beside`: where there is a folder of this name, make one with -2, -3 or a higher number behind it. Raises
+        ConfigError if there is something in it already, or if it cannot be made, and ValueError as `lock` does.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            asked, numbers = self.path, count(2)
+            while not _made(self.path) and or_beside:
+                self.path = asked.with_name(f"{asked.name}-{next(numbers)}")
             self._must_be_empty()
             self.lock()
             self._must_be_empty()  # of two runs that begin at once, the other may have been faster

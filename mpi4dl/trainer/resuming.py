@@ -136,10 +136,11 @@ def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: 
         if comm.rank == 0:
             folder = origin.folder
             if not origin.in_place:
-                folder.claim()
+                folder.claim(or_beside=config.run.run_folder is None)
             since = step if origin.in_place else 0
             folder.write_config(to_toml(config), since)
             folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since)
+    origin.folder.path = comm.broadcast_object(origin.folder.path)
 
 
 class Progress(NamedTuple):

@@ -12,12 +12,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SECONDS = 1.0  # one Ctrl-C may come twice: from the terminal, and from mpirun, which had it too
 
 
-def die_by_ctrl_c() -> None:
-    """Let Ctrl-C end this process without a traceback, as long as there is nothing to save."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Stopped(Exception):
     """A signal asks the run to stop: it saves, and ends well. All ranks raise it together."""
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
+from mpi4dl.tasks.heads import main_output
 
 TEMPERATURE = 0.8
 
@@ -31,17 +32,6 @@ def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
     size = (context,)
     sample = torch.tensor([tokens + [0] * (context - len(tokens))])
     tiles = [sample[tuple(slice(*side) for side in read.box)] for read in engine.reads(1, size, training=False)]
-    heard: list[Tensor] = []
-
-    def hear(logits: Tensor, targets: Tensor) -> Tensor:
-        heard.extend(spatial.gather(logits)[:, len(tokens) - 1])  # of nobody where this rank's share has no sample
-        return logits.new_zeros(()) if not isinstance(logits, spatial.SpatialTensor) else logits.local.new_zeros(())
-
-    loss, engine.loss = engine.loss, hear
-    try:
-        engine.evaluate([(tiles, sample)], size)
-    finally:
-        engine.loss = loss
-    own = heard[0].double().cpu() if heard else torch.zeros(0, dtype=torch.float64)
-    everywhere: list[Tensor] = engine.comm.all_gather_object(own)
-    return next(each for each in everywhere if len(each))
+    last = len(tokens) - 1
+    (outputs,) = engine.predict([(tiles, 1)], size, lambda logits: spatial.gather(main_output(logits))[:, last])
+    return engine.comm.broadcast_object(None if outputs.whole is None else outputs.whole[0].double())

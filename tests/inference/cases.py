@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mpi4dl.checkpoints.manifest import MODEL
+from mpi4dl.checkpoints.manifest import ABOUT, MODEL
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import build_model
-from mpi4dl.trainer.description import KEY, Description
+from mpi4dl.trainer.description import Description
 
 SIZE = (24, 32)
 CLASSES = ("benign", 'a,"b"', "tumour")
@@ -42,7 +42,7 @@ def train_nothing(
     (folder / "config.toml").write_text(to_toml(config))
     about.write(folder)
     save_file(
-        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / MODEL, {KEY: about.text}
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / MODEL, {ABOUT: about.text}
     )
     return model
 

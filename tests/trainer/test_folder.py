@@ -33,6 +33,15 @@ def test_create_makes_the_folder_and_its_parents(tmp_path: Path) -> None:
     assert RunFolder.create(folder.path).path == folder.path, "an empty folder is as good as none"
 
 
+def test_two_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        folder = RunFolder(tmp_path / "runs" / "resnet1.5")
+        folder.claim(or_beside=True)
+        names.append(folder.path.name)
+    assert names == ["resnet1.5", "resnet1.5-2", "resnet1.5-3"]
+
+
 def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError) as caught:

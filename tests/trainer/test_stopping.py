@@ -71,7 +71,7 @@ def test_jobs_in_the_background_are_not_stopped_by_ctrl_c_but_by_other_signals()
 
 
 def test_ctrl_c_before_training_leaves_no_traceback() -> None:
-    program = "import os, signal; from mpi4dl.trainer.stopping import die_by_ctrl_c; die_by_ctrl_c()\n"
+    program = "import os, signal; from mpi4dl.comm.guard import die_by_ctrl_c; die_by_ctrl_c()\n"
     program += "os.kill(os.getpid(), signal.SIGINT)"
     done = subprocess.run([python(), "-c", program], capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

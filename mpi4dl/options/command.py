@@ -1,0 +1,95 @@
+"""What a command under mpirun is: its options, the words of its help, and what all ranks then do.
+
+A page such as `mpi4dl.evaluate` declares the options, and one function that this makes into a command.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mpi4dl._memory import within_limits
+from mpi4dl.comm import guard
+from mpi4dl.options.declare import ConfigError, facts, parse_options
+from mpi4dl.options.words import speaking, spelling
+
+if TYPE_CHECKING:
+    from mpi4dl.comm import Communicator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[T]):
+    """What a command line asks for. `source`: what its first word names, of commands about something that is there."""
+
+    config: T
+    source: str
+    argv: list[str]
+    spell: Callable[[str], str] = field(repr=False)  # spells options in messages as flags
+
+
+class Command(Generic[T]):
+    """`main()` is the command; called with a communicator and a command line, it is the same inside an MPI job.
+
+    `source`: what the first word must name; empty: all are flags. `patience`: the seconds that a command line lets
+    the ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        act: Callable[["Communicator", CommandLine[T]], None],
+        config: type[T],
+        usage: str,
+        description: str,
+        source: str,
+        patience: Callable[[Sequence[str]], float],
+    ) -> None:
+        self.act, self.config, self.usage, self.description = act, config, usage, description
+        self.source, self.patience = source, patience
+        functools.update_wrapper(self, act)
+
+    def __reduce__(self) -> str:
+        return self.act.__qualname__  # a command is pickled by its name, as functions are
+
+    def __call__(self, comm: "Communicator", argv: Sequence[str]) -> None:
+        """Do what `argv` asks for. Collective; raises Refusal on all ranks, in the words of the command."""
+        spell = spelling(self.config)
+        with speaking(spell):
+            with comm.together((ConfigError,)):
+                asked = self._read(list(argv), spell)
+            comm.agree(None, source=asked.source, **facts(asked.config))
+            within_limits(lambda: self.act(comm, asked), comm.rank)
+
+    def main(self, argv: Sequence[str] | None = None) -> None:
+        """Start MPI, and do what `argv` asks for, or the program's own command line, on all ranks of the job."""
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if "-h" in arguments or "--help" in arguments:
+            parse_options(self.config, ["--help"], self.usage, self.description)
+
+        def begin() -> None:
+            from mpi4dl.comm import world
+
+            self(world(), arguments)
+
+        guard.run(begin, self.patience(arguments))
+
+    def _read(self, argv: list[str], spell: Callable[[str], str]) -> CommandLine[T]:
+        source, flags = "", argv
+        if self.source:
+            if not argv or argv[0].startswith("-"):
+                raise ConfigError(f"name {self.source} first: {self.usage}")
+            source, *flags = argv
+        return CommandLine(parse_options(self.config, flags, self.usage, self.description), source, argv, spell)
+
+
+def command(
+    config: type[T],
+    usage: str,
+    description: str,
+    source: str = "",
+    patience: Callable[[Sequence[str]], float] = lambda _: guard.START_SECONDS,
+) -> Callable[[Callable[["Communicator", CommandLine[T]], None]], Command[T]]:
+    """Make a function of a communicator and what is asked for into a `Command`."""
+    return lambda act: Command(act, config, usage, description, source, patience)
