@@ -8,7 +8,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import ReadShard, ReplicaGroups, Shard
-from mpi4dl.parallel.replicas.agreement import disagreement
+from mpi4dl.parallel.replicas.groups import disagreement
 from mpi4dl.parallel.replicas.whole import assemble
 
 

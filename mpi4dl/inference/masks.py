@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl.trainer.pictures import palette
+
 FOLDER = "masks"
 BAND_BYTES = 1 << 24
 _PALETTE, _GREY = 3, 0  # types of PNG
@@ -28,18 +30,6 @@ def path_of(name: str, suffix: str, number: int | None = None) -> Path:
     parts = [part for part in Path(name).parts if part not in ("/", "..", "\\")]
     base = Path(*parts)
     return base.with_name(f"{base.stem}{'' if number is None else f'.{number}'}{suffix}")
-
-
-def palette(count: int) -> bytes:
-    """Colours that are far from each other for neighbouring numbers, black first: as those of PASCAL VOC."""
-    found = bytearray()
-    for number in range(count):
-        colour = [0, 0, 0]
-        for bit in range(8):
-            for channel in range(3):
-                colour[channel] |= (number >> (3 * bit + channel) & 1) << (7 - bit)
-        found += bytes(colour)
-    return bytes(found)
 
 
 class PngMask:

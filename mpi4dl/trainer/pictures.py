@@ -50,6 +50,38 @@ def confusion_picture(matrix: "Sequence[Sequence[float]] | Tensor", classes: Seq
     return np.asarray(image)
 
 
+def palette(count: int) -> bytes:
+    """Colours that are far from each other for neighbouring numbers, black first: as those of PASCAL VOC."""
+    found = bytearray()
+    for number in range(count):
+        colour = [0, 0, 0]
+        for bit in range(8):
+            for channel in range(3):
+                colour[channel] |= (number >> (3 * bit + channel) & 1) << (7 - bit)
+        found += bytes(colour)
+    return bytes(found)
+
+
+def overlaid(images_NCHW: "Tensor", true_NHW: "Tensor", predicted_NHW: "Tensor") -> Any:
+    """An array (H, W, 3) of bytes: a row for each image, of the image, its mask over it, and the predicted one.
+
+    Masks have numbers of classes, of which 0 and negative ones stay uncoloured.
+    """
+    import numpy as np
+
+    pixels = (images_NCHW.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    pixels = pixels.repeat(3, axis=3) if pixels.shape[3] == 1 else pixels
+    colours = np.frombuffer(palette(256), np.uint8).reshape(-1, 3)
+    rows = []
+    for image, *masks in zip(pixels, true_NHW.numpy(), predicted_NHW.numpy(), strict=True):
+        shown = [image]
+        for mask in masks:
+            mixed = (image // 2 + colours[mask % 256] // 2).astype(np.uint8)
+            shown.append(np.where((mask > 0)[..., None], mixed, image))
+        rows.append(np.concatenate([np.pad(each, ((0, 4), (0, 4), (0, 0)), constant_values=255) for each in shown], 1))
+    return np.concatenate(rows) if rows else None
+
+
 def captioned(images_NCHW: "Tensor", labels: Sequence[str], predictions: Sequence[str]) -> Any:
     """An array (H, W, 3) of bytes: a few images with values 0 to 1 side by side, each with label and prediction."""
     import numpy as np

@@ -26,15 +26,14 @@ from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
 from mpi4dl.trainer.best import BEST, Best
 from mpi4dl.trainer.description import Description
 from mpi4dl.trainer.images import Images
-from mpi4dl.trainer.interval import LogInterval
 from mpi4dl.trainer.news import News
 from mpi4dl.trainer.patience import Patience
 from mpi4dl.trainer.portraying import Painter, remember
 from mpi4dl.trainer.reading import Divided, Reading
-from mpi4dl.trainer.report import Reporter, ValidationReport, summary
+from mpi4dl.trainer.report import LogInterval, Reporter, ValidationReport, summary
 from mpi4dl.trainer.resuming import options_to_compare
 from mpi4dl.trainer.routing import expert_use
-from mpi4dl.trainer.samples import show_samples
+from mpi4dl.trainer.showing import Showing
 from mpi4dl.trainer.stopping import Stopped, StopSignals
 from mpi4dl.trainer.texts import Texts
 from mpi4dl.trainer.writing import continued
@@ -82,7 +81,8 @@ class TrainingRun:
         self.work = WorkMeter(engine.comm.node)
         self.evaluation: Evaluation | None = None
         later: Any = None  # until `open`
-        self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = self.closing = later
+        self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = later
+        self.showing = self.closing = later
 
     def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
         """What validation measures, and by what the best weights are told."""
@@ -122,11 +122,11 @@ class TrainingRun:
         if comm.rank == 0:
             if origin.in_place:
                 self.folder.cut_metrics(metrics_bytes)
-            options: dict[str, Any] = {"tensorboard": config.run.tensorboard, "classes": self.images.classes}
-            reporter = Reporter(self.folder, self.num_steps, first_step=self.engine.num_steps, **options)
-            self.reporter = closing.enter_context(reporter)
-            self.painter = Painter(reporter, self.folder, config, self.engine, self.num_steps)
+            how = (self.num_steps, self.engine.num_steps, config.run.tensorboard, self.images.classes)
+            self.reporter = closing.enter_context(Reporter(self.folder, *how))
+            self.painter = Painter(self.reporter, self.folder, config, self.engine, self.num_steps)
             self.engine.executor.progress = self.progress
+        self.showing = Showing(self.reporter, self.engine, config, self.task, self.images.classes)
         self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
         said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
@@ -304,8 +304,8 @@ class TrainingRun:
         reading, first = self.reading(self.training, self.epoch, self.batch), self.engine.num_steps
         with self.saved_if_refused():
             for batch, microbatches in reading:
-                if self.engine.num_steps == 0 and self.config.data.text is None:
-                    show_samples(self.reporter, self.engine, batch.tiles, microbatches[0], self.config)
+                if self.engine.num_steps == 0:
+                    self.showing.samples(batch.tiles, microbatches[0])
                 tell = reading.tell if self.engine.num_steps + 1 < self.num_steps else self.own_news
                 with self.work if self.engine.num_steps > first else nullcontext():  # the first one learns shapes
                     result = self.engine.step(batch.tiles, batch.labels, self.size, microbatches, tell)
@@ -376,25 +376,25 @@ class TrainingRun:
         """Measure the model on the validation images. If that is broken off, it is as if it had not begun."""
 
         def batches() -> Iterator[tuple[Any, ...]]:
-            reading = self.reading(self.validation, 0, training=False)
-            for batch, microbatches in reading:
+            for batch, microbatches in (reading := self.reading(self.validation, 0, training=False)):
                 self.heed(reading.news)
+                self.showing.watch(batch.tiles, microbatches[0])
                 yield batch.tiles, batch.labels, microbatches
 
         if self.checkpoints is not None:
             self.checkpoints.wait()  # whatever happens here, the epoch is on disk
         with self.saved_if_refused(), self.averaged(), put_back(self.engine.executor):
-            found = self.engine.evaluate(batches(), self.size, self.metrics, self.task.measured)
+            found = self.engine.evaluate(batches(), self.size, self.metrics, self.showing.measured)
             self.evaluation = found
             better = self.best is not None and self.best.see(found, self.engine.num_steps)
             if better:
                 save_model(self.engine, self.folder.path / BEST, self.images.classes, self.about.metadata)
         self.tell("on_validation_end", found)
+        self.showing.validated()
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)
             accuracy = found.accuracy or 0.0 if self.task.name == "classify" else found.accuracy
-            step = self.engine.num_steps
-            report = ValidationReport(step, epoch, found.loss, accuracy, bits, found.metrics, better)
-            self.reporter.validation(report)
+            told = (found.loss, accuracy, bits, found.metrics, better)
+            self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, *told))
         if self.best is not None and self.best.enough:
             self.say(self.best.words())

@@ -3,6 +3,7 @@
 They are all ranks of a stage, those of several stages that share parameters, or those with one part of what is cut.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.agreement import disagreement
 from mpi4dl.parallel.replicas.gathering import there_together
 from mpi4dl.parallel.replicas.group import GradientHook, ReadShard, ReplicaGroup, ask
 from mpi4dl.parallel.replicas.reducer import sums_on_host
@@ -183,3 +183,20 @@ def _all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
 def _is_flat(value: Any, like: Tensor) -> bool:
     """Whether a value of the optimizer's state has one element for each of the parameter's."""
     return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == like.numel()
+
+
+def digest(value: Tensor) -> str:
+    """Equal for equal bits, shapes and dtypes."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(f"{tuple(value.shape)} {value.dtype}".encode() + flat.numpy().tobytes()).hexdigest()
+
+
+def disagreement(comm: Communicator, values: Mapping[str, Tensor]) -> str | None:
+    """Which of these values differ between the ranks of `comm`, in words; None if all are alike. Collective."""
+    found = comm.all_gather_object({name: digest(value) for name, value in values.items()})
+    wrong = [name for name in found[0] if any(other.get(name) != found[0][name] for other in found)]
+    if not wrong:
+        return None
+    ranks = [rank for rank, other in enumerate(found) if any(other.get(name) != found[0][name] for name in wrong)]
+    others = f" and {len(wrong) - 1} other values" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{others} on ranks {ranks} of the {comm.size} that hold them differ from those of the first"

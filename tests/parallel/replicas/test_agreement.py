@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.agreement import digest, disagreement
+from mpi4dl.parallel.replicas.groups import digest, disagreement
 from tests.pool.ranks import Ranks
 
 
