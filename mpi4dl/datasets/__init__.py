@@ -9,6 +9,7 @@ from mpi4dl.datasets.augment import Augmentation, Variation
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image, printable
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.loader import Batch, Loader
+from mpi4dl.datasets.masks import pixels_of
 from mpi4dl.datasets.mixing import Mixup
 from mpi4dl.datasets.sampling import class_counts
 from mpi4dl.datasets.sources import open
@@ -31,5 +32,6 @@ __all__ = [
     "open",
     "open_image",
     "open_volume",
+    "pixels_of",
     "printable",
 ]

@@ -73,6 +73,18 @@ def open_stored(path: Path, volumes: bool = False) -> Stored:
         return _open_picture(path)
 
 
+def pixels_of(mask: Any) -> Iterator[npt.NDArray[Any]]:
+    """The classes of all pixels of a dataset's mask, an array or an object with `size` and `read`, some rows at a time.
+
+    Raises BadImage.
+    """
+    if not hasattr(mask, "read"):
+        yield np.asarray(mask)
+        return
+    first, *others = (Interval(0, size) for size in mask.size)
+    yield from (mask.read(part, *others) for part in _strips(first))
+
+
 def values_in(path: Path, volumes: bool = False) -> npt.NDArray[np.int64]:
     """Which numbers a mask holds, in order. Raises BadImage."""
     stored = open_stored(path, volumes)

@@ -2,19 +2,23 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.learning import OF_TEXT
 from mpi4dl.options.parts import call, is_own, load
-from mpi4dl.tasks.losses import balanced_weights
-from mpi4dl.tasks.task import TASKS, Task
+from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
+from mpi4dl.tasks.task import TASKS, Segment, Task
 
 
 def with_task(config: Config, dataset: Any) -> Config:
@@ -32,14 +36,17 @@ def with_task(config: Config, dataset: Any) -> Config:
     return config
 
 
-def build_task(config: Config, dataset: Any, num_classes: int) -> Task:
-    """What is learnt, with its loss, by name or the user's own. Raises ConfigError."""
+def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicator | None = None) -> Task:
+    """What is learnt, with its loss, by name or the user's own. Raises ConfigError.
+
+    Collective over `comm`, whose ranks share the work of counting the pixels of masks.
+    """
     part, options = config.training.loss, dict(config.training.loss_options)
     if part is not None and is_own(part):
         return TASKS[config.data.task](num_classes, _own_loss(part, options))
     weights = config.learning.class_weights
     if weights is not None:
-        options["class_weights"] = _balanced(config, dataset, num_classes) if weights == "balanced" else weights
+        options["class_weights"] = _balanced(config, dataset, num_classes, comm) if weights == "balanced" else weights
     if config.learning.label_smoothing:
         options["label_smoothing"] = config.learning.label_smoothing
     auxiliary = options.pop("auxiliary", None)
@@ -64,8 +71,14 @@ def _own_loss(part: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     return found
 
 
-def _balanced(config: Config, dataset: Any, num_classes: int) -> Sequence[float]:
-    """By the labels to train on: of classes n / (classes * number), of labels how many have not for one that has."""
+def _balanced(config: Config, dataset: Any, num_classes: int, comm: Communicator | None) -> Sequence[float]:
+    """By the labels to train on: of classes n / (classes * number), of labels how many have not for one that has.
+
+    Pixels of masks are labels; a mask that cannot be read counts for nothing here.
+    """
+    loss = config.training.loss if isinstance(config.training.loss, str) else None
+    if config.data.task == "segment" and not Segment(num_classes, loss, config.training.loss_options).binary:
+        return weights_of_counts(_pixel_counts(dataset, num_classes, comm))
     if config.data.task == "classify":
         labels = [int(dataset.label(index)) for index in range(len(dataset))]
         return balanced_weights(labels, num_classes)
@@ -74,9 +87,21 @@ def _balanced(config: Config, dataset: Any, num_classes: int) -> Sequence[float]
         has = (table == 1).sum(0)
         return [float(n) for n in torch.where(has > 0, (table == 0).sum(0) / has.clamp(min=1), 1.0)]
     raise ConfigError(
-        f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of: give a number for each "
-        "class, such as 1,2.5"
+        f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of, or of which a pixel may "
+        "have several: give a number for each class, such as 1,2.5"
     )
+
+
+def _pixel_counts(dataset: Any, num_classes: int, comm: Communicator | None) -> Tensor:
+    """How many pixels of all masks each class has. Collective over `comm`."""
+    counts = torch.zeros(num_classes, dtype=torch.int64)
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    for index in range(rank, len(dataset), size):
+        with suppress(BadImage):
+            for values in pixels_of(dataset.label(index)):
+                found = torch.as_tensor(values).flatten().long()
+                counts += torch.bincount(found[(found >= 0) & (found < num_classes)], minlength=num_classes)
+    return counts if comm is None else comm.all_reduce(counts)
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:

@@ -103,7 +103,12 @@ def _counting(class_weights: Sequence[float] | None, ignore_index: int) -> Count
 
 def balanced_weights(labels: Sequence[int] | Tensor, num_classes: int) -> tuple[float, ...]:
     """For each class n / (classes * how many of the n labels are it), as scikit-learn balances; 0 without any."""
-    counts = torch.bincount(torch.as_tensor(labels).flatten(), minlength=num_classes).double()
+    return weights_of_counts(torch.bincount(torch.as_tensor(labels).flatten(), minlength=num_classes))
+
+
+def weights_of_counts(counts: Tensor) -> tuple[float, ...]:
+    """The same, of how many labels are of each class."""
+    counts = counts.double()
     shares = counts.sum() / (int((counts > 0).sum()) * counts)
     return tuple(torch.where(counts > 0, shares, 0.0).tolist())
 

@@ -107,7 +107,7 @@ class Trainer:
         patience.feed()
         with comm.together((ValueError, TypeError)):
             self.config = config = with_task(config, images.training)
-            task = build_task(config, images.training, images.number_of_classes(config))
+            task = build_task(config, images.training, images.number_of_classes(config), comm)
             metrics = build_metrics(config, task)
             monitor = monitored(config, task, metrics)
             if metrics:

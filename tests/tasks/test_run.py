@@ -97,7 +97,8 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
         ("--loss nowhere.py:loss", "`loss` nowhere.py:loss: there is no file nowhere.py"),
         ("--class-weights 1,2", "`class_weights` has 2 numbers, but there are 3 classes: give one for each"),
         ("--class-weights 0,0,0", "`class_weights` [0.0, 0.0, 0.0] must be at least 0, and not all of them 0"),
-        ("--task segment --class-weights balanced", "`class_weights` balanced counts labels, which `task` segment has"),
+        ("--task regress --class-weights balanced", "`class_weights` balanced counts labels, which `task` regress has"),
+        ("--task segment --loss bce --class-weights balanced", "`class_weights` balanced counts labels, which `task`"),
         ("--task regress --label-smoothing 0.1", "`loss` mse does not take label_smoothing; its options are: none"),
         ("--task language", "`task` language is not for images: choose one of images, or auto"),
         ("--text stdlib --task segment", "`task` segment is not for text: choose language or masked, or auto"),
@@ -122,6 +123,10 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, "auc")
     assert task.loss_options["class_weights"] == [1.0, 5.0, 0.0]
     assert task_by("--patience 1", "segment")[2] == "dice"
+    masks = np.stack([Labelled("segment").label(index) for index in range(6)])
+    with_class = [(masks == number).sum() for number in (0, 1)]  # class 2 has no pixel, and ignored ones do not count
+    weights = task_by("--class-weights balanced", "segment")[0].loss_options["class_weights"]
+    assert weights == pytest.approx((*(sum(with_class) / (2 * n) for n in with_class), 0.0))
     assert with_task(parse(["--text", "stdlib"]), None).data.task == "language"
 
 
