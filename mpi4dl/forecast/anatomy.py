@@ -31,10 +31,11 @@ AHEAD = 1  # bucket that is being gathered before it is needed
 
 
 class StateBytes(NamedTuple):
-    """What training one stage of a model keeps on a rank, in bytes: `update` are masters and the optimizer's state.
+    """What training one stage of a model keeps on a rank, in bytes.
 
-    `fixed` are frozen parameters and buffers, `bucket` is the largest of the flat buckets. It is that of what all
-    holders of the stage have, or of what those have who have the largest part along these `axes`.
+    `update` are masters, their average, and the optimizer's state; `fixed` are frozen parameters and buffers, `bucket`
+    is the largest of the flat buckets. It is that of what all holders of the stage have, or of what those have who have
+    the largest part along these `axes`.
     """
 
     parameters: int
@@ -93,10 +94,12 @@ def count_state(
     low_precision: torch.dtype | None = None,
     cutting: Cutting | None = None,
     degrees: Degrees | None = None,
+    averaged: bool = False,
 ) -> StageState:
     """Count what training a stage of these modules on the meta device would keep; what they share counts once.
 
     Their weights become those of `low_precision`. Of parameters that `cutting` names each rank has one of many parts.
+    `averaged`: there is an average of them too.
     """
     modules, cutting, degrees = tuple(modules), cutting or Cutting(), degrees or Degrees()
     if low_precision is not None:
@@ -110,17 +113,21 @@ def count_state(
         shape = largest_part(cutting.parameters.get(name, ()), p.shape, degrees)
         part = p if shape == tuple(p.shape) else nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
         alike.setdefault(cutting.axes(name), []).append(part)
-    return tuple(_state(parts, build_optimizer, 0 if axes else fixed, axes) for axes, parts in alike.items())
+    return tuple(_state(parts, build_optimizer, 0 if axes else fixed, axes, averaged) for axes, parts in alike.items())
 
 
 def _state(
-    trained: Sequence[nn.Parameter], build_optimizer: BuildOptimizer, fixed: int, axes: tuple[str, ...] = ()
+    trained: Sequence[nn.Parameter],
+    build_optimizer: BuildOptimizer,
+    fixed: int,
+    axes: tuple[str, ...],
+    averaged: bool,
 ) -> StateBytes:
     masters = [nn.Parameter(p.detach().float() if p.dtype in LOW_PRECISION else p.detach()) for p in trained]
     own = sum(m.nbytes for p, m in zip(trained, masters, strict=True) if p.dtype in LOW_PRECISION)
     size = sum(p.nbytes for p in trained)
     largest = max((p.nbytes for p in trained), default=0)
-    update = own + (state_bytes(build_optimizer(masters)) if masters else 0)
+    update = own + (state_bytes(build_optimizer(masters)) if masters else 0) + averaged * sum(m.nbytes for m in masters)
     return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), axes)
 
 

@@ -85,6 +85,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         accept=require_logits if config.data.task in ("auto", "classify") and config.data.text is None else anything,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        averaged=config.tuning.ema is not None,
         styles=tensor_styles(config),
         **options,
     )
@@ -163,6 +164,7 @@ def build_forecaster(
         partial(build_optimizer, config),
         allocator_of(config, device.type),
         AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        config.tuning.ema is not None,
         Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
         tensor_styles(config),
     )

@@ -125,6 +125,7 @@ class Forecaster:
     optimizer: BuildOptimizer
     allocator: Allocator
     low_precision: torch.dtype | None = None
+    averaged: bool = False
     wanted: Wanted = field(default_factory=Wanted)
     styles: Styles | None = None
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
@@ -272,7 +273,8 @@ class Forecaster:
             key = (start, end, plan.degrees)
             if key not in self._states:
                 atoms = [self._lowered.atom(i) for i in range(start, end)]
-                self._states[key] = count_state(atoms, self.optimizer, self.low_precision, cuts, plan.degrees)
+                how = (self.low_precision, cuts, plan.degrees, self.averaged)
+                self._states[key] = count_state(atoms, self.optimizer, *how)
             found.append(self._states[key])
         return found
 

@@ -204,6 +204,7 @@ def overview(
     optimizer: BuildOptimizer | None = None,
     allocator: Allocator = HEAP_KEPT,
     low_precision: torch.dtype | None = None,
+    averaged: bool = False,
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
     styles: Styles | None = None,
@@ -260,7 +261,8 @@ def overview(
     num_parameters = sum(p.numel() for p in model.parameters())
     states: tuple[StageState, ...] = ()
     if optimizer is not None:
-        states = tuple(count_state((stage,), optimizer, low_precision, cuts, plan.degrees) for stage in stages)
+        how = (optimizer, low_precision, cuts, plan.degrees, averaged)
+        states = tuple(count_state((stage,), *how) for stage in stages)
     return Overview(
         name,
         plan,

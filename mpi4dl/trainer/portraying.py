@@ -111,6 +111,7 @@ def purposes_of(engine: Engine, peak_bytes: int, on_disk: bool = False) -> dict[
             gradients += size * own.element_size() if group.zero > 1 else 0
         if group.zero <= 1:
             gradients += sum(p.numel() * p.element_size() for p in group.parameters)
+        updated += [] if group.average is None else group.average.values
     updated += [each for state in optimizer.state.values() for each in state.values() if hasattr(each, "nbytes")]
     found = {
         "parameters and buffers": _bytes_of(kept),

@@ -115,7 +115,13 @@ def test_parameters_that_are_cut_unevenly_count_as_the_largest_part() -> None:
     sizes = {"vocabulary": 9, "context": 8, "num_layers": 1, "num_heads": 3, "hidden": 6}
     model = outline(lambda: models.build("gpt", None, **sizes))
     plan, adam = replace(ONE, tensor=2), partial(torch.optim.Adam, lr=1e-3)
-    whole, cut = count_state([model], adam, None, planned_cuts(model, plan), plan.degrees)
+    cuts = planned_cuts(model, plan)
+    whole, cut = count_state([model], adam, None, cuts, plan.degrees)
+    averaged = count_state([model], adam, None, cuts, plan.degrees, averaged=True)
+    assert [more.update - less.update for more, less in zip(averaged, (whole, cut), strict=True)] == [
+        whole.parameters,
+        cut.parameters,
+    ]
     heads = 3 * (4 * 6 + 4) + 6 * 4  # queries, keys and values with biases, and the output's inputs
     assert cut.parameters == 4 * (heads + (12 * 6 + 12) + 6 * 12 + 5 * 6)  # feed-forward, and 5 of 9 words, tied
     assert cut.parameters + whole.parameters < 4 * sum(p.numel() for p in model.parameters())

@@ -26,6 +26,11 @@ class Average:
         self._pieces = [piece for some in pieces for piece in some]
         self._of: dict[int, Tensor] = {}  # by the id of a piece's value
 
+    @property
+    def values(self) -> list[Tensor]:
+        """The averages that there are."""
+        return [*self._of.values()]
+
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights of a step that was made."""
