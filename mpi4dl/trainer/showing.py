@@ -73,7 +73,7 @@ class Showing:
         n = min(len(images), len(found.predicted), len(found.true))
         predicted, true = found.predicted[:n], found.true[:n]
         if found.dense:
-            picture = overlaid(images[:n], true, predicted)
+            picture = overlaid(images[:n], *(_resized(mask, images.shape[2:]) for mask in (true, predicted)))
         else:
             picture = captioned(images[:n], [*map(self._words, true)], [*map(self._words, predicted)])
         self._reporter.figure("validation/images", picture, self._engine.num_steps)
@@ -94,12 +94,12 @@ class Showing:
 
     def _of(self, outputs: Any, targets: Any) -> Taken | None:
         predicted = main_output(outputs)
-        if not isinstance(predicted, Tensor) or not isinstance(targets, Tensor):
+        if not isinstance(predicted, Tensor) or not isinstance(targets, Tensor) or predicted.dim() == 3:
             return None
-        if predicted.dim() < 4:
+        if predicted.dim() < 3:
             whole = spatial.gather(predicted) if isinstance(predicted, spatial.SpatialTensor) else predicted
             few = self._task.predictions(whole[:MOST_IMAGES]).float().cpu()
-            return Taken(few, targets[:MOST_IMAGES].cpu(), False) if predicted.dim() < 3 else None
+            return Taken(few, targets[:MOST_IMAGES].clone().cpu(), False)
         if self._task.name != "segment":
             return None
         overlaps = bool(getattr(self._task, "binary", False))
@@ -141,5 +141,9 @@ def _sampled(true: Tensor) -> Tensor:
     if true.dim() == 4:
         depth = min(true.shape[1], MOST_PX) // 2
         true = true[:, depth * true.shape[1] // min(true.shape[1], MOST_PX)]
-    size = [min(pixels, MOST_PX) for pixels in true.shape[1:]]
-    return F.interpolate(true[:, None].double(), size=size, mode="nearest-exact")[:, 0].long().cpu()
+    return _resized(true, [min(pixels, MOST_PX) for pixels in true.shape[1:]]).cpu()
+
+
+def _resized(masks: Tensor, size: Sequence[int]) -> Tensor:
+    """Masks (n, h, w) of another size: that of images, of which a model's outputs may be a fraction."""
+    return F.interpolate(masks[:, None].double(), size=tuple(size), mode="nearest-exact")[:, 0].long()
