@@ -35,7 +35,7 @@ CASES = [
     Case("inception_v3", (299, 299)),
     Case("fcn_resnet50", (45, 37), (("aux_loss", True),), dense=True),
 ]
-SLOW = ("inception_v3", "fcn_resnet50")
+SLOW = ("googlenet", "inception_v3", "fcn_resnet50")
 
 
 def build(case: Case) -> nn.Module:

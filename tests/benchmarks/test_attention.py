@@ -39,6 +39,7 @@ def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest
     assert_refused(parse, flags, message, capsys)
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "attention"
     flags = ["--tokens", "5,16", "--ranks", "2", "--heads", "2", "--features", "4", "--rounds", "1", "--causal"]

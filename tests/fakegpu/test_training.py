@@ -21,7 +21,7 @@ from tests.pool.ranks import Ranks
 from tests.test_zero import PLANS, SMALL
 from tests.training import HOOKED, NARROWING, UNUSED, Outcome, Task
 
-FEW = ("data2", "tiles", "accumulation", "stages-tiles", "gems")
+FEW = ("data2", "stages-tiles", "gems")
 ON_GPU = replace(SMALL, device="cuda", optimizer="AdamW")
 
 

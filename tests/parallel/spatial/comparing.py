@@ -78,7 +78,7 @@ CHOSEN = [
 # One of each kind, for tables of operators whose rules share what all arrangements try.
 SOME_ARRANGEMENTS = [
     Arrangement(2, 2),
-    Arrangement(1, 3),
+    pytest.param(Arrangement(1, 3), marks=pytest.mark.exhaustive),
     Arrangement(2, 1, batch=2),
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
