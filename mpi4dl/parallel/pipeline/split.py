@@ -5,6 +5,7 @@ stage = cuttable.stage(counts=[3, 4, 5], index=1)        # 12 atoms in three sta
 stage = materialize(stage, build, device, seed)          # with the values of its own parameters only
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 
@@ -211,7 +212,8 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
             # Some models read values while they are built (torchvision's RegNet computes its widths with tensors),
             # also by numpy, which takes no tensor without values: a TypeError.
             with torch.device("cpu"):
-                return build().to("meta")
+                model = build()
+            return copy.deepcopy(model, memo=shapes_of(model))  # .to("meta") would untie what is tied
 
 
 def shapes_of(model: nn.Module) -> dict[int, Tensor]:

@@ -247,6 +247,19 @@ def test_a_stage_gets_the_values_that_the_whole_model_would_have(name: str) -> N
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
+def test_what_is_tied_stays_so_in_models_that_read_values_while_they_are_built() -> None:
+    """As in models of Hugging Face that are drawn again: moved to the meta device, each name would have its own."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        model[1].weight = model[0].weight
+        return model if model[0].weight.any() else nn.Identity()
+
+    model = outline(build)
+    assert all(p.is_meta and p.requires_grad for p in model.parameters())
+    assert model[1].weight is model[0].weight  # type: ignore[index]
+
+
 def test_a_model_may_read_its_values_as_it_is_built() -> None:
     """By numpy too, for which tensors without values are of a wrong type."""
     model = outline(lambda: nn.Linear(2, int(torch.tensor([3.0]).numpy().sum())))
