@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mpi4dl"
-MAX_LINES = 400
+MAX_LINES = 700
 
 FLOORS = {
     "train": 11,
