@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import PIL.Image
@@ -34,9 +35,7 @@ def train_nothing(
     asked = {"model": "small_resnet", "image_size": SIZE, "batch_size": 3, "num_workers": 0, "task": task, **options}
     config = from_keywords(Config, asked)
     model = build_model(config, len(classes), 3).eval()
-    with torch.no_grad():
-        for p in model.parameters():  # far enough from 0 that images differ
-            p += 0.1 * torch.randn_like(p)
+    spread_outputs(model)
     about = Description.of(config, Like(task, classes), len(classes))
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
@@ -47,9 +46,28 @@ def train_nothing(
     return model
 
 
+@torch.no_grad()
+def spread_outputs(model: nn.Module) -> None:
+    """Draw weights by a seed, and scale the last layer so that outputs of different images lie well apart.
+
+    Nearly equal outputs change their order with the rounding of a processor or a plan, and ranks and classes with it.
+    """
+    draws = torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        p += 0.1 * torch.randn(p.shape, generator=draws)
+    *_, last = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+    assert last.bias is not None
+    grounds = torch.rand((32, 3, 1, 1), generator=draws) * 200 / 255
+    images = ((grounds + torch.rand((32, 3, *SIZE), generator=draws) * 56 / 255) - 0.5) / 0.25
+    outputs = model(images).transpose(0, 1).flatten(1)
+    scale = 1.5 / outputs.std(1)
+    last.weight *= scale.reshape(-1, *[1] * (last.weight.dim() - 1))
+    last.bias.copy_((last.bias - outputs.mean(1)) * scale)
+
+
 def write_images(folder: Path, count: int, suffix: str = ".png") -> list[Path]:
-    """Noise on grounds of different colours, every second one in a folder below."""
-    drawn, paths = np.random.default_rng(1), []
+    """Noise on grounds of different colours, every second one in a folder below. Folders differ in their images."""
+    drawn, paths = np.random.default_rng(crc32(folder.name.encode())), []
     (folder / "more").mkdir(parents=True, exist_ok=True)
     for number in range(count):
         path = folder / ("more" if number % 2 else ".") / f"{number}{suffix}"

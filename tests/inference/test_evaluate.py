@@ -5,6 +5,7 @@ import json
 import math
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ def test_classes_of_folders(ranks: Ranks, tmp_path: Path) -> None:
     (one, first), (four, second) = (found_in(tmp_path / n) for n in "14")
     for a, b in zip(first, second, strict=True):
         assert all(close(a[column], b[column]) for column in a)
+    for name in CLASSES:  # otherwise rounding decides who comes first, and so the AUC
+        scores = sorted(float(row[f"probability {name}"]) for row in first if not row["error"])
+        assert min(b - a for a, b in pairwise(scores)) > 10 * TOLERANCE
     for name, measured in one["metrics"].items():
         assert all(close(value, four["metrics"][name][key]) for key, value in measured.items())
         assert measured["low"] <= measured["value"] <= measured["high"]
