@@ -11,7 +11,7 @@ from mpi4dl.parallel.spatial.interpolation import Resampling
 # A busy machine is slow, and that is no failure.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 quick = settings(patient, max_examples=150)
-thorough = settings(patient, max_examples=400)
+thorough = settings(patient, max_examples=120)
 
 sizes = st.integers(1, 200)
 intervals = st.builds(Interval, st.integers(-20, 20), st.integers(-20, 20))

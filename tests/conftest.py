@@ -23,6 +23,23 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as exhaustive all cases of a test that `sample(n)` leaves out. The n others lie evenly in their list."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None and item.get_closest_marker("exhaustive") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("sample")
+        assert marker is not None
+        number = min(marker.args[0], len(found))
+        kept = {(2 * i + 1) * len(found) // (2 * number) for i in range(number)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker("exhaustive")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_cache_left() -> Iterator[None]:
     folder = os.environ["XDG_CACHE_HOME"]

@@ -101,6 +101,7 @@ def in_stages(comm: Communicator, case: Case) -> Outcome | None:
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.exhaustive] if c.name in SLOW else [], id=c.name) for c in CASES]
 )
+@pytest.mark.sample(1)
 def test_a_model_with_auxiliary_heads_in_stages(ranks: Ranks, case: Case) -> None:
     found, expected = ranks(4).run(in_stages, case)[0], plain(case)
     assert found.losses == pytest.approx(expected.losses, rel=1e-10)

@@ -109,5 +109,6 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("task", "plan"), PLANS, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.sample(5)
 def test_training_equals_plain_pytorch(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)

@@ -40,6 +40,7 @@ def loaded(file: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+@pytest.mark.sample(1)
 def test_torchvision_loads_the_weights(run: Path, tmp_path: Path, name: str) -> None:
     newest = checkpoints_in(run / "checkpoints")[0]
     assert newest.name == "step-00000004"

@@ -73,6 +73,7 @@ def plain(run: Path, prompt: str, num_tokens: int) -> str:
         pytest.param("pairs", "--stages 2 --tensor 2", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.sample(2)
 def test_greedy_text_by_every_plan(ranks: Ranks, folder: Path, run: str, plan: str) -> None:
     argv = [str(folder / run), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "12", *plan.split()]
     num_ranks = 4 if plan.count("2") == 2 else 2 if "2" in plan else 1

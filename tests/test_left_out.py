@@ -79,6 +79,7 @@ def plainly(plan: Plan, bad: set[int]) -> tuple[float, float, dict[str, torch.Te
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(4)
 def test_only_the_bad_images_go(ranks: Ranks, name: str) -> None:
     plan, bad = CASES[name]
     validation, loss, state = plainly(plan, bad)

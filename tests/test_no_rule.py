@@ -36,6 +36,7 @@ def train_gathering(comm: Communicator, task: Task, plan: Plan) -> Outcome:
     ],
     ids=["tiles", "recompute, ZeRO", "stages on tiles", "zero-bubble"],
 )
+@pytest.mark.sample(2)
 def test_what_is_gathered_trains_as_a_plain_loop_does(ranks: Ranks, task: Task, plan: Plan) -> None:
     outcome, *_ = ranks(plan.num_ranks).run(train_gathering, task, plan)
     assert_like(outcome, plain(task, plan.num_microbatches))

@@ -85,6 +85,7 @@ UNTRAINABLE = [
 
 
 @pytest.mark.parametrize("flags", UNTRAINABLE)
+@pytest.mark.exhaustive
 def test_what_training_refuses_is_not_planned(
     ranks: Ranks, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str
 ) -> None:

@@ -82,6 +82,7 @@ def label(value: object) -> str:
 
 
 @pytest.mark.parametrize(("task", "plan"), list(everything()), ids=label)
+@pytest.mark.sample(5)
 def test_every_combination_equals_plain_pytorch(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 
@@ -121,6 +122,7 @@ def further() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("plan", list(further()))
+@pytest.mark.sample(5)
 def test_stages_of_any_grids_in_any_order_equal_plain_pytorch(ranks: Ranks, plan: Plan) -> None:
     check(ranks, RESNET, plan)
 
@@ -135,6 +137,7 @@ def test_stages_of_any_grids_in_any_order_equal_plain_pytorch(ranks: Ranks, plan
     ],
     ids=label,
 )
+@pytest.mark.sample(2)
 def test_microbatches_need_not_be_equal(ranks: Ranks, batch: int, plan: Plan) -> None:
     """The validation ends with a batch of one image, which is less than every plan here has microbatches."""
     check(ranks, replace(RESNET, batch=batch), plan)
@@ -153,12 +156,14 @@ def test_microbatches_need_not_be_equal(ranks: Ranks, batch: int, plan: Plan) ->
     ],
     ids=label,
 )
+@pytest.mark.sample(2)
 def test_a_class_for_every_pixel_from_a_last_stage_on_tiles(ranks: Ranks, plan: Plan) -> None:
     check(ranks, UNET, plan)
 
 
 @pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
 @pytest.mark.parametrize("task", [RESNET, UNET], ids=str)
+@pytest.mark.sample(1)
 def test_recomputing_stages_changes_nothing(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task.with_engine(recompute=True), plan)
 
@@ -168,6 +173,7 @@ def test_recomputing_leaves_the_halves_of_a_backward_exact(ranks: Ranks) -> None
 
 
 @pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+@pytest.mark.sample(1)
 def test_the_norm_to_clip_is_that_of_all_stages(ranks: Ranks, plan: Plan) -> None:
     task = RESNET.with_engine(clip_norm=0.5)
     check(ranks, task, plan)
@@ -176,6 +182,7 @@ def test_the_norm_to_clip_is_that_of_all_stages(ranks: Ranks, plan: Plan) -> Non
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+@pytest.mark.sample(1)
 def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, plan: Plan, optimizer: str) -> None:
     task = replace(UNUSED, optimizer=optimizer)
     check(ranks, task, plan)
@@ -196,6 +203,7 @@ def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, plan: Plan,
     ],
     ids=label,
 )
+@pytest.mark.sample(1)
 def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
     check(ranks, replace(UNUSED, balance=(2, 2, 1)), plan)
 
@@ -212,6 +220,7 @@ def test_a_stage_may_have_no_parameters(ranks: Ranks, plan: Plan) -> None:
     ],
     ids=label,
 )
+@pytest.mark.exhaustive
 def test_models_of_torchvision_in_three_stages(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 
@@ -221,6 +230,7 @@ def test_a_layer_of_several_names_is_where_one_of_them_is_used(ranks: Ranks) -> 
 
 
 @pytest.mark.parametrize("counts", [(3, 4), (4, 3), (5, 2)], ids=str)
+@pytest.mark.sample(1)
 def test_a_transformer_is_cut_around_its_class_token(ranks: Ranks, counts: tuple[int, int]) -> None:
     """What is handed on may be a view of a parameter, which has no history where none is recorded."""
     check(ranks, replace(ATTENDING, balance=counts), Plan((ONE, ONE), data=2, microbatches=2))
@@ -237,6 +247,7 @@ def dropped(ranks: Ranks, plan: Plan, recompute: bool = False) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("plan", [*BOTH.values(), replace(MIRRORED, data=2)], ids=label)
+@pytest.mark.sample(1)
 def test_the_same_seed_gives_the_same_bits(ranks: Ranks, plan: Plan) -> None:
     first, second = (dropped(ranks, plan) for _ in range(2))
     assert [a.digests for a in first] == [b.digests for b in second]
@@ -244,6 +255,7 @@ def test_the_same_seed_gives_the_same_bits(ranks: Ranks, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
+@pytest.mark.sample(1)
 def test_dropout_is_drawn_alike_when_it_is_recomputed(ranks: Ranks, plan: Plan) -> None:
     kept = dropped(ranks, plan)[0]
     assert_like(dropped(ranks, plan, recompute=True)[0], kept)
@@ -278,6 +290,7 @@ def first_steps(comm: Communicator, task: Task, plan: Plan, precision: str) -> l
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", [*BOTH.values(), replace(PIPELINE, schedule="zero-bubble")], ids=label)
+@pytest.mark.sample(1)
 def test_autocast_stays_near_full_precision(ranks: Ranks, plan: Plan, precision: str) -> None:
     exact = plain(RESNET, plan.num_microbatches).steps[0]
     for (loss, norm), second in ranks(plan.num_ranks).run(first_steps, RESNET, plan, precision):
@@ -312,6 +325,7 @@ def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], 
 
 @pytest.mark.parametrize("plan", BOTH.values(), ids=BOTH.keys())
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.sample(1)
 def test_an_infinite_gradient_in_one_stage_makes_all_ranks_leave_the_step_out(
     ranks: Ranks, plan: Plan, rank: int
 ) -> None:

@@ -237,6 +237,7 @@ PLANS = ["--tiles 1x1", "--tiles 1x2 --data 2", "--tiles 3x1", "--data 3", "--st
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sample(2)
 def test_every_plan_gives_the_same_numbers(ranks: Ranks, recorded: Recorded, tmp_path: Path, plan: str) -> None:
     num_ranks = build.build_plan(parse(plan.split())).num_ranks
     ranks(num_ranks).run(train, [*recorded.flags, *plan.split(), "--run-folder", str(tmp_path / "run")])

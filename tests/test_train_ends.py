@@ -70,6 +70,7 @@ def test_a_rank_that_raises_ends_the_job_and_says_why_once(tmp_path: Path) -> No
     assert "RuntimeError: no such luck" in (tmp_path / "log-rank1.txt").read_text()
 
 
+@pytest.mark.sample(1)
 def test_a_value_error_of_one_rank_alone_ends_the_job_too(tmp_path: Path) -> None:
     """All ranks make of a ValueError what the user did wrong, and stop together: this one stops without the others."""
     job = failing("raise ValueError('an odd value')", tmp_path)
@@ -105,6 +106,7 @@ def slowly(comm: Communicator, *flags: str) -> int:
     return len(steps)
 
 
+@pytest.mark.exhaustive
 def test_a_run_may_take_longer_than_a_step_may(ranks: Ranks, tmp_path: Path) -> None:
     flags = ("--tiles", "1x2", "--hang-timeout", "3", "--max-steps", "8", "--eval-every", "none")
     flags += ("--no-tensorboard",)
@@ -130,6 +132,7 @@ def refused(comm: Communicator, flags: list[str], gone: Path) -> str:
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.sample(1)
 def test_a_run_whose_images_disappear_ends_and_names_one(ranks: Ranks, tmp_path: Path, policy: str) -> None:
     images = write_images(tmp_path / "images")
     flags = [*TINY, "--tiles", "1x2", "--images", str(images), "--on-bad-image", policy, "--epochs", "5"]

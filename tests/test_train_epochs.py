@@ -40,6 +40,7 @@ def failing_validation(comm: Communicator, flags: list[str], kind: type[Exceptio
     ("kind", "save_every", "saved"),
     [(KeyError, "epoch", 10), (UnreadableImages, "epoch", 10), (UnreadableImages, "7", 10), (KeyError, "7", 7)],
 )
+@pytest.mark.sample(1)
 def test_a_failure_in_validation_costs_no_step_that_was_to_be_saved(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, kind: type[Exception], save_every: str, saved: int
 ) -> None:
@@ -102,6 +103,7 @@ def rounds_of_steps(comm: Communicator, flags: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", ["--tiles 1x2", "--stages 2 --microbatches 2", "--data 2 --zero 2"])
+@pytest.mark.sample(1)
 def test_a_step_has_one_round_over_all_ranks(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     """Beside its exchanges and sums of gradients; an epoch begins with one more."""
     flags = flags_of(tmp_path, "--epochs", "2", "--eval-every", "none", plan=tuple(plan.split()))

@@ -102,6 +102,7 @@ def test_a_run_saves_after_every_epoch_and_keeps_the_newest(uninterrupted: Path)
         ("--save-every none", []),
     ],
 )
+@pytest.mark.sample(2)
 def test_checkpoints_are_made_when_they_were_asked_for(
     ranks: Ranks, tmp_path: Path, flags: str, steps: list[int]
 ) -> None:
@@ -145,6 +146,7 @@ def killed_while_saving(
 
 
 @pytest.mark.parametrize(("during", "rank"), [("ends", 0), ("writes", 1)])
+@pytest.mark.sample(1)
 def test_a_run_that_was_killed_while_it_saved_goes_on(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, during: str, rank: int
 ) -> None:
@@ -208,6 +210,7 @@ def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(
 
 
 @pytest.mark.parametrize("max_steps", ["8", "10"])
+@pytest.mark.sample(1)
 def test_a_run_of_more_steps_is_the_run_of_all_of_them(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, max_steps: str
 ) -> None:
@@ -221,6 +224,7 @@ OTHER_PLANS += [pytest.param("--tiles 1x2 --data 2", marks=pytest.mark.exhaustiv
 
 
 @pytest.mark.parametrize("plan", OTHER_PLANS)
+@pytest.mark.sample(1)
 def test_another_plan_goes_on_in_a_folder_of_its_own(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, plan: str
 ) -> None:
@@ -234,6 +238,7 @@ def test_another_plan_goes_on_in_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("flags", ["--stages 2 --bidirectional 1", "--stages 2 --microbatches 2 --tiles 1x1,1x1"])
+@pytest.mark.sample(1)
 def test_stages_go_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, flags: str) -> None:
     plan = tuple(flags.split())
     ranks(2).run(train, flags_of(tmp_path / "whole", plan=plan))
@@ -272,6 +277,7 @@ REFUSALS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSALS)
+@pytest.mark.sample(4)
 def test_a_run_that_is_another_one_is_refused(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, flags: str, message: str
 ) -> None:

@@ -95,6 +95,7 @@ def signalled_in_validation(comm: Communicator, flags: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("save_every", ["none", "epoch"])
+@pytest.mark.sample(1)
 def test_a_signal_in_validation_stops_at_its_next_batch(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, save_every: str
 ) -> None:

@@ -121,6 +121,7 @@ def test_patches_by_every_plan(ranks: Ranks, slides: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", [["--stream", "2x2"], ["--patches", "33"], ["--patches", "33", "--min-tissue", "0.1"]])
+@pytest.mark.sample(1)
 def test_an_image_that_breaks_in_the_middle_ends_the_run_on_all_ranks(
     ranks: Ranks, slides: Path, tmp_path: Path, how: list[str]
 ) -> None:
@@ -145,6 +146,7 @@ def refused(comm: Communicator, flags: list[str]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.sample(1)
 def test_visits_are_chosen_for_a_limit_of_memory(
     ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path
 ) -> None:

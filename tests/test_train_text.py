@@ -85,6 +85,7 @@ def plain_losses(corpus: Path, folder: Path, steps: int, tied: bool, apart: bool
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sample(1)
 def test_text_by_every_plan(ranks: Ranks, corpus: Path, tmp_path: Path, plan: str) -> None:
     flags = [*COMMON, "--text", str(corpus), "--token-folder", str(tmp_path / "tokens"), "--max-steps", "4"]
     flags += [*plan.split(), "--run-folder", str(tmp_path / "run")]

@@ -68,6 +68,7 @@ PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--t
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.sample(2)
 def test_volumes_by_every_plan(ranks: Ranks, volumes: Path, tmp_path: Path, plan: str) -> None:
     flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes)]
     num_ranks = build.build_plan(parse([*flags, *plan.split()])).num_ranks

@@ -56,12 +56,14 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("plan", "optimizer", "offload"), cases())
+@pytest.mark.sample(6)
 def test_training_equals_plain_pytorch(ranks: Ranks, plan: Plan, optimizer: str, offload: str) -> None:
     options = dict(SMALL.engine_options)
     check(ranks, replace(SMALL, optimizer=optimizer).with_engine(**options, offload=offload), plan)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sample(1)
 def test_a_transformer(ranks: Ranks, zero: int) -> None:
     """Its attention takes the parameters of a module that is never called."""
     check(ranks, ATTENDING.with_engine(bucket_bytes=500), Plan(data=2, zero=zero))
@@ -73,6 +75,7 @@ def test_parameters_that_play_no_part_are_left_alone(ranks: Ranks, zero: int) ->
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.sample(1)
 def test_random_numbers_are_those_of_training_without_zero(ranks: Ranks, zero: int) -> None:
     task = DROPPING.with_engine(bucket_bytes=40)
     shared, repeated = (ranks(2).run(train, task, Plan(((1, 2),), zero=stage))[0] for stage in (zero, 0))
@@ -80,12 +83,14 @@ def test_random_numbers_are_those_of_training_without_zero(ranks: Ranks, zero: i
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.sample(1)
 def test_an_optimizer_that_needs_whole_parameters_gets_them(ranks: Ranks, zero: int) -> None:
     check(ranks, replace(SMALL, optimizer="Adafactor"), Plan(data=4, zero=zero))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("plan", [Plan(data=2), Plan(((1, 1), (1, 1)), data=2, microbatches=2)], ids=str)
+@pytest.mark.sample(1)
 def test_recomputed_blocks_find_their_parameters(ranks: Ranks, plan: Plan, zero: int) -> None:
     check(ranks, SMALL.with_engine(bucket_bytes=1000, recompute=True, clip_norm=0.1), replace(plan, zero=zero))
 
@@ -108,6 +113,7 @@ TOUCHED = ("head.linear.weight", "stem.1.running_mean")
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.sample(1)
 def test_replicas_that_have_come_apart_are_found(ranks: Ranks, zero: int) -> None:
     for (said,) in ranks(3).run(come_apart, zero):
         assert said.startswith(f"replicas have come apart: {TOUCHED[zero == 3]} on ranks [1] of the 3")
@@ -202,6 +208,7 @@ def go_on(comm: Communicator, folder: Path, zeros: tuple[int, int]) -> dict[str,
 
 
 @pytest.mark.parametrize("zeros", [(0, 1), (1, 3), (3, 0)], ids=str)
+@pytest.mark.sample(1)
 def test_parameters_with_few_elements_are_saved_and_go_on(ranks: Ranks, tmp_path: Path, zeros: tuple[int, int]) -> None:
     torch.manual_seed(0)
     plain = Scaled().double()

@@ -18,6 +18,7 @@ def losses_body(comm: Communicator) -> list[float]:
     return first_losses(comm, lambda: remaining.pop(0), 2)
 
 
+@pytest.mark.exhaustive
 def test_losses_are_the_means_over_the_ranks(ranks: Ranks) -> None:
     assert ranks(2).run(losses_body) == [[2.0, 1.0]] * 2
 

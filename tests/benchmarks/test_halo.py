@@ -88,6 +88,7 @@ def by_hand_body(comm: Communicator, rows: int, cols: int, halo: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols", "halo"), [(1, 2, 1), (2, 1, 3), (2, 2, 2), (3, 2, 1), (2, 4, 2)])
+@pytest.mark.sample(1)
 def test_the_exchange_by_hand_is_that_of_the_whole_image(ranks: Ranks, rows: int, cols: int, halo: int) -> None:
     ranks(rows * cols).run(by_hand_body, rows, cols, halo)
 
@@ -143,6 +144,7 @@ def test_the_tables_of_results() -> None:
     assert as_tables(summarise([Contestant("1x2", 2, [], ANSWERS)])) == TABLES
 
 
+@pytest.mark.exhaustive
 def test_a_tiny_benchmark_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "new" / "v1.5"
     flags = ["--sizes", "32", "--grids", "1x2", "--channels", "4", "--iterations", "2", "--rounds", "1"]

@@ -112,6 +112,7 @@ def test_a_job_leaves_its_answer_or_one_line_that_says_why_not(program: str) -> 
     assert run_job(1, ["-c", program], 60.0) == JOBS[program]
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_takes_too_long_is_ended_with_all_of_its_ranks(tmp_path: Path) -> None:
     program = "import os, sys, time; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); time.sleep(600)"
     found = run_job(2, ["-c", program, str(tmp_path)], 3.0)

@@ -124,6 +124,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("task", "plan"), SAME, ids=lambda one: one.describe() if isinstance(one, Plan) else str(one))
+@pytest.mark.sample(2)
 def test_the_same_plan_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path, task: Task, plan: Plan) -> None:
     team = ranks(plan.num_ranks)
     uninterrupted = team.run(written, task, plan, tmp_path)
@@ -149,6 +150,7 @@ OTHERS = [Plan(), Plan(data=4), Plan(((1, 2),), zero=3), Plan(((1, 2),), data=2,
 
 
 @pytest.mark.parametrize("plan", OTHERS, ids=lambda plan: plan.describe())
+@pytest.mark.sample(2)
 def test_another_plan_goes_on_as_plain_pytorch(ranks: Ranks, by_stages: Path, plan: Plan) -> None:
     assert_goes_on(ranks, plan, by_stages)
 

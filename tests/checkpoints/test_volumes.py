@@ -28,6 +28,7 @@ def go_on(comm: Communicator, plan: Plan, folder: Path) -> tuple[list[float], Ma
 
 
 @pytest.mark.parametrize("source", [BY_DEPTH, BY_STAGES], ids=lambda plan: plan.describe())
+@pytest.mark.sample(1)
 def test_other_boxes_go_on_as_plain_pytorch(ranks: Ranks, tmp_path: Path, source: Plan) -> None:
     ranks(source.num_ranks).run(written, LONGER, source, tmp_path)
     expected = plain(LONGER)

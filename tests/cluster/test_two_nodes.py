@@ -51,6 +51,7 @@ def test_a_checkpoint_of_two_nodes_is_resumed_by_one(cluster: Cluster, tmp_path:
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_the_job_ends_with_one_message_when_a_node_dies(cluster: Cluster, tmp_path: Path) -> None:
     flags = (
         *RUN[:-1],

@@ -60,6 +60,7 @@ def sum_everything(comm: Communicator, name: str, nodes: list[int] | None) -> in
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.sample(4)
 def test_sums_are_those_of_the_library(ranks: Ranks, num_ranks: int, name: str) -> None:
     for nodes in NODES[num_ranks] if name == "two-level" else [None]:
         assert min(ranks(num_ranks).run(sum_everything, name, nodes)) >= len(DTYPES) * (len(LENGTHS) + 6)
@@ -144,6 +145,7 @@ def keep_many_under_way(comm: Communicator, seed: int, algorithms: list[str]) ->
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.sample(3)
 def test_many_at_once_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:
     assert ranks(num_ranks).run(keep_many_under_way, seed, list(ALGORITHMS)) == [120] * num_ranks
 
@@ -213,6 +215,7 @@ def pick_by_measuring(comm: Communicator, nodes: list[int] | None) -> tuple[Choi
 
 
 @pytest.mark.parametrize(("num_ranks", "nodes"), [(1, None), (2, None), (3, None), (4, [0, 0, 1, 1])])
+@pytest.mark.sample(1)
 def test_all_ranks_pick_the_same_by_measuring(ranks: Ranks, num_ranks: int, nodes: list[int] | None) -> None:
     results = ranks(num_ranks).run(pick_by_measuring, nodes)
     choice, text, _ = results[0]

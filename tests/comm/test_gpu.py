@@ -190,6 +190,7 @@ def test_the_proof_fails_where_there_is_no_gpu_or_the_child_hangs(monkeypatch: p
         gpu.proves.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_the_proof_runs_where_the_memory_is_that_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same calls, between the same two ranks, on tensors of the CPU: there is nothing wrong with the program."""
     host = gpu.PROOF.replace('device="cuda", ', "")

@@ -24,6 +24,7 @@ EITHER = pytest.mark.parametrize("how", [HOOKS, RUN])
 
 
 @EITHER
+@pytest.mark.sample(1)
 def test_an_uncaught_exception_on_one_rank_ends_all(how: str) -> None:
     job = ended(3, "if comm.rank == 1:\n    raise KeyError('the failing line')\nwait_for_next()", how)
     assert job.code == 1
@@ -56,6 +57,7 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
         ("ValueError", 2, "mpi4dl: the failing line\n"),
     ],
 )
+@pytest.mark.sample(1)
 def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(failure: str, code: int, said: str) -> None:
     """All are to come together after it, but the others wait in MPI for its part of what it failed to do."""
     job = mpirun(2, "-c", FAILING_TOGETHER.format(failure=failure))
@@ -105,6 +107,7 @@ def test_what_others_may_need_is_let_go_when_all_have_ended() -> None:
         (HOOKS, "open('/dev/full', 'wb', 0).write(b'x')", 2, "mpi4dl: rank 1 cannot write: No space left on device:"),
     ],
 )
+@pytest.mark.sample(3)
 def test_a_rank_that_leaves_by_whatever_way_ends_all(how: str, leave: str, code: int, said: str) -> None:
     job = ended(2, f"if comm.rank == 1:\n    {leave}\nwait_for_next()", how)
     assert job.code == code
@@ -116,6 +119,7 @@ def test_a_rank_that_leaves_by_whatever_way_ends_all(how: str, leave: str, code:
     ("how", "leave"),
     [(HOOKS, "sys.exit(0)"), (RUN, "sys.exit(0)"), (HOOKS, "return"), (HOOKS, "raise SystemExit(3)")],
 )
+@pytest.mark.sample(1)
 def test_a_rank_that_leaves_in_peace_ends_all_once_they_wait_in_vain(how: str, leave: str) -> None:
     """In one of our waits, or in one of MPI's own, which does not return to Python."""
     job = ended(3, f"if comm.rank == 1:\n    {leave}\nwait_for_next() if comm.rank else wait(comm.Barrier)", how)
@@ -195,6 +199,7 @@ def test_a_refusal_of_all_is_one_message_and_exit_code_2(how: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["1", "12"])
+@pytest.mark.sample(1)
 def test_a_refusal_that_some_ranks_raise_alone_still_ends_all_with_one_message(ranks: str) -> None:
     job = ended(4, f"if str(comm.rank) in '{ranks}':\n    raise Refusal('only here')\nwait_for_next()")
     assert (job.code, job.stderr) == (2, "mpi4dl: only here\n")
@@ -228,6 +233,7 @@ OUTPUT = {
         ("blocked", "sys.stdout = os.fdopen(1, 'w')\nprint('kept back')\nraise KeyError('the failing line')", 1, ""),
     ],
 )
+@pytest.mark.sample(1)
 def test_output_that_nobody_takes_ends_all_with_one_message_at_most(
     output: str, what: str, code: int, said: str
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_command_is_watched_before_mpi_starts() -> None:
 
 
 @pytest.mark.parametrize("late", ["atexit.register(time.sleep, 1000)", "sys.last_words = Slow()"])
+@pytest.mark.sample(1)
 def test_a_command_is_watched_until_it_has_ended(late: str) -> None:
     """In what Python does at the end, before MPI shuts down and after."""
     main = f"""
@@ -54,6 +55,7 @@ if comm.rank == 1:
     assert TIME_IS_UP in job.stderr or "last_words" in late
 
 
+@pytest.mark.exhaustive
 def test_a_watchdog_that_is_fed_or_stopped_or_off_or_gone_lets_the_job_go_on() -> None:
     main = """
 watchdog = Watchdog(3.0)

@@ -14,6 +14,7 @@ def check(folder, kind, count):
 
 
 @pytest.mark.parametrize("kind", kinds())
+@pytest.mark.sample(20)
 def test_some_of_each_kind(tmp_path, kind):
     check(tmp_path, kind, SOME)
 

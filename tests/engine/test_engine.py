@@ -41,30 +41,36 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.mark.parametrize("plan", [TILES_1x2, TILES_2x2, DATA_2, BOTH], ids=str)
 @pytest.mark.parametrize("task", [SMALL, DEEP], ids=str)
+@pytest.mark.sample(3)
 def test_three_steps_equal_plain_pytorch(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_torchvision_equals_plain_pytorch(ranks: Ranks) -> None:
     check(ranks, TORCHVISION, BOTH)
 
 
 @pytest.mark.parametrize(("task", "plan"), [(UNEVEN, DATA_2), (UNEVEN, BOTH), (NARROWING, TILES_2x2)], ids=str)
+@pytest.mark.sample(1)
 def test_parts_need_not_be_equal_nor_filled(ranks: Ranks, task: Task, plan: Plan) -> None:
     check(ranks, task, plan)
 
 
 @pytest.mark.parametrize("plan", [TILES_2x2, BOTH], ids=str)
+@pytest.mark.sample(1)
 def test_a_class_for_every_pixel_with_targets_of_the_whole_image(ranks: Ranks, plan: Plan) -> None:
     check(ranks, DENSE, plan)
 
 
 @pytest.mark.parametrize("task", [SMALL, DEEP, DENSE], ids=str)
+@pytest.mark.sample(1)
 def test_recomputing_changes_nothing(ranks: Ranks, task: Task) -> None:
     check(ranks, task.with_engine(recompute=True), BOTH)
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e9])
+@pytest.mark.sample(1)
 def test_clipping_equals_plain_pytorch(ranks: Ranks, clip_norm: float) -> None:
     task = SMALL.with_engine(clip_norm=clip_norm)
     check(ranks, task, BOTH)
@@ -85,6 +91,7 @@ def test_parameters_that_play_no_part_stay_as_they_are(ranks: Ranks, optimizer: 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("plan", [TILES_2x2, BOTH], ids=str)
+@pytest.mark.sample(1)
 def test_the_same_seed_gives_the_same_bits(ranks: Ranks, plan: Plan, recompute: bool) -> None:
     task = DROPPING.with_engine(recompute=recompute)
     first, second = (ranks(plan.num_ranks).run(train, task, plan) for _ in range(2))
@@ -156,6 +163,7 @@ def autocast_by_plain_pytorch(precision: str) -> tuple[list[float], list[float]]
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
+@pytest.mark.sample(1)
 def test_autocast_stays_near_plain_autocast(ranks: Ranks, precision: str) -> None:
     losses, norms = autocast_by_plain_pytorch(precision)
     assert all(math.isfinite(norm) for norm in norms)
@@ -184,6 +192,7 @@ def overflow(comm: Communicator, clip_norm: float | None) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.sample(1)
 def test_fp16_leaves_out_steps_that_overflow_until_its_scale_fits(ranks: Ranks, clip_norm: float | None) -> None:
     for norms, moved, finite in ranks(2).run(overflow, clip_norm):
         assert moved == [False] * (len(moved) - 1) + [True]

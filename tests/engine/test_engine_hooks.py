@@ -49,6 +49,7 @@ def normalized(name: str, gradient: Tensor) -> Tensor:
     [TILES_2x2, *ZERO, Plan(((1, 2),), data=2, zero=3), STAGES, GEMS, Plan(((1, 1),) * 2, data=2, zero=2)],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_a_gradient_hook_sees_and_changes_whole_gradients(ranks: Ranks, plan: Plan) -> None:
     check(ranks, SKIPPING.with_engine(gradient_hook=normalized, bucket_bytes=100, clip_norm=0.5), plan)
 
@@ -133,6 +134,7 @@ def test_a_gradient_hook_returns_gradients(ranks: Ranks, result: Any, said: str)
 @pytest.mark.parametrize(
     "plan", [TILES_2x2, DATA_2, BOTH, Plan(((1, 2),), zero=3), STAGES, Plan(((2, 1), (1, 1)), data=2)], ids=str
 )
+@pytest.mark.sample(3)
 def test_hooks_on_activations_see_whole_gradients(ranks: Ranks, plan: Plan) -> None:
     check(ranks, HOOKED, plan)
 

@@ -160,6 +160,7 @@ ALL: list[object] = [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) 
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
+@pytest.mark.sample(2)
 def test_frozen_layers_that_are_trained_later(ranks: Ranks, case: Case) -> None:
     assert_learnt(ranks(case.plan.num_ranks).run(learn, case)[0], case)
 

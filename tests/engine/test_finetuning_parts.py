@@ -92,5 +92,6 @@ PLANS: list[object] = [*SHORT, *(pytest.param(plan, marks=pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.sample(1)
 def test_whole_gradients_and_layers_that_are_trained_later(ranks: Ranks, plan: Plan) -> None:
     ranks(plan.num_ranks).run(compare, plan)

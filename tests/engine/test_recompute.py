@@ -80,6 +80,7 @@ def gradients_and_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("make", "count"), MODELS.values(), ids=MODELS.keys())
+@pytest.mark.sample(2)
 def test_every_number_is_what_it_was(make: Make, count: int) -> None:
     torch.manual_seed(0)
     plain = make().double().train()

@@ -155,6 +155,7 @@ def run_with_a_defect(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.sample(2)
 def test_no_wait_may_be_left_out(name: str) -> None:
     job = mpirun(2, "-c", f"from tests.fakegpu.test_fake import run_with_a_defect as run; run({name!r})")
     assert job.code != 0

@@ -114,6 +114,7 @@ def staged_and_by_nccl(comm: Communicator, seed: int) -> tuple[bool, list[Step]]
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(3, 60))])
+@pytest.mark.sample(1)
 def test_random_boxes_arrive_as_they_do_staged(ranks: Ranks, seed: int) -> None:
     found = ranks(4).run(staged_and_by_nccl, seed)
     assert all(equal for equal, _ in found)

@@ -56,6 +56,7 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("plan", "wire"), cases())
+@pytest.mark.sample(1)
 def test_every_plan_is_exact_and_waits_for_what_it_has_to(ranks: Ranks, plan: Plan, wire: str) -> None:
     outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, ON_GPU, plan, wire)]
     training.assert_like(outcomes[0], training.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
@@ -91,6 +92,7 @@ def train_against_the_rule(comm: Communicator, task: Task, plan: Plan) -> tuple[
         return train(comm, task, plan, "nccl")
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_both_directions_would_wait_in_a_circle(ranks: Ranks) -> None:
     """They end their stages in opposite orders, which the groups of the two stages have nothing to tell by."""
     found = ranks(2).run(train_against_the_rule, ON_GPU, PLANS["gems"])

@@ -70,6 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "zero"), CASES)
+@pytest.mark.sample(1)
 def test_memory_is_that_which_is_counted(ranks: Ranks, tmp_path: Path, name: str, zero: int) -> None:
     plan, batch = PLANS[name]
     plan, image = replace(plan, zero=zero), (batch, 3, *SIZE)

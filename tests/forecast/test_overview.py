@@ -130,6 +130,7 @@ def test_one_stage_needs_no_model_that_can_be_traced() -> None:
 
 
 @pytest.mark.parametrize("balance", ["flops", "memory", (2, 4, 1)])
+@pytest.mark.sample(1)
 def test_stages_are_cut_as_for_training(balance: Any) -> None:
     plan = Plan.of(stages=3, tiles=[(2, 1), (1, 1), (1, 1)], microbatches=2, batch_ways=(1, 2, 1))
     counts, _ = choose_cut(Cuttable(outline(build)), plan, None, balance, (4, 3, 64, 64))

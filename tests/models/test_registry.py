@@ -34,6 +34,7 @@ def test_names_are_ours_and_torchvisions_when_asked():
 
 
 @pytest.mark.parametrize("name", OF_IMAGES)
+@pytest.mark.sample(3)
 def test_every_own_name_builds_with_its_own_and_with_another_number_of_classes(name):
     with torch.device("meta"):
         models.build(name)
@@ -49,6 +50,7 @@ def test_names_say_what_their_models_take():
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.sample(3)
 def test_models_of_tokens_build_for_another_vocabulary_and_have_no_classes(name):
     with torch.device("meta"):
         model = models.build(name, vocabulary=11).eval()
@@ -57,6 +59,7 @@ def test_models_of_tokens_build_for_another_vocabulary_and_have_no_classes(name)
         models.build(name, 7)
 
 
+@pytest.mark.exhaustive
 def test_options_reach_the_model():
     with torch.device("meta"):
         same = models.build("resnet_v2", 4, depth=1001), models.build("resnet1001_v2", 4)

@@ -19,6 +19,7 @@ def num_weighted_layers(model: nn.Module) -> int:
 
 # Depth and parameters in millions: table 6 of the first paper, whose shortcuts have no parameters.
 @pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85), (1202, 19.4)])
+@pytest.mark.sample(2)
 def test_v1_has_the_published_size(depth, millions):
     with torch.device("meta"):
         model = resnet_v1(depth)
@@ -29,6 +30,7 @@ def test_v1_has_the_published_size(depth, millions):
 
 # The counts that public implementations print for the paper's 1.7 M and 10.2 M.
 @pytest.mark.parametrize(("depth", "parameters"), [(164, 1_703_258), (1001, 10_327_706)])
+@pytest.mark.sample(1)
 def test_v2_has_the_published_size(depth, parameters):
     with torch.device("meta"):
         model = resnet_v2(depth)
@@ -37,6 +39,7 @@ def test_v2_has_the_published_size(depth, parameters):
 
 
 @pytest.mark.parametrize(("build", "depth", "channels"), [(resnet_v1, 14, 32), (resnet_v2, 20, 128)])
+@pytest.mark.sample(1)
 def test_an_odd_image_goes_through_and_reaches_every_parameter(build, depth, channels):
     model = build(depth, num_classes=5, num_filters=8, in_channels=2)
     logits = model(torch.randn(2, 2, 97, 131))

@@ -69,6 +69,7 @@ def counting() -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("shape", [GridShape(1, 1, 2), GridShape(2, 2, 2), GridShape(1, 1, 1)])
+@pytest.mark.sample(1)
 def test_a_tile_exchanges_what_others_need_of_it(shape: GridShape) -> None:
     cuttable = Cuttable(outline(lambda: build("resnet_v2", 10, depth=11)))
     state = torch.get_rng_state()

@@ -103,6 +103,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("name", "plan"), SHORT)
+@pytest.mark.sample(2)
 def test_five_steps(ranks: Ranks, name: str, plan: str) -> None:
     ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])
 

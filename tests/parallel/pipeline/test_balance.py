@@ -111,6 +111,7 @@ OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 16}, "vit_b_16": {"ima
 
 
 @pytest.mark.parametrize("name", ["amoebanetd", "unet", "densenet121", "fcn_resnet50", "vit_b_16"])
+@pytest.mark.sample(2)
 def test_every_atom_of_a_model_has_a_cost(name: str):
     cuttable = Cuttable(outline(lambda: build(name, **OPTIONS.get(name, {}))))
     image = torch.empty(2, 3, 32, 32) if name == "vit_b_16" else torch.empty(2, 3, 33, 47)

@@ -107,6 +107,7 @@ def pixels(where: Box) -> set[tuple[int, ...]]:
 
 @quick
 @given(crossings(), st.booleans())
+@pytest.mark.exhaustive
 def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
     case: tuple[Tiling, tuple[int | None, ...], GridShape, int], tracks_batch: bool
 ) -> None:
@@ -222,6 +223,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("plan", PAIRS, ids=str)
+@pytest.mark.sample(3)
 def test_gradients_return_by_the_adjoint(ranks: Ranks, plan: Plan) -> None:
     for forward, backward in ranks(plan.num_ranks).run(there_and_back, plan):
         assert abs(forward) > 1e-3

@@ -229,6 +229,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(1)
 def test_a_model_costs_what_it_costs_in_one_part(name: str) -> None:
     torch.manual_seed(0)
     model = build(name, 10, **MODELS[name]).to(F64)

@@ -124,6 +124,7 @@ def kept_bytes(comm: Communicator, plan: Plan, batch_size: int) -> int:
     return meter.peak_bytes
 
 
+@pytest.mark.exhaustive
 def test_1f1b_keeps_as_many_microbatches_as_stages_follow_and_gpipe_all(ranks: Ranks) -> None:
     def of(schedule: str, microbatches: int) -> list[int]:
         return ranks(NUM_STAGES).run(
@@ -139,6 +140,7 @@ def test_1f1b_keeps_as_many_microbatches_as_stages_follow_and_gpipe_all(ranks: R
 
 
 @pytest.mark.parametrize("schedule", ["layer", "gpipe", "1f1b"])
+@pytest.mark.sample(1)
 def test_gems_doubles_the_batch_and_keeps_hardly_more(ranks: Ranks, schedule: str) -> None:
     one_way = Plan(ONES, microbatches=4, schedule=schedule)
     both = Plan(ONES, microbatches=4, schedule=schedule, bidirectional=1)

@@ -123,6 +123,7 @@ QUICK = ("1f1b", "tensor 2", "data 2, ZeRO 3", "GEMS")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANS]
 )
+@pytest.mark.sample(3)
 def test_tied_words(ranks: Ranks, name: str) -> None:
     ranks(PLANS[name].num_ranks).run(train, "gpt", PLANS[name], {"bucket_bytes": 2000})
 

@@ -51,6 +51,7 @@ def cuttable(request: pytest.FixtureRequest) -> Cuttable:
     return Cuttable(MODELS[request.param]())
 
 
+@pytest.mark.sample(6)
 def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
     flops = count_flops(cuttable, IMAGE)
     balanced = [partition(shared_out(flops, [1] * stages)) for stages in (2, 5)]
@@ -58,6 +59,7 @@ def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
     assert_cuts_like_the_model(cuttable, balanced + by_chance, IMAGE)
 
 
+@pytest.mark.sample(5)
 def test_stages_evaluate_as_the_model_does(cuttable: Cuttable) -> None:
     cuttable.model.eval()
     with torch.no_grad():

@@ -70,6 +70,7 @@ def bytes_per_parameter(comm: Communicator, zero: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sample(2)
 def test_bytes_per_parameter_are_those_of_the_formulas(ranks: Ranks, zero: int, num_ranks: int) -> None:
     """Of 2 for a parameter, 2 for its gradient, 12 for master, exp_avg and exp_avg_sq, ZeRO shares out some."""
     n = num_ranks

@@ -170,6 +170,7 @@ def compare_all(comm: Communicator, training: bool, arrangement: Arrangement) ->
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.sample(4)
 def test_attention_is_that_of_the_whole_batch(ranks: Ranks, training: bool, arrangement: Arrangement) -> None:
     ranks(arrangement.size).run(compare_all, training, arrangement)
 
@@ -198,6 +199,7 @@ def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) ->
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("arrangement", [each for each in ARRANGEMENTS if each.rows * (each.cols or 1) > 1], ids=str)
+@pytest.mark.sample(4)
 def test_keys_and_values_that_go_round_the_ranks(ranks: Ranks, arrangement: Arrangement, kernel: bool) -> None:
     """What is causal goes round where each rank has tokens one after the other: rows of all columns."""
     one_after_another = arrangement.cols == 1

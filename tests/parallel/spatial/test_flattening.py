@@ -108,5 +108,6 @@ ARRANGEMENTS = [
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.sample(3)
 def test_flat_dims_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)

@@ -64,5 +64,6 @@ CASES: dict[str, Case] = {
     [*CHOSEN, Arrangement(1, 3), Arrangement(2, 1, batch=2), Arrangement(1, 2, style="empty")],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_folded_columns_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)

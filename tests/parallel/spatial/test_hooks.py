@@ -73,6 +73,7 @@ def train(comm: Communicator, name: str, arrangement: Arrangement) -> list[str]:
 
 
 @pytest.mark.parametrize("arrangement", [*ARRANGEMENTS, ALSO_EMPTY], ids=str)
+@pytest.mark.sample(4)
 def test_what_a_hook_returns_counts_as_in_plain_pytorch(ranks: Ranks, arrangement: Arrangement) -> None:
     for name in HOOKS:
         assert ranks(arrangement.size).run(train, name, arrangement) == [[]] * arrangement.size, name

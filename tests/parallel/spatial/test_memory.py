@@ -74,6 +74,7 @@ def save(comm: Communicator, name: str) -> list[tuple[tuple[int, ...], bool]]:
         ("batch norm", [(TILE, True), ((5, 4), False)]),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_layer_saves_its_input_and_strips(ranks: Ranks, name: str, expected: list[Any]) -> None:
     assert ranks(2).run(save, name) == [expected] * 2
 

@@ -149,12 +149,14 @@ def everywhere() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "grid"), [*everywhere()])
+@pytest.mark.sample(4)
 def test_a_training_step_on_tiles_is_that_on_the_whole_image(ranks: Ranks, name: str, grid: tuple[int, int]) -> None:
     check(ranks, name, SIZE, grid)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (33, 70)], ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize("name", ["resnet18", "unet", "amoebanetd"])
+@pytest.mark.sample(2)
 def test_other_sizes(ranks: Ranks, name: str, size: tuple[int, int]) -> None:
     check(ranks, name, size, (2, 2))
 

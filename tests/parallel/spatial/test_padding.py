@@ -59,6 +59,7 @@ def test_padding_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arran
 @pytest.mark.parametrize(
     "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(3, 1, style="uneven"), Arrangement(1, 4)], ids=str
 )
+@pytest.mark.sample(1)
 def test_padding_of_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
 

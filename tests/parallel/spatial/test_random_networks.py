@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -193,27 +194,44 @@ def compare_stack(
     ]
 
 
-examples = settings(
+wide = settings(
     max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
+some = settings(wide, max_examples=15)
+Stack = list[tuple[str, dict[str, Any]]]
 
 
-@examples
+def check(ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement, norms: bool) -> None:
+    assume(possible(specification, size))
+    assert (
+        ranks(arrangement.size).run(compare_stack, specification, size, arrangement, norms) == [[]] * arrangement.size
+    )
+
+
+@some
 @given(specification=stacks, size=sizes, arrangement=arrangements)
 def test_random_stacks_equal_the_whole_image(
-    ranks: Ranks, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement
+    ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement
 ) -> None:
-    assume(possible(specification, size))
-    assert ranks(arrangement.size).run(compare_stack, specification, size, arrangement) == [[]] * arrangement.size
+    check(ranks, specification, size, arrangement, norms=False)
 
 
-@examples
+@some
 @given(specification=stacks_of_norms, size=sizes, arrangement=arrangements)
 def test_norms_that_know_what_follows_them_equal_those_of_the_whole_image(
-    ranks: Ranks, specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int], arrangement: Arrangement
+    ranks: Ranks, specification: Stack, size: tuple[int, int], arrangement: Arrangement
 ) -> None:
-    assume(possible(specification, size))
-    assert ranks(arrangement.size).run(compare_stack, specification, size, arrangement, True) == [[]] * arrangement.size
+    check(ranks, specification, size, arrangement, norms=True)
+
+
+@pytest.mark.exhaustive
+@wide
+@given(drawn=st.tuples(stacks, st.just(False)) | st.tuples(stacks_of_norms, st.just(True)), size=sizes, on=arrangements)
+def test_more_random_stacks_equal_the_whole_image(
+    ranks: Ranks, drawn: tuple[Stack, bool], size: tuple[int, int], on: Arrangement
+) -> None:
+    specification, norms = drawn
+    check(ranks, specification, size, on, norms)

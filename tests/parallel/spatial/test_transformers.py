@@ -98,6 +98,7 @@ def differences(comm: Communicator, network: str, arrangement: Arrangement) -> l
 
 @pytest.mark.parametrize("network", [name for name in NETWORKS if name not in FOR_BOXES])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.sample(8)
 def test_a_step_on_tiles_is_that_on_the_whole(ranks: Ranks, network: str, arrangement: Arrangement) -> None:
     assert ranks(arrangement.size).run(differences, network, arrangement) == [[]] * arrangement.size
 
@@ -108,6 +109,7 @@ def test_a_step_on_tiles_is_that_on_the_whole(ranks: Ranks, network: str, arrang
     [*OF_VOLUMES[1:2], *(pytest.param(a, marks=pytest.mark.exhaustive) for a in (*OF_VOLUMES[:1], *OF_VOLUMES[2:]))],
     ids=str,
 )
+@pytest.mark.sample(1)
 def test_a_step_on_boxes_of_volumes_is_that_on_the_whole(ranks: Ranks, network: str, arrangement: Arrangement) -> None:
     assert ranks(arrangement.size).run(differences, network, arrangement) == [[]] * arrangement.size
 

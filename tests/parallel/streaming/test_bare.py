@@ -138,6 +138,7 @@ SHORT = {"running norm": 1, "norms of the whole": 2, "a place behind a norm": 1,
         for num in (1, 2)
     ],
 )
+@pytest.mark.sample(2)
 def test_bare_tiles_are_exact(ranks: Ranks, name: str, num_ranks: int) -> None:
     loss, found, told = ranks(num_ranks).run(train, name, (8, 10 // num_ranks))[0]
     expected, theirs = plain(name)

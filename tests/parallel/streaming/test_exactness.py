@@ -36,6 +36,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sample(3)
 def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
     check(ranks, SKIPPING, PLANS[name])
 
@@ -86,6 +87,7 @@ class Paired(nn.Sequential):
 
 
 @pytest.mark.parametrize("plan", ["tiles", "two stages"])
+@pytest.mark.sample(1)
 def test_values_that_are_nests(ranks: Ranks, plan: str) -> None:
     """A pair is handed on, from segment to segment and from stage to stage, as AmoebaNet's cells do."""
     task = Task(Paired, (24, 26), stream=StreamOptions((2, 2), "2", segments=3), balance=(4, 1))

@@ -112,6 +112,7 @@ def train(comm: Communicator, plan: Plan, kv_heads: int, length: int) -> list[in
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in WIDE else name for name in PLANS]
 )
+@pytest.mark.sample(2)
 def test_five_steps(ranks: Ranks, name: str) -> None:
     plan, length = PLANS[name], LENGTH
     ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
@@ -133,6 +134,7 @@ SEQUENCES: dict[str, tuple[Plan, int, list[int]]] = {  # with how many tokens th
 @pytest.mark.parametrize(
     "name", [name if "context" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in SEQUENCES]
 )
+@pytest.mark.sample(1)
 def test_sequence(ranks: Ranks, name: str) -> None:
     """Ranks that share parameters share the tokens of what is between, and learn the same."""
     plan, length, shares = SEQUENCES[name]
@@ -295,6 +297,7 @@ def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.sample(1)
 def test_nothing_waits_for_the_garbage_collector(ranks: Ranks, sequence: bool) -> None:
     """Logits that did, a step's after the other's, made a rank's memory grow by a third."""
     assert ranks(2).run(collect, sequence) == [[], []]
