@@ -22,7 +22,6 @@ DESCRIPTION = (
 )
 NUMBERS = ("ranks", "stages", "bidirectional", "data", "zero", "microbatches", "chunks")
 POSITIVE = ("steps", "turns", "cores", "best")
-DECIDED = ("--tiles", "--schedule", "--batch-ways", "--tensor", "--experts", "--accumulate")
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,14 @@ def memory_of(text: str) -> int:
 
 def require_plain_images(sweep: Sweep) -> None:
     """Raise ValueError for flags of the training that a plan decides, or that it has none for."""
+    from mpi4dl.options.config import Config
+    from mpi4dl.options.declare import options_of
+    from mpi4dl.parallel.plan import Plan
+
+    options = options_of(Config)
+    decided = {options[name].flag for name in (*Plan.options(), "accumulate")}
     for word in sweep.training:
-        if word.split("=")[0] in DECIDED:
+        if word.split("=")[0] in decided:
             own = ", ".join(f"--{leaf.name}" for leaf in fields(Space))
             raise ValueError(f"{word} is for each plan to decide: say what plans may be by {own}")
     config = sweep.config()

@@ -31,6 +31,9 @@ from mpi4dl.forecast.anatomy import (
     share,
 )
 from mpi4dl.geometry import ceil_div
+from mpi4dl.options.build import options_of_plan
+from mpi4dl.options.config import Config, parse
+from mpi4dl.options.declare import flags_for, options_of, without_flags
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_of, seconds_recomputed
@@ -70,39 +73,42 @@ class Outlook(NamedTuple):
             found.append(f"stream {grid_name(self.stream.counts)} in {counted(self.stream.segments, 'segment')}")
         return ", ".join(found)
 
-    @property
-    def flags(self) -> list[str]:
-        """The flags of a training by this plan, but for those that say what is so anyhow."""
-        usual = {"--schedule": "1f1b", "--bidirectional": "0", "--zero": "0"}
-        chosen = [flag for flag in plan_flags(self.plan).items() if flag[1] != usual.get(flag[0], "1")]
-        return [*(word for flag in chosen for word in flag), *self.saving]
+    def options(self, config: Config) -> dict[str, Any]:
+        """The values of all options that this choice decides, for a command whose other options are those of `config`.
+
+        A balance by hand is for one number of stages, and gives way to the default.
+        """
+        by_hand = isinstance(config.parallel.balance, tuple)
+        stream = self.stream
+        return {
+            **options_of_plan(self.plan, config.training.accumulate),
+            "stream": None if stream is None else stream.counts,
+            "stream_segments": None if stream is None else stream.segments,
+            "stream_until": None if stream is None else stream.until,
+            "memory_limit": None,
+            "recompute": self.recompute,
+            "balance": Config().parallel.balance if by_hand else config.parallel.balance,
+        }
+
+    def flags(self, given: Sequence[str] = ()) -> list[str]:
+        """The flags of a training by this choice. Of `given`, flags of the command, those stay that it leaves open."""
+        decided = self.options(Config())
+        others = without_flags(Config, given, (name for name in decided if name != "balance"))
+        config = parse(others)
+        return [*others, *flags_for(config, self.options(config))]
 
     @property
     def saving(self) -> list[str]:
         """The flags of what saves memory beside the plan."""
-        recompute = ["--recompute"] * self.recompute
-        if self.stream is None:
-            return recompute
-        counts, segments = grid_name(self.stream.counts), str(self.stream.segments)
-        return ["--stream", counts, "--stream-segments", segments, *recompute]
+        usual, plan = Config(), Plan.options()
+        return flags_for(usual, {name: each for name, each in self.options(usual).items() if name not in plan})
 
 
 def plan_flags(plan: Plan) -> dict[str, str]:
-    """What the training command calls what a plan decides, and what it is there."""
-    grids, ways = [grid_name(tiles) for tiles in plan.tiles], [str(number) for number in plan.batch_ways]
-    return {
-        "--stages": str(plan.num_stages),
-        "--tiles": grids[0] if len(set(grids)) == 1 else ",".join(grids),
-        "--batch-ways": ways[0] if len(set(ways)) == 1 else ",".join(ways),
-        "--data": str(plan.data),
-        "--microbatches": str(plan.microbatches),
-        "--schedule": plan.schedule,
-        "--bidirectional": str(plan.bidirectional),
-        "--chunks": str(plan.chunks),
-        "--zero": str(plan.zero),
-        "--tensor": str(plan.tensor),
-        "--experts": str(plan.experts),
-    }
+    """The text of every flag by which the training command takes this plan; of switches those that are on."""
+    options = options_of(Config)
+    words = [options[name].words(value) for name, value in options_of_plan(plan).items() if value is not False]
+    return {word[0]: "".join(word[1:]) for word in words}
 
 
 class _Way(NamedTuple):

@@ -102,15 +102,18 @@ def searched(
 
     from mpi4dl.forecast.dry_run import build_forecaster
     from mpi4dl.forecast.ranked import ranked
-    from mpi4dl.forecast.search import candidates, degrees_of, search
+    from mpi4dl.forecast.search import SEARCHED, candidates, degrees_of, search
     from mpi4dl.parallel.costs.prices import Clockwork
+    from mpi4dl.parallel.plan import Plan
 
     num_ranks, most_bytes = require_ranks(asked), asked.memory
     clockwork = replace(Clockwork.of_user(), rank_gflops=rank_gflops)
     with as_a_rank(config, num_ranks) as device:
         found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
-        degrees = degrees_of(found.cuttable.model, num_ranks, asked.ranks_per_node or num_ranks, found.styles)
-        plans = candidates(num_ranks, len(found.cuttable), found.image, degrees)
+        model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
+        degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
+        kept = {name: getattr(config.parallel, name) for name in Plan.options() if name not in SEARCHED}
+        plans = candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate)
         ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes)
     return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)
 

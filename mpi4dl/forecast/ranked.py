@@ -1,27 +1,21 @@
 """What a search for plans found, in words: a table of the fastest, and the command that starts each of them."""
 
 import shlex
-from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 
 from mpi4dl._wording import aligned, counted
 from mpi4dl.forecast.search import Ranking
 
 SHOWN = 10
-CHOSEN = (
-    *("stages", "tiles", "batch-ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "zero", "tensor"),
-    *("stream", "stream-segments", "memory-limit"),
-)
 
 
 def ranked(
     found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str], num_tokens: int | None = None
 ) -> list[str]:
-    """The lines. `flags` are those of the command that are for the training; what the plan decides is taken out.
+    """The lines. `flags` are those of the command that are for the training; each plan replaces what it decides.
 
     Samples of text have so many tokens, of which its users count those that are trained each second.
     """
-    others = without_plan(flags)
     too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
     lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
     if not found.best:
@@ -41,18 +35,9 @@ def ranked(
     if not num_tokens:
         lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
     for i, each in enumerate(best):
-        command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *others, *each.flags]
+        command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *each.flags(flags)]
         lines.append(f"{i + 1}: {shlex.join(command)}")
     return lines
-
-
-def without_plan(flags: Sequence[str]) -> list[str]:
-    """The flags but for those that a plan decides."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in CHOSEN:
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--recompute", action=BooleanOptionalAction)
-    return parser.parse_known_args(list(flags))[1]
 
 
 def _mebibytes(num_bytes: int | None) -> str:

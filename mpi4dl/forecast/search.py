@@ -4,10 +4,11 @@ candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tenso
 search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,31 +20,41 @@ from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
 MOST_STAGES = 8
 MOST_MICROBATCHES = 16
 CHUNKS = 2
-COUNTED_SAMPLES = 2  # batch norm of a single value is refused
 TIMING_SECONDS = 40.0  # for all shapes of tiles together
 LEAST_SECONDS = 0.4  # for one of them
-BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
+SEARCHED = frozenset(
+    ("stages", "tiles", "batch_ways", "data", "tensor", "experts", "zero")
+    + ("microbatches", "schedule", "bidirectional", "chunks")
+)
 
 
 def candidates(
-    num_ranks: int, num_atoms: int, image: Sequence[int], degrees: Iterable[Degrees] = (Degrees(),)
+    num_ranks: int,
+    num_atoms: int,
+    image: Sequence[int],
+    degrees: Iterable[Degrees] = (Degrees(),),
+    kept: Mapping[str, Any] = MappingProxyType({}),
+    accumulate: int = 1,
 ) -> Iterator[Plan]:
     """The plans for so many ranks and batches of this shape, (N, C, H, W), or (N, T) of tokens.
 
-    `degrees` are by how many ranks the parameters of layers, and experts, can be shared.
+    `degrees` are by how many ranks the parameters of layers, and experts, can be shared. `kept` are fields of plans
+    that are not searched. All microbatches together are those of `accumulate` batches.
 
     Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
     1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
     """
     batch_size, size = image[0], space_of(image)
-    powers = [m for m in map(lambda e: 2**e, range(10)) if m <= min(batch_size, MOST_MICROBATCHES)]
-    for tensor, experts, _ in degrees:
+    powers = [accumulate * 2**e for e in range(10) if 2**e <= min(batch_size // accumulate, MOST_MICROBATCHES)]
+    for tensor, experts, whole_experts in degrees:
+        own = {"moe": "expert" if whole_experts else "tensor", "sequence": tensor > 1 and kept.get("sequence", False)}
+        fixed: dict[str, Any] = {**kept, **own, "tensor": tensor, "experts": experts}
         each, rest = divmod(num_ranks, tensor * experts)
         for data in _divisors(each) if rest == 0 else ():
             for places in _places(each // data, min(num_atoms, MOST_STAGES), len(size)):
                 for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
                     with suppress(ValueError):
-                        plan = Plan(places, data=data, tensor=tensor, experts=experts, **options)  # type: ignore[arg-type]
+                        plan = Plan(places, data=data, **fixed, **options)
                         if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
                             yield plan
 
@@ -73,8 +84,8 @@ def _grid(number: int, dims: int) -> tuple[int, ...]:
     return (*(1,) * (dims - 2), rows, number // rows)
 
 
-def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, object]]:
-    found: list[dict[str, object]] = [{}]
+def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{}]
     if stages > 1:
         found.append({"bidirectional": 1})
     if stages > 1 and microbatches > 1:
@@ -85,12 +96,19 @@ def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[
 
 
 def degrees_of(
-    model: nn.Module, num_ranks: int, ranks_per_node: int, styles: Styles | None = None
+    model: nn.Module,
+    num_ranks: int,
+    ranks_per_node: int,
+    styles: Styles | None = None,
+    whole_experts: bool = False,
 ) -> Iterator[Degrees]:
-    """By how many of so many ranks a model's parameters can be shared, if they are on one node, and its experts."""
+    """By how many of so many ranks a model's parameters can be shared, if they are on one node, and its experts.
+
+    `whole_experts`: ranks that share features have whole experts.
+    """
     for tensor in _divisors(ranks_per_node):
         for experts in _divisors(num_ranks // tensor):
-            degrees = Degrees(tensor, experts)
+            degrees = Degrees(tensor, experts, whole_experts)
             with suppress(ValueError):  # no table for such models, too few heads, or no experts
                 cutting_of(model, styles, degrees)
                 yield degrees

@@ -1,7 +1,7 @@
 """Options that commands have in common which run a trained model: how it lies over ranks, and how much runs at once."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4dl.generation.requests import Sampling
@@ -93,9 +93,8 @@ class Ranks:
         """Raises ValueError for what cannot be."""
         from mpi4dl.parallel.plan import Plan  # which imports torch
 
-        return Plan.of(
-            stages=self.stages, tiles=((1,),), data=self.data, tensor=self.tensor, experts=self.experts, moe=self.moe
-        )
+        asked = {each.name: getattr(self, each.name) for each in fields(self) if each.name in Plan.options()}
+        return Plan.of(tiles=((1,),), **asked)
 
 
 @dataclass(frozen=True)

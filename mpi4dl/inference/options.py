@@ -92,26 +92,15 @@ def placed(config: Config, chosen: Inference, num_ranks: int) -> tuple[Config, s
         tiles=tiles,
         data=data,
         balance="flops",
-        stream_norm=config.parallel.stream_norm,
-        **{name: getattr(asked, name) for name in _SAME},
+        **{name: getattr(asked, name) for name in sorted(_SAME)},
     )
     data_section = replace(config.data, batch_size=batch_size, num_workers=chosen.inputs.num_workers)
     training = replace(config.training, precision=asked.precision)
     return replace(config, parallel=parallel, data=data_section, training=training), why
 
 
-_SAME: tuple[str, ...] = (
-    "stages",
-    "microbatches",
-    "tensor",
-    "experts",
-    "halo",
-    "stream",
-    "stream_until",
-    "memory_limit",
-    "no_rule",
-)
-_SAME += ("device", "gpu_wire", "hang_timeout")
+_SAME = frozenset(each.name for each in fields(Placing)) & frozenset(each.name for each in fields(Parallel))
+_SAME -= {"tiles", "data"}  # None of which is to be chosen
 
 
 def _each(tiles: tuple[tuple[int, ...], ...], stages: int) -> tuple[tuple[int, ...], ...]:

@@ -10,24 +10,23 @@ from mpi4dl.parallel.plan import Plan
 
 
 def build_plan(config: Config) -> Plan:
-    """The plan that the flags ask for. Raises ValueError where they contradict each other."""
-    chosen = config.parallel
-    return Plan.of(
-        stages=chosen.stages,
-        tiles=chosen.tiles,
-        batch_ways=chosen.batch_ways,
-        data=chosen.data,
-        microbatches=chosen.microbatches * config.training.accumulate,
-        schedule=chosen.schedule,
-        bidirectional=chosen.bidirectional,
-        chunks=chosen.chunks,
-        zero=chosen.zero,
-        tensor=chosen.tensor,
-        sequence=chosen.sequence,
-        experts=chosen.experts,
-        moe=chosen.moe,
-        moe_pieces=chosen.moe_pieces,
-    )
+    """The plan that the flags ask for: every field of a plan has an option of its name.
+
+    Raises ValueError where they contradict each other.
+    """
+    asked = {name: getattr(config.parallel, name) for name in Plan.options()}
+    asked["microbatches"] *= config.training.accumulate
+    return Plan.of(**asked)
+
+
+def options_of_plan(plan: Plan, accumulate: int = 1) -> dict[str, Any]:
+    """The values of the options that ask for this plan: the inverse of `build_plan`.
+
+    Raises ValueError if so many accumulated batches do not divide the microbatches evenly.
+    """
+    if plan.microbatches % accumulate:
+        raise ValueError(f"`accumulate` {accumulate} does not divide {plan.microbatches} microbatches")
+    return {**plan.asked(), "microbatches": plan.microbatches // accumulate}
 
 
 def engine_options(config: Config) -> dict[str, Any]:

@@ -41,6 +41,14 @@ class Option:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    def words(self, value: Any) -> list[str]:
+        """The words of a command line that give the option this value."""
+        if self.kind is BOOLEAN:
+            return [self.flag if value else self.flag.replace("--", "--no-", 1)]
+        raw = self.kind.raw(value)
+        text = ",".join(f"{key}={each!r}" for key, each in raw.items()) if isinstance(raw, dict) else str(raw)
+        return [self.flag, text]
+
     @property
     def default_shown(self) -> str:
         raw = self.kind.raw(self.default)
@@ -237,6 +245,27 @@ def with_options(config: T, values: Mapping[str, str]) -> T:
             sections.setdefault(item.section, {})[item.name] = value
     changed = {name: replace(getattr(config, name), **found) for name, found in sections.items()}
     return replace(config, **changed)  # type: ignore[type-var]
+
+
+def flags_for(config: Any, wanted: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that give the options of these names these values, where `config` has others."""
+    options = options_of(type(config))
+    items = [(options[name], value) for name, value in wanted.items()]
+    return [
+        word
+        for item, value in items
+        if getattr(getattr(config, item.section), item.name) != value
+        for word in item.words(value)
+    ]
+
+
+def without_flags(config_type: type, argv: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The words of a command line but for those that give the options of these names a value."""
+    options = options_of(config_type)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for item in (options[name] for name in names):
+        parser.add_argument(item.flag, action=argparse.BooleanOptionalAction if item.kind is BOOLEAN else "store")
+    return parser.parse_known_args(list(argv))[1]
 
 
 def shared_options(config: Any) -> dict[str, str]:

@@ -9,11 +9,12 @@ model (GEMS) lies over the ranks of each replica in the opposite order.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
 from math import prod
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
@@ -28,6 +29,15 @@ Part = Mapping[str, int]  # the number of a rank along the axes over which a par
 NO_PART: Part = MappingProxyType({})
 MOE = ("tensor", "expert")
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
+IN_TITLE = frozenset(  # `Plan.describe` words these in a way of their own, and appends all other fields
+    ("tiles", "batch_ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "tensor", "experts")
+)
+
+T = TypeVar("T")
+
+
+def _one_for_all(values: tuple[T, ...]) -> tuple[T, ...]:
+    return values[:1] if len(set(values)) == 1 else values
 
 
 def grid_name(tiles: Sequence[int]) -> str:
@@ -76,18 +86,14 @@ class Plan:
         tiles: Sequence[tuple[int, ...]] = ((1, 1),),
         batch_ways: Sequence[int] = (1,),
         data: int = 1,
-        microbatches: int = 1,
-        schedule: str = "1f1b",
-        bidirectional: int = 0,
+        *,
         chunks: int = 1,
-        zero: int = 0,
-        tensor: int = 1,
-        sequence: bool = False,
-        experts: int = 1,
-        moe: str = "tensor",
-        moe_pieces: int = 1,
+        **others: Any,
     ) -> "Plan":
-        """The plan that flags ask for: one grid, or one number of ways, may stand for all stages."""
+        """The plan that flags ask for: one grid, or one number of ways, may stand for all stages.
+
+        `others` are the other fields of a plan. `asked` is the inverse.
+        """
         if stages % chunks:
             raise ValueError(f"`stages` {stages} cannot be dealt out {chunks} times: `chunks` must divide it")
         places = stages // chunks
@@ -97,27 +103,25 @@ class Plan:
                 raise ValueError(
                     f"{flag} has {number} entries, but `stages` {stages} needs 1 for all, or {places}{dealt}"
                 )
-        return cls(
-            tuple(tiles) * (places // len(tiles)),
-            tuple(batch_ways) * (places // len(batch_ways)),
-            data,
-            microbatches,
-            schedule,
-            bidirectional,
-            chunks,
-            zero,
-            tensor,
-            sequence,
-            experts,
-            moe,
-            moe_pieces,
-        )
+        ways = tuple(batch_ways) * (places // len(batch_ways))
+        return cls(tuple(tiles) * (places // len(tiles)), ways, data, chunks=chunks, **others)
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names of all arguments of `of`. The command has an option of the same name for each."""
+        return ("stages", *(each.name for each in fields(cls)))
+
+    def asked(self) -> dict[str, Any]:
+        """The arguments with which `of` makes this plan: one grid, or one number of ways, where all stages agree."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        shared = {"tiles": _one_for_all(self.tiles), "batch_ways": _one_for_all(self.batch_ways)}
+        return {"stages": self.num_stages, **values, **shared}
 
     def __post_init__(self) -> None:
         if not self.batch_ways:
             object.__setattr__(self, "batch_ways", (1,) * len(self.tiles))
-        numbers = [*self.batch_ways, self.data, self.microbatches, self.chunks, self.tensor]
-        numbers += [self.experts, self.moe_pieces]
+        counts = [each.name for each in fields(self) if each.default == 1 and type(each.default) is int]
+        numbers = [*self.batch_ways, *(getattr(self, name) for name in counts)]
         numbers += [n for tiles in self.tiles for n in tiles]
         if not self.tiles or min(numbers) < 1 or self.bidirectional < 0 or len(self.batch_ways) != len(self.tiles):
             raise ValueError(f"{self!r}: every number must be at least 1, with one number of batch ways a stage")
@@ -207,11 +211,15 @@ class Plan:
 
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
-        zero = (", sequence" if self.sequence else "") + (f", zero({self.zero})" if self.zero else "")
+        others = [each for each in fields(self) if each.name not in IN_TITLE]
+        given = [(each.name.replace("_", "-"), getattr(self, each.name), each.default) for each in others]
+        rest = "".join(
+            f", {name}" + (f"({value})" if value is not True else "") for name, value, usual in given if value != usual
+        )
         if self.num_stages == 1 and self.num_microbatches == 1:
-            return f"{self}{zero}"
+            return f"{self}{rest}"
         both = f", bidirectional({self.bidirectional})" if self.bidirectional else ""
-        return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}{zero}"
+        return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}{rest}"
 
     def wrong_world(self, num_ranks: int) -> str | None:
         """What to say if mpirun started so many ranks; None if that fits."""

@@ -1,6 +1,6 @@
 """The search: which plans are looked at, which of them is best, and the flags that each is started by."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -12,11 +12,12 @@ from torch import nn
 
 from mpi4dl import models
 from mpi4dl.forecast.anatomy import OF_TENSORS
-from mpi4dl.forecast.outlook import Forecaster
-from mpi4dl.forecast.ranked import ranked, without_plan
+from mpi4dl.forecast.outlook import Forecaster, Outlook, plan_flags
+from mpi4dl.forecast.ranked import ranked
 from mpi4dl.forecast.search import candidates, degrees_of, search
 from mpi4dl.options.build import build_plan
-from mpi4dl.options.config import parse
+from mpi4dl.options.config import Config, parse
+from mpi4dl.options.declare import options_of, to_toml
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.remembered import Remembered
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
@@ -101,12 +102,74 @@ def test_no_plan_at_all_is_one_message(tmp_path: Path) -> None:
 def test_each_plan_is_started_by_flags_that_make_it(tmp_path: Path) -> None:
     found = search(forecaster(tmp_path, 0.1), candidates(4, 11, IMAGE))
     for outlook in found.best:
-        assert build_plan(parse(outlook.flags)) == outlook.plan
+        assert build_plan(parse(outlook.flags())) == outlook.plan
     lines = ranked(found, 4, None, ["--model", "small_resnet", "--stages", "3", "--data=2"])
     assert lines[0] == f"{found.num_plans} plans for 4 ranks looked at"
     assert lines[-10].startswith("1: mpirun -n 4 python -m mpi4dl.train --model small_resnet ")
     assert "--stages 3" not in lines[-10]
 
 
+# For each field of a plan another value than the default's, in a plan that may have it.
+OTHER = {
+    "tiles": Plan(((2, 1), (1, 1))),
+    "batch_ways": Plan(((1, 1),) * 2, (2, 1)),
+    "data": Plan(data=3),
+    "microbatches": Plan(microbatches=6),
+    "schedule": Plan(((1, 1),) * 2, microbatches=2, schedule="zero-bubble"),
+    "bidirectional": Plan(((1, 1),) * 2, bidirectional=1),
+    "chunks": Plan(((1, 1),) * 2, microbatches=2, schedule="interleaved", chunks=2),
+    "zero": Plan(data=2, zero=3),
+    "tensor": Plan(tensor=2),
+    "sequence": Plan(tensor=2, sequence=True),
+    "experts": Plan(experts=2),
+    "moe": Plan(tensor=2, experts=2, moe="expert"),
+    "moe_pieces": Plan(experts=2, moe_pieces=2),
+}
+
+
+def test_every_field_of_a_plan_is_an_option_of_the_same_default() -> None:
+    """A new field without an option fails here, and so does one that this table does not try."""
+    options = options_of(Config)
+    assert set(Plan.options()) <= set(options)
+    assert {name: options[name].default for name in Plan.options()} == Plan().asked()
+    assert [*OTHER] == [each.name for each in fields(Plan)]
+    assert all(getattr(plan, name) != getattr(Plan(), name) for name, plan in OTHER.items())
+
+
+@pytest.mark.parametrize("given", OTHER)
+@pytest.mark.parametrize("name", OTHER)
+def test_a_plan_makes_the_command_that_makes_it(tmp_path: Path, name: str, given: str) -> None:
+    """Whatever other plan the flags, or the file, of the user had, with the other values of the user kept."""
+    chosen = Outlook(OTHER[name], 1.0, 1, True)
+    usual = [word for flag in plan_flags(OTHER[given]).items() for word in flag if word]
+    asked = ["--lr", "0.5", *usual, "--recompute", "--stream=4x4", "--stream-until", "layer1", "--flip"]
+    (tmp_path / "run.toml").write_text(to_toml(parse(["--balance", "3,4,4", *asked])))
+    for flags in (asked, ["--config", str(tmp_path / "run.toml")]):
+        made = parse(chosen.flags(flags))
+        assert build_plan(made) == OTHER[name]
+        assert (made.optimizer.lr, made.training.recompute, made.parallel.stream) == (0.5, False, None)
+        assert (made.parallel.stream_until, made.parallel.balance) == (None, "auto")
+
+
+def test_the_words_of_a_plan_tell_it_from_others() -> None:
+    assert len({plan.describe() for plan in OTHER.values()}) == len(OTHER)
+
+
+def test_batches_that_are_accumulated_are_microbatches_of_the_plan(tmp_path: Path) -> None:
+    given = ["--accumulate", "4", "--batch-size", "2"]
+    plans = list(candidates(2, 11, (8, 3, 32, 32), accumulate=4))
+    assert {plan.num_microbatches % 4 for plan in plans} == {0}
+    for plan in plans:
+        assert build_plan(parse(Outlook(plan, 1.0, 1, True).flags(given))) == plan
+
+
+def test_what_is_not_searched_stays_where_it_can_be() -> None:
+    kept = {"sequence": True, "moe": "tensor", "moe_pieces": 2}
+    plans = set(candidates(4, 11, (8, 16), [Degrees(), Degrees(2, 2, True)], kept))
+    assert {plan.moe_pieces for plan in plans} == {2}
+    assert {(plan.tensor, plan.sequence, plan.moe) for plan in plans} == {(1, False, "tensor"), (2, True, "expert")}
+
+
 def test_what_the_plan_decides_is_taken_out_of_the_flags() -> None:
-    assert without_plan(["--lr", "1", "--tiles", "2x2", "--zero=3", "--flip"]) == ["--lr", "1", "--flip"]
+    given = ["--lr", "1", "--tiles", "2x2", "--zero=3", "--flip", "--experts", "2", "--sequence", "--moe=expert"]
+    assert Outlook(Plan(), 1.0, 1, True).flags(given) == ["--lr", "1", "--flip"]
