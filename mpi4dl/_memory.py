@@ -64,6 +64,33 @@ def _status_bytes(field: str) -> int | None:
     return None
 
 
+def memory_of_node(
+    meminfo: Path = Path("/proc/meminfo"),
+    groups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """The bytes that all processes of this node may use together: its memory, or what its control group allows."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "memory" if controllers else root
+            # Within a container the path may be that of the host, of which only the container's own top is visible.
+            for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+                        found.append(int((folder / name).read_text()))
+                if folder == top:
+                    break
+    return min(found)
+
+
 def _largest_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

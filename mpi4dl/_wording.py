@@ -34,3 +34,12 @@ def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
             for cell, width, head in zip(row, widths, rows[0], strict=True)
         )
         yield "  ".join(cells).rstrip()
+
+
+def in_words(seconds: float) -> str:
+    """A time of two units at most."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"

@@ -4,6 +4,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl._exits import one_message
 from mpi4dl.comm import guard
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
     )
-    options = parser.parse_args(argv)
+    with one_message():
+        options = parser.parse_args(argv)
 
     def begin() -> None:
         from mpi4dl.comm import world

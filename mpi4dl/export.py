@@ -6,15 +6,21 @@ model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpi4dl._exits import one_message
+
 SUFFIXES = (".pt", ".safetensors")
-FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    with one_message():
+        command(argv)
+
+
+def command(argv: Sequence[str] | None) -> None:
+    """Export what a command line asks for. Raises ValueError and OSError."""
     parser = argparse.ArgumentParser(
         prog="python -m mpi4dl.export", description="Write the weights of a run as a state_dict for plain PyTorch."
     )
@@ -23,12 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.out.suffix not in SUFFIXES:
         parser.error(f"{options.out} must end in {' or '.join(SUFFIXES)}")
-    try:
-        for line in export(options.source, options.out):
-            print(line)
-    except (ValueError, OSError) as error:
-        print(f"mpi4dl: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+    for line in export(options.source, options.out):
+        print(line)
 
 
 def export(source: Path, out: Path) -> list[str]:

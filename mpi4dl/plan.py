@@ -4,21 +4,21 @@ It says what training by these flags would be, without MPI, and without making t
 """
 
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from mpi4dl._exits import one_message
 from mpi4dl.forecast.planning import Searched, Shown, TrainedOn, planned, searched
+from mpi4dl.forecast.progress import Progress
 from mpi4dl.options.config import Config, ConfigError, to_toml
-from mpi4dl.options.declare import parse_options
+from mpi4dl.options.declare import parse_options, without_flags
 from mpi4dl.options.words import spelling
 
 USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = (
     "Show what training by these flags would be: stages, tiles, messages, memory and a timeline. No MPI needed."
 )
-USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,8 @@ class PlanConfig(Config):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what the command line `argv` would train; whatever is wrong with it ends in one message."""
-    try:
+    with one_message(spelling(PlanConfig)):
         show(list(sys.argv[1:] if argv is None else argv))
-    except (ValueError, OSError) as problem:
-        print(f"mpi4dl: {spelling(PlanConfig)(str(problem))}", file=sys.stderr)
-        sys.exit(USER_ERROR)
 
 
 def show(argv: Sequence[str]) -> None:
@@ -46,14 +43,18 @@ def show(argv: Sequence[str]) -> None:
     if asked.memory is not None and asked.ranks is None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
-    if asked.search or asked.ranks is not None:
+    with Progress() as progress:
+        progress("reading what there is to train on")
         trained, samples = with_samples(config)
-        print("\n".join(searched(trained, asked, samples, shown.rank_gflops, flags)))
+        if asked.search or asked.ranks is not None:
+            lines = searched(trained, asked, samples, shown.rank_gflops, flags, progress)
+        else:
+            found = planned(trained, samples, shown.rank_gflops, flags, progress)
+    if asked.search or asked.ranks is not None:
+        print("\n".join(lines))
         return
     from mpi4dl.parallel.tables.drawing import draw
 
-    trained, samples = with_samples(config)
-    found = planned(trained, samples, shown.rank_gflops, flags)
     print(spelling(PlanConfig)(str(found)))
     if timeline is not None:
         try:
@@ -65,14 +66,7 @@ def show(argv: Sequence[str]) -> None:
 
 def training_flags(argv: Sequence[str]) -> list[str]:
     """The flags that are for the training too, as they were given."""
-    own = ArgumentParser(add_help=False, allow_abbrev=False)
-    for item in (*fields(Shown), *fields(Searched)):
-        flag = "--" + item.name.replace("_", "-")
-        if item.type is bool:
-            own.add_argument(flag, action=BooleanOptionalAction)
-        else:
-            own.add_argument(flag)
-    return own.parse_known_args(list(argv))[1]
+    return without_flags(PlanConfig, argv, (each.name for each in (*fields(Shown), *fields(Searched))))
 
 
 def with_samples(config: Config) -> tuple[Config, TrainedOn]:

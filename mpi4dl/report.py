@@ -4,15 +4,20 @@ It is one file without scripts or references to a network: it can be sent by mai
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FAILED = 2
+from mpi4dl._exits import one_message
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page that the command line `argv` asks for; whatever is wrong with it ends in one message."""
+    with one_message():
+        command(argv)
+
+
+def command(argv: Sequence[str] | None) -> None:
+    """Write the page that a command line asks for. Raises ValueError and OSError."""
     parser = argparse.ArgumentParser(
         prog="python -m mpi4dl.report",
         description="Write one HTML page of runs: configuration, curves, metrics, images, speed, memory, timeline.",
@@ -20,12 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
     options = parser.parse_args(argv)
-    try:
-        for line in report(options.runs, options.out):
-            print(line)
-    except (ValueError, OSError) as error:
-        print(f"mpi4dl: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+    for line in report(options.runs, options.out):
+        print(line)
 
 
 def report(runs: Sequence[Path], out: Path) -> list[str]:

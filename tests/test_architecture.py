@@ -38,6 +38,7 @@ FLOORS = {
     "geometry": 1,
     "models": 1,
     "datasets": 1,
+    "_exits": 0,
     "_files": 0,
     "_torchvision": 0,
     "_wording": 0,

@@ -13,6 +13,8 @@ from mpi4dl.engine.precision import AUTOCAST
 from mpi4dl.forecast.anatomy import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
 from mpi4dl.forecast.outlook import Forecaster
 from mpi4dl.forecast.overview import Overview, overview, samples_in_words, samples_of
+from mpi4dl.forecast.passes import passes_of_patches
+from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.build import engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.models import bag_options, build_model, tensor_styles
@@ -64,17 +66,17 @@ def without_effect(config: Config, engine: Engine) -> list[str]:
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> Overview:
     """What training by this configuration would be; `options` are others of `overview`.
 
-    Of patches it is one visit: an image that has just so many of them for each rank.
+    Of patches one visit is looked at, an image that has just so many of them for each rank, and all are counted.
     """
     chosen = engine_options(config)
     shown, bags = config, bag_options(config, plan)
     if bags is not None:
         rows, cols = plan.shape(0).space
         patch = config.model.patches or 1
-        visit = replace(
-            config.data, image_size=(rows * patch, cols * patch * bags.at_once), batch_size=plan.shape(0).batch
-        )
-        shown = replace(config, data=visit, model=replace(config.model, min_tissue=0.0))
+        size, samples = (rows * patch, cols * patch * bags.at_once), plan.shape(0).batch * plan.num_microbatches
+        visit = replace(config.data, image_size=size, batch_size=samples)
+        training = replace(config.training, accumulate=1)
+        shown = replace(config, data=visit, training=training, model=replace(config.model, min_tissue=0.0))
         options["stream"] = None
     found = overview(
         config.model_name,
@@ -87,12 +89,18 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         averaged=config.tuning.ema is not None,
         styles=tensor_styles(config),
+        recompute=config.training.recompute,
         **options,
     )
     if bags is None:
         return found
-    remark = f"{bags.remark}; FLOPs, memory and seconds are those of one visit"
-    return replace(found, image=batch_of(config, channels), remark=remark)
+    whole, model = batch_of(config, channels), outline(lambda: build_model(config, num_classes, channels)).train()
+    assert isinstance(model, PatchModel)
+    passes = passes_of_patches(config, plan, model, bags, channels)
+    patches = whole[0] * patches_in(config.data.image_size, model.patch)
+    share = samples * patches_in(size, model.patch) / patches
+    remark = f"{bags.remark}; {counted(passes.visits, 'visit')} of each rank in every pass over them"
+    return found.of_patches(whole, passes, share, remark)
 
 
 def anything(outputs: Any) -> None:

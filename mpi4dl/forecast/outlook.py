@@ -36,9 +36,9 @@ from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import flags_for, options_of, without_flags
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages
 from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
-from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_of, seconds_recomputed
+from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_in, groups_of, image_bytes, seconds_recomputed
 from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
-from mpi4dl.parallel.inputs import input_dtype, of_tokens, shape_only
+from mpi4dl.parallel.inputs import of_tokens, shape_only
 from mpi4dl.parallel.pipeline.balance import count_flops, partition
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
@@ -177,10 +177,10 @@ class Forecaster:
         columns = [self._bytes_at(site) for site in sites]
         memory = bytes_of_stages(counts, columns)
         yield _Way(memory, prices)
-        groups = self._groups if plan.num_stages == 1 else list(pairwise(accumulate(counts, initial=0)))
+        groups = self._groups if plan.num_stages == 1 else groups_in(self.cuttable, counts)
         if groups and most_bytes < float("inf"):
             again = [
-                bytes_recomputed(column, groups, self._image_bytes(site))
+                bytes_recomputed(column, groups, image_bytes(self.cuttable, site))
                 for site, column in zip(sites, columns, strict=True)
             ]
             slower = tuple(seconds_recomputed(column, groups) for column in prices.columns)
@@ -286,10 +286,6 @@ class Forecaster:
 
     def _flops(self, image: tuple[int, ...]) -> list[float]:
         return count_flops(self.cuttable, shape_only(self.cuttable.model, image))
-
-    def _image_bytes(self, site: Site) -> int:
-        channels = 1 if of_tokens(site.image) else site.image[1]
-        return site.pixels * channels * input_dtype(self.cuttable.model, site.image).itemsize
 
     def _bytes_at(self, site: Site) -> tuple[AtomBytes, ...]:
         """Counted for a few samples on each way, of which a microbatch is a multiple."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -19,12 +19,15 @@ from mpi4dl.forecast.anatomy import (
     activations_of,
     anatomy,
     count_state,
+    share,
 )
+from mpi4dl.forecast.passes import Passes, passes_of_needs
 from mpi4dl.forecast.work import Work, count_work
 from mpi4dl.geometry import SPACE, Interval
 from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atoms
 from mpi4dl.parallel.costs.prices import RANK_GFLOPS, Clockwork, Prices, assumed, counted_prices
+from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_in, image_bytes
 from mpi4dl.parallel.costs.timing import AtomSeconds, planned_cuts, sites_of
 from mpi4dl.parallel.inputs import of_tokens, shape_only, space_of
 from mpi4dl.parallel.pipeline.balance import count_flops
@@ -67,6 +70,8 @@ class Overview:
     allocator: Allocator = HEAP_KEPT
     needs: StreamNeeds | None = None
     remark: str = ""
+    recompute: bool = False
+    passes: Passes | None = None
 
     def __str__(self) -> str:
         parts = (self.title(), self.stages(), self.sums(), self.images(), self.streaming(), self.memory(), self.ranks())
@@ -156,7 +161,8 @@ class Overview:
             live = counted(self.report.peak_live[rank], "microbatch", "microbatches")
             kept = mebibytes(self.simulation.peak_bytes[rank])
             found.append(f"at most {live} with {kept} of activations, idle {100 * bubble:.1f} %")
-        lines = [f"a step, simulated ({self.assumption}; activations in fp32, none recomputed):"]
+        again = "those of blocks recomputed" if self.recompute else "none recomputed"
+        lines = [f"a step, simulated ({self.assumption}; activations in fp32, {again}):"]
         for what, group in groupby(enumerate(found), key=lambda item: item[1]):
             ranks = [rank for rank, _ in group]
             lines.append(f"  {'rank' if len(ranks) == 1 else 'ranks'} {runs(ranks)}: {what}")
@@ -168,7 +174,40 @@ class Overview:
 
     def streaming(self) -> list[str]:
         """What a visit reads, keeps and repeats, where images are streamed."""
-        return [*filter(None, [self.remark]), *([] if self.needs is None else [streaming_words(self.needs)])]
+        passes = passes_of_needs(self.needs, self.plan) if self.needs is not None else self.passes
+        streamed = "" if self.needs is None else streaming_words(self.needs)
+        slow = "" if passes is None or not passes.repeats else passes.words()
+        return [*filter(None, (self.remark, streamed, slow))]
+
+    def of_patches(self, image: tuple[int, ...], passes: Passes, share: float, remark: str) -> "Overview":
+        """This overview of one visit of each rank, as that of a step which visits all patches of a batch of `image`.
+
+        A visit has this share of all patches. Its memory is that of the step.
+        """
+        there, back = (1 + rounds / 2 for rounds in passes.mean_rounds)
+        again = 1 + passes.mean_rounds[1]
+        visits = passes.visits / self.plan.num_microbatches
+        forward = tuple(visits * there * seconds for seconds in self.costs.forward_seconds)
+        both = zip(self.costs.forward_seconds, self.costs.backward_seconds, strict=True)
+        backward = tuple(visits * (again * f + back * b) for f, b in both)
+        costs = replace(self.costs, forward_seconds=forward, backward_seconds=backward)
+        work = tuple(each._replace(forward_flops=each.forward_flops / share) for each in self.work)
+        simulation = simulate(self.plan.table(), self.plan.placement, costs)
+        found = replace(self, image=image, passes=passes, remark=remark)
+        return replace(found, costs=costs, work=work, simulation=simulation)
+
+    def bytes_of_ranks(self, offloaded: bool = False) -> list[int]:
+        """What each rank of a replica needs in all; `offloaded`: its masters and optimizer state are elsewhere."""
+        found = []
+        for rank, kept in enumerate(activations_of(self.plan, self.simulation.peak_bytes, self.bytes)):
+            part = share(self.plan, rank, self.states, kept)
+            found.append(part.together + self._beside(rank, kept) - offloaded * part.optimizer)
+        return found
+
+    def _beside(self, rank: int, activations: int) -> int:
+        """What the process of a rank takes beside its tensors."""
+        largest = max(self.bytes[stage].largest for _, stage in self.plan.held_by(rank))
+        return self.allocator.beside(activations, self.plan.num_microbatches, self.needs is not None, largest)
 
     def memory(self) -> list[str]:
         """What the rank that needs most has in its memory, for each ZeRO stage."""
@@ -176,13 +215,10 @@ class Overview:
             return []
         head = ["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "process", "together"]
         rows = [head]
-        for zero, rank, share in self.anatomy():
+        for zero, rank, part in self.anatomy():
             name = f"--zero {zero}{' (this plan)' if zero == self.plan.zero else ''}"
-            largest = max(self.bytes[stage].largest for _, stage in self.plan.held_by(rank))
-            beside = self.allocator.beside(
-                share.activations, self.plan.num_microbatches, self.needs is not None, largest
-            )
-            sizes = [*share[:-1], beside, share.together + beside]
+            beside = self._beside(rank, part.activations)
+            sizes = [*part[:-1], beside, part.together + beside]
             rows.append([name, str(rank), *(f"{num_bytes / 2**20:,.1f}" for num_bytes in sizes)])
         return [
             "memory of the rank that needs most, in MiB (activations with what layers need as they compute; process: "
@@ -208,14 +244,16 @@ def overview(
     accept: Callable[[Any], None] = lambda outputs: None,
     stream: StreamOptions | ChooseStream | None = None,
     styles: Styles | None = None,
+    recompute: bool = False,
 ) -> Overview:
     """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
 
     `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. With `optimizer`, which
     makes one for some parameters, the memory of a rank is counted, for weights of `low_precision` if there is one. The
-    first stage may `stream` its images. `styles` say how parameters are cut, as in `Held.whole`. `accept` raises
-    ValueError for outputs of the model that the loss would not take. Not collective: no MPI is used.
+    first stage may `stream` its images, and blocks `recompute`. `styles` say how parameters are cut, as in
+    `Held.whole`. `accept` raises ValueError for outputs of the model that the loss would not take. Not collective: no
+    MPI is used.
 
     Raises:
         ValueError: the plan does not fit the images, or the model cannot be cut so, or cannot run on such images.
@@ -228,7 +266,8 @@ def overview(
     try:
         cuts = planned_cuts(model, plan, styles)
         cut = plan.num_stages > 1 or stream is not None
-        cuttable = _cuttable(model, cut, microbatch) if cut or cuts or of_tokens(image) or balance == "auto" else None
+        traced = cut or cuts or recompute or of_tokens(image) or balance == "auto"
+        cuttable = _cuttable(model, cut, microbatch) if traced else None
         if cuttable is None:
             stages: Sequence[nn.Module] = [model]
             work = count_work(stages, [_names(model, microbatch)], microbatch, accept)
@@ -255,7 +294,7 @@ def overview(
         raise ValueError(f"{name}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork, needs, styles)
+    kept = memory_of_stages(cuttable, plan, microbatch, counts, work, clockwork, needs, styles, recompute)
     costs = costs_of(plan, work, prices, counts, kept)
     table = plan.table()
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -278,6 +317,7 @@ def overview(
         kept,
         allocator,
         needs,
+        recompute=recompute,
     )
 
 
@@ -307,6 +347,7 @@ def memory_of_stages(
     clockwork: Clockwork | None,
     needs: StreamNeeds | None = None,
     styles: Styles | None = None,
+    recompute: bool = False,
 ) -> tuple[StageBytes, ...]:
     """What stages take of the memory of each rank: on its tiles, or if that cannot be seen, in even parts."""
     sizes = sharers(plan)
@@ -315,6 +356,10 @@ def memory_of_stages(
         sites = sites_of(cuttable, plan, microbatch, styles)
         with suppress(RuntimeError):  # an operator without a rule is one, and is reported by whoever trains
             columns = {site: count(cuttable, site) for site in dict.fromkeys(sites)}
+            if recompute:
+                groups = groups_in(cuttable, counts)
+                for site, column in columns.items():
+                    columns[site] = bytes_recomputed(column, groups, image_bytes(cuttable, site))
             found = bytes_of_stages(counts, [columns[site] for site in sites])
             return found if needs is None else (needs.stage(columns[sites[0]], counts[0]), *found[1:])
     return tuple(

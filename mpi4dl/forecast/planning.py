@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mpi4dl.forecast.progress import Tell, quietly
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import option
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
@@ -59,7 +60,9 @@ class TrainedOn:
     num_batches: int
 
 
-def planned(config: Config, samples: TrainedOn, rank_gflops: float, flags: Sequence[str]) -> "Overview":
+def planned(
+    config: Config, samples: TrainedOn, rank_gflops: float, flags: Sequence[str], tell: Tell = quietly
+) -> "Overview":
     """The overview of what `flags` would train, of which `config` was made.
 
     Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
@@ -78,8 +81,10 @@ def planned(config: Config, samples: TrainedOn, rank_gflops: float, flags: Seque
     check_text(config, plan)
     optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
     build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
+    tell("looking for operators without a rule", 0, 0)
     with without_rules(config):
         require_rules(config, plan, num_classes, channels)
+    tell("counting what each stage computes and keeps, and timing it", 0, 0)
     with as_a_rank(config, plan.num_ranks) as device:
         return look_ahead(
             config,
@@ -95,7 +100,12 @@ def planned(config: Config, samples: TrainedOn, rank_gflops: float, flags: Seque
 
 
 def searched(
-    config: Config, asked: Searched, samples: TrainedOn, rank_gflops: float, flags: Sequence[str]
+    config: Config,
+    asked: Searched,
+    samples: TrainedOn,
+    rank_gflops: float,
+    flags: Sequence[str],
+    tell: Tell = quietly,
 ) -> list[str]:
     """A table of the fastest plans, and the command that starts each. Raises ValueError."""
     import torch
@@ -108,13 +118,14 @@ def searched(
 
     num_ranks, most_bytes = require_ranks(asked), asked.memory
     clockwork = replace(Clockwork.of_user(), rank_gflops=rank_gflops)
+    tell("building the model", 0, 0)
     with as_a_rank(config, num_ranks) as device:
         found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
         model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
         degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
         kept = {name: getattr(config.parallel, name) for name in Plan.options() if name not in SEARCHED}
         plans = candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate)
-        ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes)
+        ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes, tell)
     return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)
 
 

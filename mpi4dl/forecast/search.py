@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mpi4dl.forecast.outlook import Forecaster, Outlook
+from mpi4dl.forecast.progress import Tell, quietly
 from mpi4dl.parallel.inputs import space_of
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
@@ -22,9 +23,8 @@ MOST_MICROBATCHES = 16
 CHUNKS = 2
 TIMING_SECONDS = 40.0  # for all shapes of tiles together
 LEAST_SECONDS = 0.4  # for one of them
-SEARCHED = frozenset(
-    ("stages", "tiles", "batch_ways", "data", "tensor", "experts", "zero")
-    + ("microbatches", "schedule", "bidirectional", "chunks")
+SEARCHED = frozenset(  # all other fields of a plan stay as the user's flags have them
+    "stages tiles batch_ways data tensor experts zero microbatches schedule bidirectional chunks".split()
 )
 
 
@@ -123,9 +123,11 @@ class Ranking(NamedTuple):
     smallest: Outlook
 
 
-def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = float("inf")) -> Ranking:
+def search(
+    forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+) -> Ranking:
     """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
-    found = [each for each in outlooks(forecaster, list(plans), most_bytes) if each is not None]
+    found = [each for each in outlooks(forecaster, list(plans), most_bytes, tell) if each is not None]
     if not found:
         raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
     fitting = sorted(
@@ -134,7 +136,9 @@ def search(forecaster: Forecaster, plans: Iterable[Plan], most_bytes: float = fl
     return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))
 
 
-def outlooks(forecaster: Forecaster, plans: Sequence[Plan], most_bytes: float = float("inf")) -> list[Outlook | None]:
+def outlooks(
+    forecaster: Forecaster, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+) -> list[Outlook | None]:
     """What training by each of these plans would come to; None by one that cannot be. All are timed in TIMING_SECONDS.
 
     With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
@@ -143,7 +147,8 @@ def outlooks(forecaster: Forecaster, plans: Sequence[Plan], most_bytes: float = 
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
     forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
     found: list[Outlook | None] = []
-    for plan in plans:
+    for number, plan in enumerate(plans):
+        tell("plans that were timed and simulated", number, len(plans))
         found.append(None)
         with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
             found[-1] = forecaster.outlook(plan, most_bytes)

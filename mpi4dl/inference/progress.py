@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mpi4dl._wording import counted
+from mpi4dl._wording import counted, in_words
 
 QUIET_SECONDS = 10.0
 
@@ -38,12 +38,3 @@ class ProgressOfImages:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def in_words(seconds: float) -> str:
-    """A time of two units at most."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mpi4dl._exits import one_message
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import guard
 from mpi4dl.options.declare import ConfigError, facts, parse_options
@@ -66,7 +67,8 @@ class Command(Generic[T]):
         """Start MPI, and do what `argv` asks for, or the program's own command line, on all ranks of the job."""
         arguments = list(sys.argv[1:] if argv is None else argv)
         if "-h" in arguments or "--help" in arguments:
-            parse_options(self.config, ["--help"], self.usage, self.description)
+            with one_message():
+                parse_options(self.config, ["--help"], self.usage, self.description)
 
         def begin() -> None:
             from mpi4dl.comm import world

@@ -264,6 +264,12 @@ class Parallel:
         "keep the memory of freed tensors for the next step: faster on CPUs, and a process grows to 1.7 times its need",
         BOOLEAN,
     )
+    memory_check: str = option(
+        "error",
+        "what to do at the start with a run that needs more memory than its nodes have; error: refuse what cannot fit, "
+        "and warn of what may not",
+        choice("error", "warn", "none"),
+    )
     hang_timeout: float = option(
         600.0,
         "seconds without a sign of life after which the job is ended, more if steps take long; 0: never",

@@ -11,6 +11,7 @@ from mpi4dl._memory import MemoryMeter, keep_freed_memory, load_libraries
 from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, world
 from mpi4dl.engine import Engine, Evaluation
+from mpi4dl.forecast.fitting import told_before
 from mpi4dl.forecast.visiting import stream_of
 from mpi4dl.options import build, parts
 from mpi4dl.options.config import Config, ConfigError, facts
@@ -144,6 +145,9 @@ class Trainer:
             if self.config.run.dry_run:
                 self._run.explain()
                 return None
+            told = told_before(self.config, self.engine, self._num_classes, self._run.channels)
+            self._run.remarks += tuple(told)
+            self._patience.feed()
             self._run.open(closing)
             with blaming_the_model(self.config, self.plan, self._num_classes, self._run.channels):
                 self._run.all_epochs()

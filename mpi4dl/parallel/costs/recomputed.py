@@ -5,10 +5,12 @@ kept         k0  k1 in  -  in  - k6      within it, but while it is run again, w
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from mpi4dl.parallel.blocks import blocks
 from mpi4dl.parallel.costs.memory import AtomBytes
-from mpi4dl.parallel.costs.timing import Column
+from mpi4dl.parallel.costs.timing import Column, Site
+from mpi4dl.parallel.inputs import input_dtype, of_tokens
 from mpi4dl.parallel.pipeline.split import Cuttable
 
 Group = tuple[int, int]
@@ -24,6 +26,17 @@ def groups_of(cuttable: Cuttable) -> tuple[Group, ...]:
         if own and own[-1] - own[0] + 1 == len(own):
             found.append((own[0], own[-1] + 1))
     return tuple(sorted(found))
+
+
+def groups_in(cuttable: Cuttable, counts: Sequence[int]) -> tuple[Group, ...]:
+    """What is run again as a whole, of stages of so many atoms: the blocks of a single stage, or each stage."""
+    return groups_of(cuttable) if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def image_bytes(cuttable: Cuttable, site: Site) -> int:
+    """The bytes of a rank's part of the images, or tokens, of a microbatch."""
+    channels = 1 if of_tokens(site.image) else site.image[1]
+    return site.pixels * channels * input_dtype(cuttable.model, site.image).itemsize
 
 
 def bytes_recomputed(column: Sequence[AtomBytes], groups: Sequence[Group], image_bytes: int) -> tuple[AtomBytes, ...]:

@@ -1,0 +1,57 @@
+"""What a command without MPI is doing: on one line of a terminal, which changes, or else a line now and then."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+QUIET_SECONDS = 10.0  # between two lines of a file or a pipe
+TERMINAL_SECONDS = 0.5
+CLEAR = "\r\x1b[K"
+
+Tell = Callable[[str, int, int], None]  # what is done, and how much of how much, 0 of 0 where nobody can know
+
+
+def quietly(doing: str, done: int = 0, total: int = 0) -> None:
+    """Tell nobody."""
+
+
+class Progress:
+    """Within `with Progress() as progress:` a thread prints what `progress(doing, done, total)` said last.
+
+    It prints to standard error, so that the output of the command stays as it is.
+    """
+
+    def __init__(self, stream: TextIO | None = None, seconds: float | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = bool(getattr(self._stream, "isatty", lambda: False)())
+        self._seconds = (TERMINAL_SECONDS if self._terminal else QUIET_SECONDS) if seconds is None else seconds
+        self._began = time.monotonic()
+        self._doing = "starting"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tell, daemon=True)
+
+    def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
+        self._doing = f"{doing}: {done} of {total}" if total else doing
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._terminal:
+            self._print(CLEAR)
+
+    def _tell(self) -> None:
+        while not self._over.wait(self._seconds):
+            line = f"mpi4dl: {self._doing}, {time.monotonic() - self._began:.0f} s"
+            self._print(f"{CLEAR}{line}" if self._terminal else f"{line}\n")
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            self._stream.write(text)
+            self._stream.flush()
