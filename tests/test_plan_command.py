@@ -1,9 +1,12 @@
 """The planning command: what it prints and draws, and how it refuses; overviews themselves have their own tests."""
 
 import errno
+import io
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import PIL.Image
@@ -11,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.forecast import dry_run
+from mpi4dl.forecast.progress import CLEAR, Progress
 from mpi4dl.options.config import parse
 from mpi4dl.plan import main, training_flags
 from mpi4dl.train import train
 from mpi4dl.trainer import images
 from tests.commands import write_images
 from tests.pool.ranks import Ranks
-from tests.pool.zygote import python
+from tests.pool.zygote import ROOT, python
 
 SMALL = ["--model", "small_resnet", "--image-size", "64"]
 STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
@@ -304,3 +309,81 @@ def test_the_search_shares_layers_within_a_node(text: list[str], capsys: pytest.
     main([*text, "--ranks", "2", "--ranks-per-node", "1", "--batch-size", "2"])
     assert "--tensor" not in capsys.readouterr().out
     assert refusal(capsys, *text, "--ranks", "3", "--ranks-per-node", "2").startswith("--ranks 3 are no multiple of")
+
+
+def test_progress_is_told_while_the_command_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, in lines of a file, and in one line of a terminal that is empty in the end."""
+
+    class Heard(io.StringIO):
+        def __init__(self, terminal: bool) -> None:
+            super().__init__()
+            self.terminal, self.told = terminal, threading.Event()
+
+        def isatty(self) -> bool:
+            return self.terminal
+
+        def write(self, text: str) -> int:
+            written = super().write(text)
+            if "3 of 20" in text:
+                self.told.set()
+            return written
+
+    for terminal in (False, True):
+        heard = Heard(terminal)
+        with Progress(heard, seconds=0.001) as progress:
+            progress("plans", 3, 20)
+            assert heard.told.wait(60)
+        lines = heard.getvalue()
+        assert ("\n" in lines, lines.endswith(CLEAR)) == (not terminal, terminal)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_search_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Progress, "__call__", lambda self, *words: told.append((*words, 0, 0)[:3]))
+    main(["--search", "--ranks", "2", *SMALL, "--batch-size", "2"])
+    total = told[-1][2]
+    assert [done for _, done, among in told if among] == list(range(total))
+    assert total > 2
+
+
+QUIET = {
+    "plan": ["plan", "--print-config"],
+    "plan, help": ["plan", "--help"],
+    "export, help": ["export", "--help"],
+    "report, help": ["report", "--help"],
+    "train, help": ["train", "--help"],
+    "doctor, help": ["doctor", "--help"],
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_command_whose_reader_is_gone_ends_in_silence(name: str) -> None:
+    """As behind `head`, which closes its end of the pipe."""
+    command, *flags = QUIET[name]
+    with subprocess.Popen(
+        [sys.executable, "-m", f"mpi4dl.{command}", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (process.returncode, told) == (141, b"")
+
+
+def test_all_visits_to_patches_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """An encoder of k norms is visited k + 1 times forward, and as often backward; FLOPs are those of all patches."""
+    flags = ["--model", "small_resnet", "--image-size", "256", "--patches", "64", "--patches-at-once", "2"]
+    told = []
+    for batch in ("2", "4"):
+        main([*flags, "--batch-size", batch, "--tiles", "1x2"])
+        told.append(capsys.readouterr().out)
+    norms = sum(isinstance(module, nn.BatchNorm2d) for module in models.build("small_resnet", 2).modules())
+    assert f"{2 * norms + 2} times a step, {norms + 1} forward and {norms + 1} backward, with 8 visits" in told[0]
+    assert "with 16 visits of a rank each time" in told[1]
+    flops = [float(re.findall(r": ([\d.]+) GFLOP forward", each)[0]) for each in told]
+    seconds = [float(re.findall(r"^([\d.]+) (?:s|ms), bubble", each, re.MULTILINE)[0]) for each in told]
+    assert flops[1] == pytest.approx(2 * flops[0], rel=0.01)
+    assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.05)
+    main([*flags, "--batch-size", "2", "--tiles", "1x2", "--stream-norm", "running"])
+    assert "times a step" not in capsys.readouterr().out

@@ -52,6 +52,11 @@ class Passes:
         return self.forward + self.backward
 
     @property
+    def step_visits(self) -> int:
+        """The visits of a rank in a step, through all segments."""
+        return sum(self.visits * (2 + there + back) for there, back in self.rounds)
+
+    @property
     def repeats(self) -> bool:
         """Whether norms make visits repeat themselves."""
         return any(map(any, self.rounds))
