@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpi4dl._exits import one_message
 from mpi4dl.forecast.planning import Searched, Shown, TrainedOn, planned, searched
-from mpi4dl.forecast.progress import Progress
+from mpi4dl.forecast.progress import ProgressLine
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import parse_options, without_flags
 from mpi4dl.options.words import spelling
@@ -43,7 +43,7 @@ def show(argv: Sequence[str]) -> None:
     if asked.memory is not None and asked.ranks is None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
-    with Progress() as progress:
+    with ProgressLine() as progress:
         progress("reading what there is to train on")
         trained, samples = with_samples(config)
         if asked.search or asked.ranks is not None:

@@ -38,18 +38,18 @@ GUESSED_PER_VALUE, GUESSED_PER_WEIGHT = 2000, 20  # bytes of a value of an image
 SLOW_PASSES = 4  # over the images in a step, from which on the run says so
 
 
-class Place(NamedTuple):
+class NodeMemory(NamedTuple):
     """Where a rank computes: a node, or a GPU of one, and how many bytes of memory that has."""
 
     name: str
     num_bytes: int
 
 
-def place_of(device: torch.device) -> Place:
+def place_of(device: torch.device) -> NodeMemory:
     """That of this rank."""
     if device.type == "cuda":
-        return Place(f"{device} of {platform.node()}", torch.cuda.get_device_properties(device).total_memory)
-    return Place(platform.node(), memory_of_node())
+        return NodeMemory(f"{device} of {platform.node()}", torch.cuda.get_device_properties(device).total_memory)
+    return NodeMemory(platform.node(), memory_of_node())
 
 
 def told_before(config: Config, engine: Engine, num_classes: int, channels: int) -> list[str]:
@@ -70,7 +70,7 @@ def told_before(config: Config, engine: Engine, num_classes: int, channels: int)
 
 
 def _looked_at(
-    config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[Place]
+    config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
 ) -> tuple[list[str], str | None]:
     """What rank 0 finds: remarks, and why the run is refused, if so."""
     remarks: list[str] = []
@@ -83,7 +83,7 @@ def _looked_at(
                 seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
                 remarks.append(passes.words(seconds))
             if large:
-                foreseen = Foreseen(config, engine, num_classes, channels, places)
+                foreseen = MemoryNeed(config, engine, num_classes, channels, places)
                 problem = foreseen.problem()
                 if problem is not None and foreseen.impossible and check == "error":
                     return remarks, problem
@@ -113,16 +113,16 @@ def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> b
     return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes
 
 
-class Foreseen:
+class MemoryNeed:
     """The memory that a run needs on its nodes, and other ways to run that need less."""
 
     def __init__(
-        self, config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[Place]
+        self, config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
     ) -> None:
         self.config, self.plan, self.device = config, engine.plan, engine.device
         self.num_classes, self.channels = num_classes, channels
         self.counts = engine.held.counts
-        self.ranks: dict[Place, list[int]] = {}
+        self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
         self.stream = engine.held.stream if config.model.patches is None else None
@@ -140,7 +140,7 @@ class Foreseen:
         shared = {"balance": balance, "clockwork": Clockwork.of_user(), "stream": chosen}
         return look_ahead(config, self.plan, self.num_classes, self.channels, **shared, device=self.device)
 
-    def on_place(self, place: Place, needs: Sequence[int]) -> int:
+    def on_place(self, place: NodeMemory, needs: Sequence[int]) -> int:
         """What all ranks there need together; `needs` are those of the ranks of one replica."""
         return sum(needs[rank % len(needs)] for rank in self.ranks[place])
 
@@ -160,8 +160,8 @@ class Foreseen:
         fits.append(f"{nodes} such {'GPUs' if self.device.type == 'cuda' else 'nodes'} for the same ranks")
         return (
             f"{counted(len(ranks), 'rank')} on {self.place.name} need about {gibibytes(self.needed)} together, "
-            f"{gibibytes(self.most)} at most each, but it has {has} of memory: it would hold {'; or '.join(fits)}. "
-            "`memory_check` none starts the run all the same"
+            f"{gibibytes(self.most)} at most each, but it has {has} of memory. What fits: {'; '.join(fits)}. "
+            "`memory_check` none starts the run anyway"
         )
 
     def remedies(self) -> Iterator[str]:

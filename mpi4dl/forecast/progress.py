@@ -18,8 +18,8 @@ def quietly(doing: str, done: int = 0, total: int = 0) -> None:
     """Tell nobody."""
 
 
-class Progress:
-    """Within `with Progress() as progress:` a thread prints what `progress(doing, done, total)` said last.
+class ProgressLine:
+    """Within `with ProgressLine() as progress:` a thread prints what `progress(doing, done, total)` said last.
 
     It prints to standard error, so that the output of the command stays as it is.
     """
@@ -36,7 +36,7 @@ class Progress:
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
         self._doing = f"{doing}: {done} of {total}" if total else doing
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         self._thread.start()
         return self
 
