@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mpi4dl.forecast.progress
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.forecast import dry_run
@@ -32,6 +33,12 @@ STAGES = [*SMALL, "--stages", "2", "--microbatches", "4"]
 
 
 FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
+
+
+@pytest.fixture(autouse=True)
+def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the command says what it does, which is no part of what it prints."""
+    monkeypatch.setattr(mpi4dl.forecast.progress, "QUIET_SECONDS", 1e9)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -250,7 +257,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_the_command_runs_as_a_module_without_mpi() -> None:
     code = (
-        "import runpy, sys\nsys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
+        "import runpy, sys\nimport mpi4dl.forecast.progress as told\ntold.QUIET_SECONDS = 1e9\n"
+        "sys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
         "runpy.run_module('mpi4dl.plan', run_name='__main__')\nprint('mpi4py' in sys.modules)"
     )
     done = subprocess.run([python(), "-c", code], capture_output=True, text=True, timeout=600)

@@ -56,7 +56,7 @@ def told_before(config: Config, engine: Engine, num_classes: int, channels: int)
     """What to say of a run before it starts. Collective.
 
     Raises:
-        Refusal: the run clearly does not fit into the memory of a node; on all ranks.
+        Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
     """
     comm, own = engine.comm, place_of(engine.device)
     places = comm.all_gather_object(own)
@@ -83,9 +83,10 @@ def _looked_at(
                 seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
                 remarks.append(passes.words(seconds))
             if large:
-                foreseen = MemoryNeed(config, engine, num_classes, channels, places)
-                problem = foreseen.problem()
-                if problem is not None and foreseen.impossible and check == "error":
+                need = MemoryNeed(config, engine, num_classes, channels, places)
+                problem = need.problem()
+                refuses = check == "error" and not config.run.dry_run
+                if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
     except Exception:

@@ -142,12 +142,12 @@ class Trainer:
         """Train: all epochs, with validations, checkpoints and reports. Returns the last validation. Collective."""
         with without_rules(self.config), ExitStack() as closing:
             closing.callback(self._patience.stop)
-            if self.config.run.dry_run:
-                self._run.explain()
-                return None
             told = told_before(self.config, self.engine, self._num_classes, self._run.channels)
             self._run.remarks += tuple(told)
             self._patience.feed()
+            if self.config.run.dry_run:
+                self._run.explain()
+                return None
             self._run.open(closing)
             with blaming_the_model(self.config, self.plan, self._num_classes, self._run.channels):
                 self._run.all_epochs()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mpi4dl import _memory
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.forecast import fitting
 from mpi4dl.forecast.passes import passes_of
 from mpi4dl.options.build import build_plan
@@ -18,7 +18,7 @@ from mpi4dl.trainer.trainer import Trainer
 from tests.pool.ranks import Ranks
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
-LARGE = "--model small_resnet --image-size 384 --batch-size 4"
+LARGE = "--model small_resnet --image-size 704 --batch-size 4"
 PROCESS = 40 << 20  # bytes of each rank beside its tensors
 
 
@@ -31,7 +31,8 @@ def begun(comm: Communicator, flags: str, num_bytes: float, folder: Path) -> str
         return f"refused: {refusal}"
     finally:
         fitting.memory_of_node = memory
-    return (folder / "log-rank0.txt").read_text()
+    log = folder / "log-rank0.txt"
+    return log.read_text() if log.exists() else ""
 
 
 def needs(flags: str) -> int:
@@ -42,7 +43,7 @@ def needs(flags: str) -> int:
 def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path: Path) -> None:
     """On all ranks alike. What it proposes is started on the same nodes, and is neither refused nor warned of."""
     flags = f"{LARGE} --tiles 1x2"
-    limit = 2 * PROCESS + 0.6 * (needs(flags) - 2 * PROCESS)
+    limit = 2 * PROCESS + 0.57 * (needs(flags) - 2 * PROCESS)
     (refusal,) = set(ranks(2).run(begun, flags, limit, tmp_path / "refused"))
     assert refusal.startswith("refused: 2 ranks on ")
     assert not (tmp_path / "refused").exists()
@@ -117,8 +118,13 @@ def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, n
     assert "`stream_norm` running" in said
 
 
+def test_a_dry_run_warns_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun(world(), f"{LARGE} --dry-run", 0.1 * needs(LARGE), tmp_path / "run")
+    assert "warning: 1 rank" in capfd.readouterr().out
+
+
 def test_norms_that_need_no_rounds_are_not_warned_of(ranks: Ranks, tmp_path: Path) -> None:
-    flags = f"{LARGE} --patches 32 --stream-norm running"
+    flags = "--model small_resnet --image-size 64 --batch-size 2 --patches 32 --stream-norm running"
     assert "times a step" not in ranks(1).run(begun, flags, 2**40, tmp_path / "run")[0]
 
 
