@@ -220,7 +220,12 @@ def gibibytes(num_bytes: int) -> str:
 
 
 def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels: int = 3) -> int:
-    """The bytes that all ranks of a training need together, if its samples are as these numbers say."""
+    """The bytes that all ranks of a training need together, if its samples are as these numbers say.
+
+    Labels are unknown here, so that outputs of any shape are taken.
+    """
+    if config.data.task == "auto" and config.data.text is None:
+        config = replace(config, data=replace(config.data, task="regress"))
     options: Mapping[str, object] = {"balance": "flops", "clockwork": Clockwork.of_user()}
     device = torch.device("cpu")
     stream = stream_of(config, plan, num_classes, channels, device)
