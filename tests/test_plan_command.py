@@ -318,7 +318,7 @@ SEARCHED = {
 
 @pytest.mark.parametrize("name", SEARCHED)
 @pytest.mark.sample(1)
-def test_every_command_of_a_search_starts(
+def test_the_commands_of_a_search_start(
     ranks: Ranks, text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Whatever plan the flags of the user have: those of a model with experts in particular."""
@@ -327,7 +327,7 @@ def test_every_command_of_a_search_starts(
     lines = capsys.readouterr().out.splitlines()
     commands = [line.partition("mpi4dl.train ")[2] for line in lines if " mpirun -n 2 " in line]
     assert len(commands) > 3
-    for command in commands:
+    for command in commands[::3]:
         ranks(2).run(train, [*shlex.split(command), "--dry-run", "--run-folder", str(tmp_path / "run")])
 
 

@@ -19,6 +19,7 @@ from tests.pool.ranks import Ranks
 
 RUN = "--no-tensorboard --num-samples 4 --max-steps 1 --eval-every none --save-every none --num-workers 1"
 LARGE = "--model small_resnet --image-size 704 --batch-size 4"
+UNSTREAMED = "--schedule gpipe"  # by which nothing can be streamed, which takes long to try
 PROCESS = 40 << 20  # bytes of each rank beside its tensors
 
 
@@ -40,15 +41,17 @@ def needs(flags: str) -> int:
     return fitting.memory_of_command(config, build_plan(config), 10)
 
 
-def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [UNSTREAMED, pytest.param("", marks=pytest.mark.exhaustive)])
+def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path: Path, more: str) -> None:
     """On all ranks alike. What it proposes is started on the same nodes, and is neither refused nor warned of."""
-    flags = f"{LARGE} --tiles 1x2"
+    flags = f"{LARGE} --tiles 1x2 {more}"
     limit = 2 * PROCESS + 0.57 * (needs(flags) - 2 * PROCESS)
     (refusal,) = set(ranks(2).run(begun, flags, limit, tmp_path / "refused"))
     assert refusal.startswith("refused: 2 ranks on ")
     assert not (tmp_path / "refused").exists()
     proposed = [words for words in re.findall(r"--[a-z][^;,.]*", refusal) if not words.startswith("--memory-check")]
-    assert {"--batch-size", "--recompute"} <= {word for words in proposed for word in words.split()}
+    words_of_all = {word for words in proposed for word in words.split()}
+    assert words_of_all >= {"--batch-size", "--recompute", *(["--stream"] if not more else [])}
     for number, words in enumerate(proposed):
         folder = tmp_path / f"run{number}"
         told = ranks(2).run(begun, f"{flags} {words.replace(' with ', ' ')}", limit, folder)[0]
@@ -72,15 +75,15 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path:
 def test_only_what_is_clearly_too_large_is_refused(
     ranks: Ranks, tmp_path: Path, more: str, share: float, ends: str
 ) -> None:
-    flags = f"{LARGE} --schedule gpipe {more}"  # by which nothing can be streamed
+    flags = f"{LARGE} {UNSTREAMED} {more}"
     told = ranks(1).run(begun, flags, share * needs(LARGE), tmp_path / "run")[0]
     assert ends in told
     assert ("done:" in told, "of memory" in told) == (not ends.startswith("refused"), ends != "done:")
 
 
 VISITED = {
-    "patches": "--patches 32 --patches-at-once 3 --tiles 1x2",
-    "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3",
+    "patches": "--patches 32 --patches-at-once 3 --tiles 1x2 --image-size 64",
+    "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3 --image-size 64",
     "stream": "--stream 2x2 --stream-until stage2_block2",
     "stream, segments": "--stream 2x3 --stream-until stage2_block2 --stream-segments 3 --tiles 1x2",
 }
@@ -120,7 +123,7 @@ def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, n
 
 
 def test_a_dry_run_warns_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    begun(world(), f"{LARGE} --dry-run", 0.1 * needs(LARGE), tmp_path / "run")
+    begun(world(), f"{LARGE} {UNSTREAMED} --dry-run", 0.1 * needs(LARGE), tmp_path / "run")
     assert "warning: 1 rank" in capfd.readouterr().out
 
 
