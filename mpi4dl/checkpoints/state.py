@@ -148,7 +148,7 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     engine.executor.seed, engine.executor.num_runs = saved.seed, saved.num_runs
     if engine.scaler.enabled and saved.scaler is not None:
         engine.scaler.scale, engine.scaler.finite_steps = saved.scaler
-    same_plan = saved.plan == engine.plan.describe() and len(saved.ranks) == engine.comm.size
+    same_plan = engine.plan.is_told_by(saved.plan) and len(saved.ranks) == engine.comm.size
     saved.ranks[engine.comm.rank if same_plan else 0].set()
     if same_plan:
         saved.foreseen[engine.comm.rank].set(engine)

@@ -9,7 +9,7 @@ model (GEMS) lies over the ranks of each replica in the opposite order.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
 from math import prod
@@ -212,6 +212,7 @@ class Plan:
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
         others = [each for each in fields(self) if each.name not in IN_TITLE]
+        others.sort(key=lambda each: type(each.default) is not bool)
         given = [(each.name.replace("_", "-"), getattr(self, each.name), each.default) for each in others]
         rest = "".join(
             f", {name}" + (f"({value})" if value is not True else "") for name, value, usual in given if value != usual
@@ -220,6 +221,10 @@ class Plan:
             return f"{self}{rest}"
         both = f", bidirectional({self.bidirectional})" if self.bidirectional else ""
         return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}{rest}"
+
+    def is_told_by(self, text: str) -> bool:
+        """Whether `describe` gives this text, or gave it in checkpoints that do not say what ranks have of experts."""
+        return text in (self.describe(), replace(self, moe=Plan.moe, moe_pieces=Plan.moe_pieces).describe())
 
     def wrong_world(self, num_ranks: int) -> str | None:
         """What to say if mpirun started so many ranks; None if that fits."""

@@ -101,7 +101,7 @@ def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
             cut = Machine(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
-            return cut if saved.plan == plan.describe() else None
+            return cut if plan.is_told_by(saved.plan) else None
     return None
 
 

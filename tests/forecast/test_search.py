@@ -153,6 +153,10 @@ def test_a_plan_makes_the_command_that_makes_it(tmp_path: Path, name: str, given
 
 def test_the_words_of_a_plan_tell_it_from_others() -> None:
     assert len({plan.describe() for plan in OTHER.values()}) == len(OTHER)
+    assert [plan for plan in OTHER.values() if not plan.is_told_by(plan.describe())] == []
+    older = OTHER["moe"].describe().replace(", moe(expert)", "")  # as checkpoints had it
+    assert OTHER["moe"].is_told_by(older)
+    assert not OTHER["sequence"].is_told_by(older)
 
 
 def test_batches_that_are_accumulated_are_microbatches_of_the_plan(tmp_path: Path) -> None:
