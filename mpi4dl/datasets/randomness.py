@@ -165,7 +165,7 @@ def _within(one: Any) -> list[Any]:
         return []
     if isinstance(one, types.FunctionType):
         return _of_function(one)
-    if isinstance(one, types.MethodType | partial | staticmethod | classmethod | property):
+    if isinstance(one, types.MethodType | types.BuiltinMethodType | partial | staticmethod | classmethod | property):
         names = ("__self__", "__func__", "func", "args", "keywords", "fget")
         return [getattr(one, name) for name in names if hasattr(one, name)]
     if isinstance(one, type):
@@ -207,7 +207,7 @@ def _of_function(one: types.FunctionType) -> list[Any]:
 def _of_library(module: str | None) -> bool:
     """Whether a module is Python's or was installed: what it draws from is global, or kept by what was made of it."""
     root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names and root != "__main__":
+    if root == "mpi4dl" or (root in sys.stdlib_module_names and root != "__main__"):
         return True
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
