@@ -218,9 +218,9 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
     ids=str,
 )
 def test_few_or_equal_samples_have_no_interval(scores: list[float], known: bool) -> None:
-    """Of two images an interval would be as long as chance has it, and of equal scores 0 long, as if it were certain."""
+    """Of two images an interval is as long as chance has it; of equal scores it is 0 long, as if it were certain."""
     found = bootstrap(partial(mean_of, torch.tensor(scores)), len(scores), num_resamples=100)
-    assert math.isnan(found.low) is math.isnan(found.high) is not known
+    assert math.isnan(found.low) is math.isnan(found.high) is (not known)
     assert found.defined == 100
 
 
