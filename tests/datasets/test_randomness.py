@@ -3,12 +3,16 @@
 import os
 import random
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Augmentation, DatasetError, Loader, View, adapt
 from mpi4dl.datasets.base import WholeImage
@@ -167,6 +171,40 @@ def test_samples_that_ranks_have_otherwise_are_refused_before_they_train(
     assert first == second
     (refused,) = [each for each in first if each]
     assert "the dataset gives sample 1 otherwise on some ranks than on others" in refused
+
+
+class Pooled(nn.Module):
+    """A number for each image."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.first(x).tanh().mean((2, 3)))
+        return found
+
+
+def trained(comm: Communicator, source: str, folder: Path, **plan: Any) -> float:
+    """The validation loss after two epochs on what draws; the processes have other generators."""
+    SOMEWHERE.random(comm.rank)
+    given: dict[str, Any] = {
+        "model": Pooled,
+        "dataset": (Erased(source), Erased(source)),
+        "image_size": SIZE,
+        "lr": 0.1,
+    }
+    given |= {"batch_size": 2, "epochs": 2, "tensorboard": False, "save_every": "none", "run_folder": str(folder)}
+    evaluation = mpi4dl.Trainer(comm=comm, **given, **plan).fit()
+    assert evaluation is not None
+    return evaluation.loss
+
+
+@pytest.mark.parametrize("source", ["torch", "own Generator"])
+def test_training_on_tiles_of_what_draws_is_that_of_one_process(ranks: Ranks, tmp_path: Path, source: str) -> None:
+    (alone,) = ranks(1).run(partial(trained, source=source, folder=tmp_path / "1"))
+    spread = ranks(4).run(partial(trained, source=source, folder=tmp_path / "4", tiles="2x2"))
+    assert spread == pytest.approx([alone] * 4, rel=1e-5)
 
 
 def test_boxes_with_numbers_of_their_own_are_refused() -> None:
