@@ -4,21 +4,26 @@ One that answers `mpi4dl.datasets.Dataset` reads boxes; any other that PyTorch's
 `__getitem__`, gives whole samples, of which boxes are cut.
 """
 
+import copy
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpi4dl.datasets.base import BadImage, DatasetError, Image, Values, unit_values
+from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
 from mpi4dl.datasets.mapped import MappedSamples
+from mpi4dl.datasets.randomness import Randomness
 from mpi4dl.geometry import Interval
 
 FACE = ("__len__", "label", "image", "channels")
 TASKS = ("classify", "multilabel", "regress", "survival", "segment")
 _LOOKED_AT = 3
-_LOOKS = 4  # at each sample, since a flip at random leaves half of the images alone
+_LOOKED_PX = 64  # along each axis, at three places of an image that is read box by box
+_LOOKS = 4  # at each sample
 _UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders raise of damaged files
 
 
@@ -54,6 +59,9 @@ class OwnDataset:
                 f"the dataset {self.kind} has {whole.channels!r} channels: it must be a number of at least 1"
             )
         self.whole = whole
+        self._key: tuple[int, ...] = ()
+        mapped = isinstance(whole, MappedSamples)
+        self._randomness: Randomness = whole.randomness if mapped else Randomness(whole)
         self.channels: int = whole.channels
         self._shape: tuple[int, ...] | None = None
         self.task = self._task()
@@ -61,8 +69,35 @@ class OwnDataset:
         if len({self.print() for _ in range(_LOOKS)}) > 1:
             raise DatasetError(
                 f"the dataset {self.kind} gives another image or label of one sample each time, so that ranks would "
-                "have other ones: leave its random transforms to `flip`, `random_crop`, `jitter` and `transforms`"
+                "have other ones: let it draw by the generators of Python, NumPy or PyTorch, which get the same state "
+                "for a sample on all ranks, or leave random transforms to `flip`, `random_crop`, `jitter` and "
+                "`transforms`"
             )
+        if self.draws:
+            self.remarks += (
+                f"{self.kind} draws random numbers ({', '.join(sorted(self._randomness.drawn))}): by the seed, the "
+                "epoch and the sample, alike on all ranks; it is read in the main thread, and not ahead",
+            )
+
+    compared = True
+
+    @property
+    def draws(self) -> bool:
+        """Whether it was seen to draw random numbers, which it may do in the main thread alone."""
+        return bool(self._randomness.drawn)
+
+    def drawn(self, key: tuple[int, ...]) -> "OwnDataset":
+        """The samples as they are drawn by a key."""
+        other = copy.copy(self)
+        other._key = key
+        if isinstance(self.whole, MappedSamples):
+            other.whole = self.whole.drawn(key)
+        return other
+
+    def _seeded(self, index: int) -> AbstractContextManager[Any]:
+        """The context of a call of the user's code for a sample; one that gives whole samples has its own."""
+        mapped = isinstance(self.whole, MappedSamples)
+        return nullcontext() if mapped else self._randomness.seeded(*self._key, index)
 
     def _require_samples(self, whole: Any) -> None:
         if len(whole) < 1:
@@ -77,7 +112,8 @@ class OwnDataset:
     def label(self, index: int) -> Any:
         """The label of a sample, which has as many numbers as that of any other. Raises DatasetError."""
         try:
-            found = self.whole.label(index)
+            with self._seeded(index):
+                found = self.whole.label(index)
         except _UNREADABLE as error:
             raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
         if hasattr(found, "read"):
@@ -101,13 +137,14 @@ class OwnDataset:
                 "numbers, or a mask"
             ) from None
 
-    def image(self, index: int) -> Image:
+    def image(self, index: int) -> "_OwnImage":
         """The image of a sample, which is looked at as it is read. Raises DatasetError."""
         try:
-            found = self.whole.image(index)
+            with self._seeded(index):
+                found = self.whole.image(index)
         except _UNREADABLE as error:
             raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
-        return _OwnImage(found, f"{self.kind}[{self.name(index)}]", self.channels)
+        return _OwnImage(found, f"{self.kind}[{self.name(index)}]", self.channels, partial(self._seeded, index))
 
     def _task(self) -> str:
         asked = getattr(self.whole, "task", None)
@@ -144,17 +181,23 @@ class OwnDataset:
         return 1 if not self._shape else self._shape[0]
 
     def print(self) -> int:
-        """A checksum of some samples: of their labels, and of the first and the last pixel of their images."""
+        """A checksum of some samples: of their labels, and of images; of those that are read box by box, some boxes."""
         found = 0
         if isinstance(self.whole, MappedSamples):
             self.whole.forget()
+        self._randomness.look()
         for index in {0, len(self) // 2, len(self) - 1}:
             try:
                 label, image = self.label(index), self.image(index)
                 if not hasattr(label, "read"):
                     found = zlib.crc32(np.ascontiguousarray(self._numbers(label, index).cpu().numpy()).data, found)
-                for corner in ([Interval(0, 1)] * len(image.size), [Interval(n - 1, n) for n in image.size]):
-                    found = zlib.crc32(np.ascontiguousarray(image.read(*corner)).data, found)
+                if image.digest >= 0:
+                    found = zlib.crc32(str(image.digest).encode(), found)
+                    continue
+                for place in (0.0, 0.5, 1.0):
+                    starts = [int(place * (n - min(n, _LOOKED_PX))) for n in image.size]
+                    box = [Interval(a, a + min(n, _LOOKED_PX)) for a, n in zip(starts, image.size, strict=True)]
+                    found = zlib.crc32(np.ascontiguousarray(image.read(*box)).data, found)
             except BadImage:
                 continue
         return found
@@ -163,8 +206,8 @@ class OwnDataset:
 class _OwnImage:
     """An image of the user's, whose answers are looked at."""
 
-    def __init__(self, found: Any, name: str, channels: int) -> None:
-        self._found, self._name, self._channels = found, name, channels
+    def __init__(self, found: Any, name: str, channels: int, seeded: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._found, self._name, self._channels, self._seeded = found, name, channels, seeded
         try:
             self.size = tuple(int(side) for side in found.size)
             found.read  # noqa: B018  # that there is one
@@ -176,9 +219,29 @@ class _OwnImage:
         if not 1 <= len(self.size) <= 3 or min(self.size) < 1:
             raise DatasetError(f"the image of {name} has size {self.size}: expected pixels along 1 to 3 axes")
 
+    @property
+    def digest(self) -> int:
+        """What ranks compare of a whole sample; -1 of an image that is read box by box."""
+        return int(getattr(self._found, "digest", -1))
+
     def read(self, *space: Interval) -> Values:
+        found, drawn = self._read(*space)
+        if drawn:
+            # What is drawn must not depend on the box: a part of it is read again, from the same state.
+            inner = [Interval(each.start + each.length // 4, each.stop - each.length // 4) for each in space]
+            part = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, space, strict=True))
+            if not np.array_equal(found[part], self._read(*inner)[0], equal_nan=True):
+                raise DatasetError(
+                    f"the image of {self._name} draws other random numbers ({', '.join(drawn)}) for a box than for a "
+                    "part of it, so that ranks would have other ones: draw for the whole image, in image(index)"
+                )
+        return unit_values(found)
+
+    def _read(self, *space: Interval) -> tuple[Any, list[str]]:
+        """A box as the user gives it, and the generators that were drawn from."""
         try:
-            found = np.asarray(self._found.read(*space))
+            with self._seeded() as drawn:
+                found = np.asarray(self._found.read(*space))
         except _UNREADABLE as error:
             raise BadImage(self._name, f"cannot be read: {error}") from error
         wanted = (*(interval.length for interval in space), self._channels)
@@ -187,7 +250,7 @@ class _OwnImage:
                 f"the image of {self._name} gives {found.dtype} values of shape {found.shape} for a box of "
                 f"{' x '.join(map(str, wanted[:-1]))} pixels: expected numbers of shape {wanted}, channels last"
             )
-        return unit_values(found)
+        return found, drawn or []
 
 
 def adapt(found: Any) -> OwnDataset | tuple[OwnDataset, OwnDataset]:

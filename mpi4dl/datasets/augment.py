@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mpi4dl.datasets.base import Values
 
 # Keeps random numbers for several purposes apart where their seeds are equal.
-AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM = 1, 2, 3, 4
+AUGMENT_STREAM, SHUFFLE_STREAM, MIXUP_STREAM, TRANSFORM_STREAM, DATASET_STREAM = 1, 2, 3, 4, 5
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in PIL's conversion to grey
 _GREY = 127.5
@@ -25,7 +25,8 @@ class Variation:
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
     resized images and of slides, and `deep` that of volumes. `brightness`, `contrast` and `saturation` are factors.
-    `key` is (seed, epoch, sample), by which a transform of the user's draws; empty in validation.
+    `key` is (seed, epoch, sample), and the number of the repeat if there is one: a transform of the user's draws by it.
+    In validation it is empty.
     """
 
     crop: float = 1.0
@@ -77,10 +78,14 @@ class Augmentation:
             if not 0.0 <= strength <= 1.0:
                 raise ValueError(f"{name}={strength}: a strength must be in [0, 1]; 0 leaves the colours alone")
 
-    def draw(self, seed: int, epoch: int, index: int) -> Variation:
-        """What happens to sample `index` in `epoch`: the same on every rank, in every order."""
+    def draw(self, seed: int, epoch: int, index: int, repeat: int = 0) -> Variation:
+        """What happens to sample `index` in `epoch`, where it comes for the `repeat`-th time, from 0 on.
+
+        It is the same on every rank, in every order.
+        """
+        key = (seed, epoch, index, repeat) if repeat else (seed, epoch, index)
         # Every number is drawn whether it is used or not, so that one option does not change another's numbers.
-        u = np.random.default_rng((AUGMENT_STREAM, seed, epoch, index)).random(10).tolist()
+        u = np.random.default_rng((AUGMENT_STREAM, *key)).random(10).tolist()
         return Variation(
             crop=1.0 - (1.0 - self.crop) * u[0],
             down=u[1],
@@ -92,7 +97,7 @@ class Augmentation:
             saturation=_factor(self.saturation, u[7]),
             deep=u[8],
             flip_depth=self.flip_depth and u[9] < 0.5,
-            key=(seed, epoch, index),
+            key=key,
         )
 
 

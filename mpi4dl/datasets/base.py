@@ -144,6 +144,11 @@ def task_of(dataset: Any) -> str:
     return getattr(dataset, "task", "classify")
 
 
+def drawn(dataset: Any, key: tuple[int, ...]) -> Any:
+    """The dataset whose samples are as they are drawn by a key, such as (seed, epoch, repeat); most draw nothing."""
+    return dataset.drawn(key) if hasattr(dataset, "drawn") else dataset
+
+
 class WholeImage:
     """An image whose pixels are all in an array: (height, width, channels), or with other axes of space."""
 
@@ -158,15 +163,17 @@ class WholeImage:
         return unit_values(self._pixels[tuple(slice(*interval) for interval in space)])
 
 
-def unit_values(values: npt.NDArray[Any]) -> Values:
+def unit_values(values: npt.NDArray[Any], as_they_are: bool = False) -> Values:
     """Bytes as they are; else float32: integers over the largest of their type, and floating point as it is.
+
+    With `as_they_are` integers, bytes too, become floating point of the same value.
 
     Raises:
         ValueError: values that are no real numbers.
     """
-    if values.dtype == np.uint8:
+    if values.dtype == np.uint8 and not as_they_are:
         return values
     if values.dtype.kind not in "biuf":
         raise ValueError(f"holds values of type {values.dtype}: expected integers or floating point")
-    scale = np.iinfo(values.dtype).max if values.dtype.kind in "iu" else 1
+    scale = np.iinfo(values.dtype).max if values.dtype.kind in "iu" and not as_they_are else 1
     return (values / scale).astype(np.float32) if scale > 1 else values.astype(np.float32)

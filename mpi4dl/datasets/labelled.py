@@ -36,8 +36,11 @@ class LabelledFolder(ListedFiles):
         self.task, self.classes = found.task, found.classes
         self._parts = tuple(row.part for row, _ in rows)
         spare = len(listed) - len(rows)
+        told = "" if task else ", as the columns tell: `task` says otherwise"
+        beside = ", ".join(found.identifiers)
         self.remarks = (
-            f"labels of {path}: {', '.join(found.classes[:10])}{' ...' * (len(found.classes) > 10)} to {found.task}"
+            f"labels of {path}: {', '.join(found.learnt[:10])}{' ...' * (len(found.learnt) > 10)} to {found.task}{told}"
+            + (f"; {beside} beside {'them' if len(found.learnt) > 1 else 'it'} not learnt" if beside else "")
             + (f"; {spare} images below it are not in the table" if spare else ""),
         )
         super().__init__(root, [File(name, listed[name], row.label) for row, name in rows], volumes)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
 from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
 from mpi4dl.datasets.layout import visible
-from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
+from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, VolumeFile, open_volume
 
 PROBE_BYTES = 4096
 UNKNOWN = -1
+LOOKED_AT = 8  # volumes, from the first to the last
 _SAME_FILES = "all ranks must see the same files, and they must stay as they are"
 
 
@@ -33,7 +34,15 @@ class OtherFile(DatasetError):
 
 
 class ListedFiles:
-    """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read."""
+    """Files below `root`; with `volumes`, each is one. They have as many channels as the first that can be read.
+
+    Attributes:
+        values: what values of volumes are read as, which all have alike; None of images.
+        were_divided: whether earlier versions read the values of NIfTI as shares of the largest of the stored type.
+
+    Raises:
+        DatasetError: values of volumes are of several kinds.
+    """
 
     remarks: tuple[str, ...] = ()
 
@@ -41,7 +50,7 @@ class ListedFiles:
         self.root, self.files, self.volumes = root, tuple(files), volumes
         self._prints: Sequence[int | None] = ()
         self._reader = "here"
-        self.channels = self._channels() if volumes else 3
+        self.channels, self.values, self.were_divided = self._look() if volumes else (3, None, False)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -72,16 +81,27 @@ class ListedFiles:
         volume = open_volume(path)
         if volume.channels != self.channels:
             raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
+        if self.values is not None and volume.values != self.values:
+            raise BadImage(path, _of_another_kind(volume.values, self.values))
         return volume
 
-    def _channels(self) -> int:
-        """Those of the first volume that can be read."""
-        for index in range(len(self)):
+    def _look(self) -> tuple[int, str | None, bool]:
+        """The channels of the first volume that can be read, and what its values are; some others are looked at."""
+        first: VolumeFile | None = None
+        looked = 0
+        for index in dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))]):
             try:
-                return open_volume(self.path(index)).channels
+                volume = open_volume(self.path(index))
             except BadImage:
                 continue
-        return 1
+            looked += 1
+            if first is None:
+                first = volume
+            elif volume.values != first.values:
+                raise DatasetError(f"{self.path(index)}: {_of_another_kind(volume.values, first.values)}")
+            if looked >= LOOKED_AT:
+                break
+        return (1, None, False) if first is None else (first.channels, first.values, first.was_divided)
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""
@@ -136,6 +156,14 @@ class ListedFiles:
                 return found
         except OSError:
             return None
+
+
+def _of_another_kind(values: str, others: str) -> str:
+    """Why a volume does not belong to a set."""
+    return (
+        f"its values are read {values}, but those of other volumes {others}: write all of a set as NIfTI, or all in "
+        "one type, such as .npy of float32 in the units that you mean"
+    )
 
 
 def suffixes_of(volumes: bool) -> tuple[str, ...]:

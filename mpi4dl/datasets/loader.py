@@ -7,7 +7,7 @@ from typing import Literal, Protocol, cast
 from mpi4dl.datasets.base import Dataset
 from mpi4dl.datasets.mixing import Mixup
 from mpi4dl.datasets.prefetch import Prefetcher
-from mpi4dl.datasets.sampling import Sampling, balanced, classes_of, shuffled
+from mpi4dl.datasets.sampling import Sampling, balanced, classes_of, repeats, shuffled
 from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.view import View
 from mpi4dl.geometry import Box, ceil_div
@@ -22,8 +22,13 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
-        """These boxes of the samples, as they are in this epoch, and what is to be learnt of all of them."""
+    def read(
+        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
+    ) -> Batch:
+        """These boxes of the samples, as they are in this epoch, and what is to be learnt of all of them.
+
+        `repeats` says of each sample how often it came before in the epoch; None: none did.
+        """
 
 
 class Loader:
@@ -43,7 +48,9 @@ class Loader:
 
     `num_workers` threads read ahead, up to `prefetch` batches; 0 reads in the caller's thread when a batch is wanted.
     The order of samples depends on (`seed`, epoch) alone, never on the number of workers: by `sampling` "shuffled" each
-    once, by "balanced" each class equally often. Mixed by `mixup`, a sample's box is read with the same of its partner.
+    once, by "balanced" each class equally often; a sample that comes again is varied anew. A dataset that draws random
+    numbers of its own is read in the caller's thread (randomness.py). Mixed by `mixup`, a sample's box is read with the
+    same of its partner.
 
     Attributes:
         wait_seconds: how long the consumer has waited for batches, since the loader was made.
@@ -87,7 +94,8 @@ class Loader:
             )
         self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._num_workers, self._prefetch = num_workers, prefetch
+        self._num_workers = 0 if getattr(dataset, "draws", False) else num_workers
+        self._prefetch = prefetch
         self._classes = classes_of(dataset) if sampling == "balanced" else None
         self.wait_seconds = 0.0
 
@@ -108,10 +116,13 @@ class Loader:
         return self._batches(self._order(epoch), epoch, start)
 
     def _batches(self, order: list[int], epoch: int, start: int) -> Iterator[Batch]:
+        again = repeats(order)
+
         def compute(position: int) -> Batch:
             first = (start + position) * self._batch_size
-            indices = tuple(order[first : first + self._batch_size])
-            return self._samples.read(indices, epoch, self._boxes_of(len(indices)))
+            part = slice(first, first + self._batch_size)
+            indices = tuple(order[part])
+            return self._samples.read(indices, epoch, self._boxes_of(len(indices)), tuple(again[part]))
 
         count = len(self) - start
         if self._num_workers == 0:

@@ -1,5 +1,7 @@
 """A dataset as PyTorch's DataLoader takes it, sample by sample: whole images, of which boxes are cut."""
 
+import copy
+import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 
 from mpi4dl.datasets.base import IGNORED, DatasetError, WholeImage
 from mpi4dl.datasets.colour import rgb_of_pillow
-from mpi4dl.datasets.masks import IGNORE_INDEX
+from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
+from mpi4dl.datasets.randomness import Randomness
 
 MOST_CHANNELS = 4
 _KEPT = 4  # samples, of which the label was asked for and the image comes next
@@ -19,6 +22,8 @@ _KEPT = 4  # samples, of which the label was asked for and the image comes next
 
 class MappedSamples:
     """`whole[index]` is (image, target), or a mapping with "image" and "label", as MONAI and Hugging Face have it.
+
+    Random parts of it are drawn by a key, alike on all ranks, in the main thread: see randomness.py.
 
     Images are of Pillow, or tensors (channels, rows, columns), or arrays with channels last; bytes, or floating point
     whose range is 0 to 1. A picture of Pillow as the target is a mask, whose 255 is ignored.
@@ -29,7 +34,9 @@ class MappedSamples:
 
     def __init__(self, whole: Any) -> None:
         self._whole, self._kind = whole, type(whole).__name__
-        self._sample = lru_cache(_KEPT)(self._load)
+        self.randomness = Randomness(whole)
+        self._key: tuple[int, ...] = ()
+        self._of_key = lru_cache(_KEPT)(self._load)
         self._labels: dict[int, Any] = {}
         targets = getattr(whole, "targets", None)
         # A transform of targets would be left out.
@@ -49,22 +56,35 @@ class MappedSamples:
     def __len__(self) -> int:
         return len(self._whole)
 
+    def drawn(self, key: tuple[int, ...]) -> "MappedSamples":
+        """The samples as they are drawn by a key."""
+        other = copy.copy(self)
+        other._key = key
+        return other
+
     def forget(self) -> None:
         """Ask for samples anew."""
-        self._sample.cache_clear()
+        self._of_key.cache_clear()
 
     def label(self, index: int) -> Any:
-        if index not in self._labels:
-            label = self._sample(index)[1]
-            if np.ndim(label) > 1:
-                return label
+        if index in self._labels:
+            return self._labels[index]
+        label = self._sample(index)[1]
+        if np.ndim(label) < 2 and not self.randomness.drawn:
             self._labels[index] = label
-        return self._labels[index]
+        return label
 
-    def image(self, index: int) -> WholeImage:
-        return WholeImage(self._sample(index)[0])
+    def image(self, index: int) -> "_Sample":
+        return _Sample(self._sample(index)[0])
 
-    def _load(self, index: int) -> tuple[npt.NDArray[Any], Any]:
+    def _sample(self, index: int) -> tuple[npt.NDArray[Any], Any]:
+        return self._of_key(index, self._key)
+
+    def _load(self, index: int, key: tuple[int, ...]) -> tuple[npt.NDArray[Any], Any]:
+        with self.randomness.seeded(*key, index):
+            return self._loaded(index)
+
+    def _loaded(self, index: int) -> tuple[npt.NDArray[Any], Any]:
         found = self._whole[index]
         if isinstance(found, Mapping) and {"image", "label"} <= set(found):
             found = (found["image"], found["label"])
@@ -102,7 +122,7 @@ class MappedSamples:
                     f"the dataset {self._kind} gives a picture in colours ({found.mode}) as the target of sample "
                     f"{index}: a mask is grey or has a palette, of numbers of classes"
                 )
-            mask = np.asarray(found).astype(np.int64)
+            mask = indices_of(found).astype(np.int64)
             return np.where(mask == IGNORE_INDEX, IGNORED, mask)
         if isinstance(found, Mapping | str) or found is None:
             raise DatasetError(
@@ -110,3 +130,11 @@ class MappedSamples:
                 "class from 0 on, numbers, or a mask"
             )
         return found.detach().cpu() if isinstance(found, torch.Tensor) else found
+
+
+class _Sample(WholeImage):
+    """The image of a sample, which ranks compare by its `digest`."""
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32(np.ascontiguousarray(self._pixels).data)

@@ -20,6 +20,7 @@ PICTURES = (".png", ".tif", ".tiff", ".bmp", ".gif")
 IGNORE_INDEX = 255  # as in the masks of PASCAL VOC and Cityscapes
 _MODES = ("1", "L", "P", "I", "I;16", "I;16B", "I;16L")
 _WHITE = 255
+_STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey of few bits
 _STRIP = 1024
 
 
@@ -110,6 +111,9 @@ def _integers(path: Path, stored: Stored, space: tuple[Interval, ...]) -> npt.ND
 def _open_picture(path: Path) -> Stored:
     with PIL.Image.open(path) as image:
         size, mode, kind = image.size, image.mode, image.format
+        if mode == "LA":  # which is grey where nothing is transparent
+            opaque = image.getchannel("A").getextrema() == (_WHITE, _WHITE)
+            mode = "L" if opaque else mode
         orientation = PIL.Image.Image.getexif(image).get(TAG)
     if kind not in ("PNG", "BMP", "GIF"):
         raise BadImage(path, f"is a {kind} file: masks are PNG, TIFF, BMP or GIF, which keep the number of each pixel")
@@ -120,6 +124,17 @@ def _open_picture(path: Path) -> Stored:
     return upright(_StoredPicture(path, size), orientation)  # type: ignore[return-value]
 
 
+def indices_of(image: PIL.Image.Image) -> npt.NDArray[Any]:
+    """The numbers that a picture of Pillow stores, (height, width): of palettes, or of grey.
+
+    Pillow stretches grey of 2 and 4 bits to that of 8, as soon as the pixels are loaded.
+    """
+    raw = [tile[3] for tile in getattr(image, "tile", ())]
+    names = {each if isinstance(each, str) else each[0] for each in raw if each}
+    pixels = np.asarray(image.getchannel("L") if image.mode == "LA" else image)
+    return pixels // next((step for name, step in _STRETCHED.items() if name in names), 1)
+
+
 class _StoredPicture:
     def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self._path, self.size = path, size[::-1]
@@ -127,7 +142,7 @@ class _StoredPicture:
     @cached_property
     def _decoded(self) -> npt.NDArray[Any]:
         with PIL.Image.open(self._path) as image:
-            return np.asarray(image)
+            return indices_of(image)
 
     def read(self, *space: Interval) -> npt.NDArray[Any]:
         return self._decoded[tuple(slice(*interval) for interval in space)]

@@ -34,6 +34,16 @@ def balanced(labels: Sequence[int], seed: int, epoch: int) -> list[int]:
     return random.permutation(drawn).tolist()
 
 
+def repeats(order: Sequence[int]) -> list[int]:
+    """Of each sample of an epoch, how often it came before."""
+    seen: dict[int, int] = {}
+    found = []
+    for index in order:
+        found.append(seen.get(index, 0))
+        seen[index] = found[-1] + 1
+    return found
+
+
 def classes_of(dataset: Any) -> list[int]:
     """The class of each sample. Raises DatasetError if samples have no class."""
     if task_of(dataset) == "classify":

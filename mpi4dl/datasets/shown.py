@@ -1,14 +1,17 @@
 """Batches of images, each as a view shows it: this rank's boxes of a batch, and the labels of all of it."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 
-from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image
+from mpi4dl.datasets.augment import Variation
+from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
 from mpi4dl.datasets.lazy import LazyImages
 from mpi4dl.datasets.mixing import Blend, Mixup
 from mpi4dl.datasets.view import View
@@ -27,6 +30,7 @@ class Batch:
     shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports
     them, maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is
     there only on ranks that hold a part of the image, and perhaps not on all.
+    `digests` are, of samples that ranks compare, those of the label and of the image, or -1 of what this rank has not.
     `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
     """
 
@@ -35,6 +39,7 @@ class Batch:
     indices: tuple[int, ...]
     errors: dict[int, str]
     problem: str | None = None
+    digests: tuple[tuple[int, int], ...] | None = None
 
     @property
     def is_short(self) -> bool:
@@ -59,10 +64,12 @@ class ShownImages:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
-        """The boxes of these images, and the labels of all of them."""
+    def read(
+        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
+    ) -> Batch:
+        """The boxes of these images, and the labels of all of them; `repeats`: how often each came before."""
         blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
-        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, repeats)
         labels = [reading.label(position) for position in range(len(indices))]
         tiles = tuple(self._tile(reading, box, labels) for box in boxes)
         stacked = _stacked(reading.shown(labels), indices)
@@ -71,7 +78,8 @@ class ShownImages:
             stacked = self._mixup.labels(stacked, blend)
             lost = {place: errors[other] for place, other in enumerate(blend.partners) if other in errors}
             errors = lost | errors
-        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None))
+        digests = tuple(reading.digests) if getattr(self._dataset, "compared", False) else None
+        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests)
 
     def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
         samples, *space = box.shape
@@ -89,6 +97,8 @@ class ShownImages:
                 reading.epoch,
                 partners=tuple(reading.indices[other] for other in partners),
                 share=1.0 if reading.blend is None else reading.blend.share,
+                repeats=reading.repeats[slice(*box.batch)],
+                partners_repeats=tuple(reading.repeats[other] for other in partners),
             )
         tile = torch.zeros((samples, self._dataset.channels, *space))
         for position, out in zip(places, tile, strict=False):
@@ -111,8 +121,11 @@ class _Reading:
         epoch: int,
         reports: bool,
         blend: Blend | None,
+        repeats: tuple[int, ...] | None = None,
     ) -> None:
         self.indices, self.epoch, self.blend = indices, epoch, blend
+        self.repeats = repeats or (0,) * len(indices)
+        self.digests = [(-1, -1)] * len(indices)
         self._dataset, self._view, self._reports = dataset, view, reports
         self.errors: dict[int, str] = {}
         self.problems: list[str] = []
@@ -129,17 +142,30 @@ class _Reading:
             else:
                 self.problems.append(str(error))
 
+    def _drawn(self, position: int) -> Dataset:
+        """The dataset whose samples are as this one is drawn."""
+        found: Dataset = drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
+        return found
+
+    def _variation(self, position: int) -> Variation:
+        return self._view.variation(self.indices[position], self.epoch, self.repeats[position])
+
     def label(self, position: int) -> Any:
         """A tensor, a mask that is yet to be read, or None if it cannot be."""
         with self._reporting(position):
-            return _label(self._dataset, self.indices[position])
+            label = _label(self._drawn(position), self.indices[position])
+            if isinstance(label, torch.Tensor) and getattr(self._dataset, "compared", False):
+                content = np.ascontiguousarray(label.numpy())
+                self.digests[position] = (zlib.crc32(content.data), self.digests[position][1])
+            return label
         return None
 
     def open(self, position: int, labels: Sequence[Any]) -> Image | None:
         """The image at a position of the batch; None if it cannot be opened, or is not that of its mask."""
         with self._reporting(position):
-            image = self._dataset.image(self.indices[position])
+            image = self._drawn(position).image(self.indices[position])
             self._check_mask(labels[position], image, self.indices[position])
+            self.digests[position] = (self.digests[position][0], getattr(image, "digest", -1))
             return image
         return None
 
@@ -148,8 +174,7 @@ class _Reading:
         image = self.open(position, labels)
         with self._reporting(position):
             if image is not None:
-                variation = self._view.variation(self.indices[position], self.epoch)
-                self._view.tile(image, *box.space, variation=variation, out=out.numpy())
+                self._view.tile(image, *box.space, variation=self._variation(position), out=out.numpy())
                 return
         out.zero_()
 
@@ -159,7 +184,7 @@ class _Reading:
         for position, label in enumerate(labels):
             shown = label
             if label is not None and self._is_mask(label):
-                variation, shown = self._view.variation(self.indices[position], self.epoch), None
+                variation, shown = self._variation(position), None
                 with self._reporting(position):
                     mask = label.numpy() if isinstance(label, torch.Tensor) else label
                     shown = torch.from_numpy(self._view.mask(mask, variation))

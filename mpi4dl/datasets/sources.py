@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpi4dl.datasets.arrays import load_npz
+from mpi4dl.datasets.arrays import ArrayDataset, load_npz
 from mpi4dl.datasets.base import DatasetError, task_of
 from mpi4dl.datasets.cifar import is_cifar, load_cifar
 from mpi4dl.datasets.folder import ImageFolder
@@ -32,6 +32,7 @@ def open(
     task: str | None = None,
     label_columns: Sequence[str] | None = None,
     ignore_index: int | None = IGNORE_INDEX,
+    validates: bool = True,
 ) -> tuple[Named, Named]:
     """The training and the validation images of a source.
 
@@ -49,6 +50,8 @@ def open(
     With a `size` of three numbers all of these are volumes, and files of folders one volume each: .npy, .npz, stacks of
     TIFF pages, NIfTI. With one, synthetic images and .npz files are sequences.
 
+    Where nothing `validates`, there may be no images for it.
+
     Raises:
         DatasetError: the source does not exist or does not hold what it should.
     """
@@ -62,11 +65,25 @@ def open(
         path = Path(source).expanduser()
         found = _opened(source, path, size, num_classes, task, label_columns, ignore_index)
     if len(found) == 1:
-        found = split(found[0], validation_fraction, seed, validating or {})
+        found = split(
+            found[0],
+            validation_fraction,
+            seed,
+            validating or {},
+            otherwise=_otherwise(found[0]),
+            validates=validates,
+        )
     training, validation = found
     if task is not None and task_of(training) != task:
         raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {_LABELS_OF[task]}")
     return training, validation
+
+
+def _otherwise(images: Named) -> str:
+    """What can be done instead of setting images aside by a hash."""
+    if isinstance(images, LabelledFolder):
+        return f"say which are for what in a column `split` of {TABLE}: train or val"
+    return "name them x_test, y_test" if isinstance(images, ArrayDataset) else "make folders train and val"
 
 
 def _opened(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, floor
 from typing import Any, Protocol
 
-from mpi4dl.datasets.base import Dataset, DatasetError, Image, task_of
+from mpi4dl.datasets.base import Dataset, DatasetError, Image, drawn, task_of
 
 _NO_SAMPLES: Mapping[str, bool] = {}
 
@@ -28,6 +28,31 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def draws(self) -> bool:
+        """Whether the samples are varied by random numbers of the dataset's own."""
+        return bool(getattr(self.whole, "draws", False))
+
+    @property
+    def values(self) -> str | None:
+        """What values of volumes are read as; None of images."""
+        return getattr(self.whole, "values", None)
+
+    @property
+    def were_divided(self) -> bool:
+        """Whether earlier versions read them otherwise: see `ListedFiles`."""
+        return bool(getattr(self.whole, "were_divided", False))
+
+    @property
+    def compared(self) -> bool:
+        """Whether ranks compare what they have of a sample."""
+        return bool(getattr(self.whole, "compared", False))
+
+    def drawn(self, key: tuple[int, ...]) -> "Subset":
+        """The samples as they are drawn by a key."""
+        whole = drawn(self.whole, key)
+        return self if whole is self.whole else Subset(whole, self.indices)
+
     def name(self, index: int) -> str:
         return self.whole.name(self.indices[index])
 
@@ -39,17 +64,24 @@ class Subset:
 
 
 def split(
-    dataset: Named, fraction: float, seed: int = 0, validating: Mapping[str, bool] = _NO_SAMPLES
+    dataset: Named,
+    fraction: float,
+    seed: int = 0,
+    validating: Mapping[str, bool] = _NO_SAMPLES,
+    *,
+    otherwise: str = "make folders train and val",
+    validates: bool = True,
 ) -> tuple[Subset, Subset]:
     """Set `fraction` of the samples aside for validation: those whose name and `seed` hash below it.
 
-    `validating` says it of samples that were split before, by name, and they stay where they were.
+    `validating` says it of samples that were split before, by name, and they stay where they were. `otherwise` is what
+    can be done instead, for errors. There may be none to validate with where nothing `validates`.
 
     Raises:
         DatasetError: a fraction outside (0, 1), or one that leaves nothing to train on or to validate with.
     """
     names = [dataset.name(index) for index in range(len(dataset))]
-    aside = set_aside(names, fraction, seed, validating)
+    aside = set_aside(names, fraction, seed, validating, otherwise=otherwise, validates=validates)
     return (
         Subset(dataset, [index for index, held in enumerate(aside) if not held]),
         Subset(dataset, [index for index, held in enumerate(aside) if held]),
@@ -64,6 +96,7 @@ def set_aside(
     *,
     kind: str = "images",
     otherwise: str = "make folders train and val",
+    validates: bool = True,
 ) -> list[bool]:
     """Which of what has these names validates, as `split` says; errors name its `kind`, and what else can be done.
 
@@ -74,7 +107,7 @@ def set_aside(
         raise DatasetError(f"validation_fraction={fraction}: the share set aside for validation must be in (0, 1)")
     places = [_place(name, seed) for name in names]
     aside = [validating.get(name, place < fraction) for name, place in zip(names, places, strict=True)]
-    if not any(aside) or all(aside):
+    if (validates and not any(aside)) or all(aside):
         # A share that would do, rounded to where it still does.
         lacks, remedy = (
             ("validate with", f"more than {ceil(100 * min(places)) / 100}")

@@ -1,6 +1,6 @@
 """Labels of images in a table, `labels.csv`: one line for each image, and what its columns mean.
 
-    file,grade                  classify      one column of names: the class of each image
+    file,grade                  classify      one column of names, or of 0 and 1: the class of each image
     a/1.png,benign
 
     file,split,age              regress       one or several columns of numbers
@@ -12,17 +12,26 @@
     file,time,event             survival      how long each was seen, and 1 if the event came then, 0 if not
     a/1.png,37.5,1
 
-Values are separated by commas, semicolons or tabs. A column `split` says of each image whether it is for train, val or
-test. What is learnt is told by the columns if it is not asked for: a column of numbers is to be estimated, unless it is
-called `class` or `label`.
+Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. A column `split`
+says of each image whether it is for train, val or test. Columns that say who or what an image is of, such as
+`patient_id`, are no labels.
+
+A task that is not asked for is told by the columns where they can mean one thing alone. A column of few whole numbers
+may be classes or amounts, and one of names and numbers, or with a missing value, is refused with the line. A number may
+have a decimal comma, if no number of the table has a point. TRUE and FALSE are 1 and 0.
 """
 
 import csv
 import io
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.files import open_regular
@@ -30,10 +39,29 @@ from mpi4dl.datasets.layout import TEST, TRAINING, VALIDATION
 
 TABLE = "labels.csv"
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
+NAME_COLUMNS = ("slide_id", "slide", "image_id")  # of file names too, in a table that has none of the former
 CLASS_COLUMNS = ("class", "label")
 SURVIVAL = ("time", "event")
 TASKS = ("classify", "multilabel", "regress", "survival")
+FEW_VALUES = 20  # so many whole numbers may be classes
+_EXACT_DIGITS = 16  # numbers of fewer are told apart as floating point
 _LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
+_DELIMITERS = ",;\t"
+# Who or what an image is of, and numbers of lines; not class_id.
+_IDENTIFIED = "case|patient|pat|subject|person|slide|sample|specimen|study|series|donor|block|scan|accession|barcode"
+_IDENTIFIER = re.compile(
+    rf"({_IDENTIFIED})s?(_?(id|ids|no|nr|number|name|code|key|barcode|uid))?|id|uid|uuid|mrn|pid|index|row|nr|no|fold|"
+    r"(?!.*(class|label|categor|type|grade|stage|group|target|diagnos))(.*_)(id|uid|uuid)"
+)
+# Values that say that there is none; Excel's errors too.
+_MISSING = frozenset(
+    ("", "nan", "na", "n/a", "n.a.", "n.a", "n. a.", "n / a", "#n/a", "#na", "<na>", "null", "nil", "missing",
+     "not available", "?", "-", "--", "---", "\u2013", "\u2014", ".", "#value!", "#div/0!", "#ref!", "#name?", "#num!",
+     "#null!")
+)  # fmt: skip
+_TRUTH = {"true": 1.0, "false": 0.0}
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*|,[0-9]+)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
+_MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
 
 Label = int | tuple[float, ...]
 
@@ -48,11 +76,13 @@ class Labelled(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A task, the names of what a model gives for it, and the lines."""
+    """A task, the names of what a model gives for it, the lines, and the columns that say who or what images are of."""
 
     task: str
     classes: tuple[str, ...]
     rows: tuple[Labelled, ...]
+    learnt: tuple[str, ...]
+    identifiers: tuple[str, ...] = ()
 
 
 class _Line(NamedTuple):
@@ -73,64 +103,116 @@ def read_table(
     Labels are indices into the classes of one column, and else numbers, one of each column; of survival (time, event).
 
     Raises:
-        DatasetError: no such file, or a line of it that says what cannot be, by its number.
+        DatasetError: no such file, columns that may mean several tasks, or a line that says what cannot be, by its
+            number.
     """
     if task is not None and task not in TASKS:
         raise DatasetError(f"{path}: a table of labels is for one of {', '.join(TASKS)}, but {task} was asked for")
-    file_column, found, lines = _lines(path)
-    learnt = _learnt(path, [name for name in found if name not in (file_column, "split")], task, columns)
+    file_column, found, lines, delimiter = _lines(path)
+    others = [name for name in found if name not in (file_column, "split")]
+    learnt = _learnt(path, others, task, columns)
     for line in lines:
-        for name in (file_column, *learnt, *(["split"] if "split" in found else [])):
+        for name in (file_column, *(["split"] if "split" in found else [])):
             if not line.values[name]:
                 raise _wrong(path, line, f"{name!r} is empty")
     _refuse_twice(path, file_column, lines)
-    task = task or _task_told(learnt, lines)
+    of = _Columns(path, learnt, lines, delimiter)
+    task = task or of.task(columns is not None)
     if task == "classify":
-        classes, label = _class_of(path, learnt, lines, classes)
+        classes, label = of.classes(classes)
     else:
-        classes, label = learnt, _numbers_of(path, learnt, task)
+        classes, label = learnt, of.numbers(task)
         classes = ("risk",) if task == "survival" else classes
     rows = (Labelled(line.number, line.values[file_column], _part(path, line), label(line)) for line in lines)
-    return Table(task, classes, tuple(rows))
+    return Table(task, classes, tuple(rows), learnt, tuple(name for name in others if identifies(name)))
 
 
-def _lines(path: Path) -> tuple[str, list[str], list[_Line]]:
-    """The column of file names, all columns, and what is in each line of them."""
+def _decoded(path: Path) -> str:
+    """The text of a table. Raises DatasetError."""
     try:
         with open_regular(path) as file:
-            text = file.read().decode("utf-8-sig")
+            content = file.read()
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        text = content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: is no text in UTF-8 ({error}): save it as such") from error
-    first = text.split("\n", 1)[0]
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), strict=True)
+        line = content[: error.start].count(b"\n") + 1
+        raise DatasetError(
+            f"{path}, line {line}: is no text in UTF-8 ({error.reason}), nor in UTF-16 with its mark: save it as "
+            "UTF-8, in Excel as 'CSV UTF-8'"
+        ) from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise DatasetError(f"{path}, line {line}: has a NUL, which no text has: save the table as UTF-8")
+    return text
+
+
+def _delimiter(path: Path, text: str) -> str:
+    """What separates the columns: what gives one of file names. Raises DatasetError."""
+    first = next((line for line in text.split("\n") if line.strip()), "").rstrip("\r")
+    if re.fullmatch(r"sep=[,;\t]", first):  # as Excel has it
+        return first[-1]
+    found = []
+    for mark in _DELIMITERS if any(mark in first for mark in _DELIMITERS) else ():
+        names = {name.strip().strip('"').strip().casefold() for name in first.split(mark)}
+        found += [mark] if names & {*FILE_COLUMNS, *NAME_COLUMNS} else []
+    if len(found) > 1:
+        marks = " and ".join("a tab" if each == "\t" else each for each in found)
+        raise DatasetError(f"{path}, line 1: may be separated by {marks}: separate all columns by one of them")
+    return found[0] if found else max(_DELIMITERS, key=first.count)
+
+
+def _parsed(path: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
+    """The rows that are not empty, with their lines."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         rows = [(reader.line_num, [value.strip() for value in row]) for row in reader]
     except csv.Error as error:
         raise DatasetError(f"{path}, line {reader.line_num}: is no line of a table: {error}") from error
     rows = [(number, row) for number, row in rows if any(row)]
+    return rows[1:] if rows and rows[0][1][0].startswith("sep=") else rows
+
+
+def _lines(path: Path) -> tuple[str, list[str], list[_Line], str]:
+    """The column of file names, all columns, what is in each line of them, and what separates them."""
+    text = _decoded(path)
+    delimiter = _delimiter(path, text)
+    rows = _parsed(path, text, delimiter)
     if not rows:
         raise DatasetError(f"{path}: is empty; {_LAYOUT}")
     number, header = rows[0]
-    header = [name.casefold() if name.casefold() in (*FILE_COLUMNS, "split", *SURVIVAL) else name for name in header]
-    twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None or "" in header:
+    # Spreadsheets write columns that are empty from the first line to the last.
+    while header and not header[-1] and all(not "".join(row[len(header) - 1 :]) for _, row in rows):
+        header = header[:-1]
+    known = (*FILE_COLUMNS, *NAME_COLUMNS, "split", *SURVIVAL)
+    header = [name.casefold() if name.casefold() in known else name for name in header]
+    alike = [name.casefold() for name in header]
+    twice = next((name for name, folded in zip(header, alike, strict=True) if alike.count(folded) > 1), None)
+    if "" in header or twice is not None:
         what = f"two columns {twice!r}" if twice else "a column without a name"
         raise DatasetError(f"{path}, line {number}: has {what}; {_LAYOUT}")
-    named = [name for name in FILE_COLUMNS if name in header]
+    named = [name for name in FILE_COLUMNS if name in header] or [name for name in NAME_COLUMNS if name in header][:1]
     if len(named) != 1:
         which = f"{' and '.join(named)}, of which one" if named else f"{', '.join(header)}: none of them"
         names = ", ".join(FILE_COLUMNS)
         raise DatasetError(f"{path}, line {number}: has {which} can be the column of file names ({names}); {_LAYOUT}")
     lines = []
     for number, row in rows[1:]:
-        if len(row) != len(header):
+        values = row[: len(header)] if not any(row[len(header) :]) else row
+        if len(values) != len(header):
             raise DatasetError(f"{path}, line {number}: has {len(row)} values for {len(header)} columns")
-        lines.append(_Line(number, dict(zip(header, row, strict=True))))
+        lines.append(_Line(number, dict(zip(header, values, strict=True))))
     if not lines:
         raise DatasetError(f"{path}: names no image; {_LAYOUT}")
-    return named[0], header, lines
+    return named[0], header, lines, delimiter
+
+
+def identifies(column: str) -> bool:
+    """Whether a column of this name says who or what an image is of, and is nothing to be learnt."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", column.strip())
+    return _IDENTIFIER.fullmatch(re.sub(r"[\W_]+", "_", name).strip("_").casefold()) is not None
 
 
 def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[str] | None) -> tuple[str, ...]:
@@ -138,14 +220,22 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     unknown = next((name for name in columns or () if name not in found), None)
     if unknown is not None:
         raise DatasetError(f"{path}: has no column {unknown!r} of labels, but {', '.join(found) or 'none'}")
-    if not found:
-        raise DatasetError(f"{path}: has no column of labels beside the file names; {_LAYOUT}")
-    if task == "survival" or (task is None and columns is None and set(found) == set(SURVIVAL)):
+    named = next((name for name in columns or () if identifies(name)), None)
+    if named is not None:
+        raise DatasetError(
+            f"{path}: the column {named!r} says who or what an image is of, and is nothing to be learnt: name others "
+            "by `label_columns`, or rename it"
+        )
+    others = [name for name in found if not identifies(name)]
+    if not others:
+        beside = f", and beside {', '.join(found)}, which say who or what it is of" if found else ""
+        raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {_LAYOUT}")
+    if task == "survival" or (task is None and set(columns or others) == set(SURVIVAL)):
         missing = next((name for name in SURVIVAL if name not in found), None)
         if missing is not None:
             raise DatasetError(f"{path}: has no column {missing!r}: survival needs time and event")
         return SURVIVAL
-    learnt = tuple(columns or found)
+    learnt = tuple(columns or others)
     if task == "classify" and len(learnt) > 1:
         raise DatasetError(
             f"{path}: has the columns {', '.join(learnt)}, but a class is one column: name it by `label_columns`"
@@ -153,58 +243,202 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     return learnt
 
 
-def _task_told(learnt: tuple[str, ...], lines: Sequence[_Line]) -> str:
-    if learnt == SURVIVAL:
-        return "survival"
-    values = [_number(line.values[name]) for line in lines for name in learnt]
-    if len(learnt) == 1:
-        return "classify" if learnt[0].casefold() in CLASS_COLUMNS or None in values else "regress"
-    return "multilabel" if {*values} <= {0.0, 1.0} else "regress"
+class _Columns:
+    """The values of the columns that are learnt, and what they can mean."""
 
+    def __init__(self, path: Path, names: tuple[str, ...], lines: Sequence[_Line], delimiter: str) -> None:
+        self._path, self._names, self._lines, self._delimiter = path, names, lines, delimiter
 
-def _number(text: str) -> float | None:
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
+    def _texts(self, name: str) -> list[str]:
+        return [line.values[name] for line in self._lines]
 
-
-def _class_of(
-    path: Path, learnt: tuple[str, ...], lines: Sequence[_Line], known: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], Callable[[_Line], Label]]:
-    (name,) = learnt
-    found = {line.values[name] for line in lines}
-    numbered = all(text.isdecimal() for text in found)
-    classes = tuple(sorted(found, key=lambda text: (int(text) if numbered else 0, text)))
-    if known is not None:
-        other = next((line for line in lines if line.values[name] not in known), None)
-        if other is not None:
+    def _require_one_decimal_mark(self) -> None:
+        """Raises DatasetError unless it is sure which mark of numbers is that of decimals."""
+        texts = [(line, name, line.values[name]) for line in self._lines for name in self._names]
+        numbers = [each for each in texts if _NUMBER.fullmatch(each[2]) or _MAYBE_THOUSANDS.fullmatch(each[2])]
+        commas, points = ([each for each in numbers if mark in each[2]] for mark in ",.")
+        if commas and points:
+            (line, name, text), (other, _, first) = points[0], commas[0]
             raise _wrong(
-                path, other, f"{name!r} is {other.values[name]!r}, but the classes of training are {', '.join(known)}"
+                self._path,
+                line,
+                f"{name!r} is {text!r}, but line {other.number} has {first!r}: write all decimals with a point",
             )
-        classes = known
-    if len(classes) < 2:
-        raise DatasetError(f"{path}: all images have {name} {classes[0]!r}; a classifier needs two classes or more")
-    places = {text: number for number, text in enumerate(classes)}
-    return classes, lambda line: places[line.values[name]]
+        # Where a semicolon separates, as where decimals have commas, a point may part thousands.
+        marked = commas or (points if self._delimiter == ";" else [])
+        if marked and all(_MAYBE_THOUSANDS.fullmatch(text) for *_, text in marked):
+            line, name, text = marked[0]
+            mark = "comma" if commas else "point"
+            raise _wrong(
+                self._path,
+                line,
+                f"{name!r} is {_shortened(text)}, whose {mark} may part thousands or decimals: write numbers without "
+                "the former, and one with other than three decimals",
+            )
+
+    def _number(self, text: str) -> float | None:
+        """What a text says as a number of float32; None if it is none."""
+        if text.casefold() in _TRUTH:
+            return _TRUTH[text.casefold()]
+        if not _NUMBER.fullmatch(text):
+            return None
+        found = float(text.replace(",", "."))
+        return found if math.isfinite(found) and abs(found) <= np.finfo(np.float32).max else None
+
+    def task(self, chosen: bool) -> str:
+        """The one task that the columns can mean; `chosen`: they were named by the user. Raises DatasetError."""
+        names = self._names
+        if names == SURVIVAL:
+            return "survival"
+        if len(names) == 1:
+            return self._task_of_one(names[0])
+        self._require_one_decimal_mark()
+        amounts = {name: [self._number(text) for text in self._texts(name)] for name in names}
+        for name, found in amounts.items():
+            words = [text for text, number in zip(self._texts(name), found, strict=True) if number is None]
+            if words and all(text.casefold() in _MISSING for text in words):
+                self._refuse_missing(name)
+        if not any(None in found for found in amounts.values()):
+            if all({*found} <= {0.0, 1.0} for found in amounts.values()):
+                return "multilabel"
+            unsure = any(
+                name.casefold() in CLASS_COLUMNS or {*found} <= {0.0, 1.0} or self._few(found)
+                for name, found in amounts.items()
+            )
+            if not unsure and not set(SURVIVAL) <= set(names):
+                return "regress"
+            if chosen:
+                raise DatasetError(
+                    f"{self._path}: the columns {', '.join(names)} may be numbers or classes: say `task` regress, or "
+                    "name the column of a class by `label_columns`"
+                )
+        raise DatasetError(
+            f"{self._path}: has the columns {', '.join(names)}, which are several numbers, or 0 and 1, only in part: "
+            "name those that are learnt by `label_columns`, and say `task` if they may mean several"
+        )
+
+    def _task_of_one(self, name: str) -> str:
+        self._refuse_missing(name)
+        found = [self._number(text) for text in self._texts(name)]
+        if name.casefold() in CLASS_COLUMNS:
+            if None not in found and not all(number is not None and number.is_integer() for number in found):
+                raise DatasetError(
+                    f"{self._path}: the column {name!r} has numbers that are not whole, which may be classes or "
+                    "amounts: say `task` classify or regress"
+                )
+            return "classify"
+        self._require_one_decimal_mark()
+        if None not in found:
+            if {*found} <= {0.0, 1.0}:
+                return "classify"
+            if self._few(found):
+                raise DatasetError(
+                    f"{self._path}: the column {name!r} has {len({*found})} whole numbers, which may be classes or "
+                    "amounts: say `task` classify or regress"
+                )
+            return "regress"
+        if any(number is not None for number in found):
+            word, amount = found.index(None), next(i for i, number in enumerate(found) if number is not None)
+            raise _wrong(
+                self._path,
+                self._lines[word],
+                f"{name!r} is {self._lines[word].values[name]!r}, which is no number, but line "
+                f"{self._lines[amount].number} has {self._lines[amount].values[name]!r}: mend it, or say `task` "
+                "classify if both are classes",
+            )
+        if len({*self._texts(name)}) == len(found) > FEW_VALUES:
+            raise DatasetError(
+                f"{self._path}: the column {name!r} has another value in each line, such as "
+                f"{self._texts(name)[0]!r}: name the labels by `label_columns`, or say `task` classify"
+            )
+        return "classify"
+
+    def _few(self, numbers: Sequence[float | None]) -> bool:
+        """Whether numbers may be those of classes: whole ones, few, that come again."""
+        values = {*numbers}
+        whole = all(value is not None and value.is_integer() for value in values)
+        return whole and not values <= {0.0, 1.0} and len(values) <= min(FEW_VALUES, max(1, len(numbers) // 2))
+
+    def _refuse_missing(self, name: str) -> None:
+        """Raises DatasetError for a value of a class that says that there is none."""
+        for line in self._lines:
+            text = line.values[name]
+            if text.casefold() in _MISSING:
+                what = "is empty" if not text else f"is {text!r}, which says that there is no value"
+                raise _wrong(
+                    self._path,
+                    line,
+                    f"{name!r} {what}: leave the line out, or fill it in; a class needs another name",
+                )
+
+    def classes(self, known: tuple[str, ...] | None) -> tuple[tuple[str, ...], Callable[[_Line], Label]]:
+        """The classes of the column, and which one a line says. Raises DatasetError."""
+        path, (name,) = self._path, self._names
+        self._refuse_missing(name)
+        written: dict[str, _Line] = {}
+        for line in self._lines:
+            text = line.values[name]
+            first = written.setdefault(self._folded(text), line)
+            if first.values[name] != text:
+                raise _wrong(
+                    path,
+                    line,
+                    f"{name!r} is {text!r}, but line {first.number} has {first.values[name]!r}: write one class in "
+                    "one way",
+                )
+        found = {*self._texts(name)}
+        numbered = all(re.fullmatch("[0-9]+", text) for text in found)
+        classes = tuple(sorted(found, key=partial(_order, numbered)))
+        if known is not None:
+            other = next((line for line in self._lines if line.values[name] not in known), None)
+            if other is not None:
+                asked = other.values[name]
+                raise _wrong(path, other, f"{name!r} is {asked!r}, but the classes of training are {', '.join(known)}")
+            classes = known
+        if len(classes) < 2:
+            raise DatasetError(f"{path}: all images have {name} {classes[0]!r}; a classifier needs two classes or more")
+        places = {text: number for number, text in enumerate(classes)}
+        return classes, lambda line: places[line.values[name]]
+
+    def _folded(self, text: str) -> str:
+        """What is equal of two ways to write one class: case, spaces, and how a number is written."""
+        number = self._number(text)
+        if number is not None and len(text) < _EXACT_DIGITS:
+            return repr(number)
+        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+    def numbers(self, task: str) -> Callable[[_Line], Label]:
+        """What makes numbers of a line, one of each column. Raises DatasetError."""
+        self._require_one_decimal_mark()
+
+        def label(line: _Line) -> Label:
+            numbers = []
+            for name in self._names:
+                text = line.values[name]
+                number = self._number(text)
+                if number is None or (task == "regress" and text.casefold() in _TRUTH):
+                    what = "is empty" if not text else f"is {_shortened(text)}"
+                    raise _wrong(
+                        self._path, line, f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out"
+                    )
+                if number not in (0, 1) and (task == "multilabel" or name == "event"):
+                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but {task} needs 0 or 1")
+                if number < 0 and task == "survival":
+                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but no time is negative")
+                numbers.append(number)
+            return tuple(numbers)
+
+        return label
 
 
-def _numbers_of(path: Path, learnt: tuple[str, ...], task: str) -> Callable[[_Line], Label]:
-    def label(line: _Line) -> Label:
-        numbers = []
-        for name in learnt:
-            number, text = _number(line.values[name]), line.values[name]
-            if number is None:
-                raise _wrong(path, line, f"{name!r} is {text!r}, but {task} needs a number")
-            if number not in (0, 1) and (task == "multilabel" or name == "event"):
-                raise _wrong(path, line, f"{name!r} is {text!r}, but {task} needs 0 or 1")
-            if number < 0 and task == "survival":
-                raise _wrong(path, line, f"{name!r} is {text!r}, but no time is negative")
-            numbers.append(number)
-        return tuple(numbers)
+def _order(numbered: bool, text: str) -> tuple[int, str, str]:
+    """The order of classes: of numbers, however long, by what they say."""
+    digits = text.lstrip("0") if numbered else ""
+    return len(digits), digits, text
 
-    return label
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r} ... ({len(text)} characters)"
 
 
 def _part(path: Path, line: _Line) -> str:

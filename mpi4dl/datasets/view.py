@@ -60,9 +60,13 @@ class View:
         if len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
 
-    def variation(self, index: int, epoch: int) -> Variation:
-        """What happens to sample `index` in `epoch`."""
-        return self.augmentation.draw(self.seed, epoch, index) if self.augmentation else Variation()
+    def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
+        """What happens to sample `index` in `epoch`, where it comes for the `repeat`-th time, from 0 on."""
+        return self.augmentation.draw(self.seed, epoch, index, repeat) if self.augmentation else Variation()
+
+    def key(self, epoch: int, repeat: int = 0) -> tuple[int, ...]:
+        """By what a dataset that varies its samples at random draws; in validation each time the same."""
+        return (self.seed, epoch, repeat) if self.augmentation else ()
 
     def tile(
         self,

@@ -6,13 +6,16 @@
     .nii, .nii.gz  NIfTI by nibabel: the box, if it is not compressed; axes (x, y, z) become depth z, rows y, columns x
 
 All have the depth first, then rows and columns; channels, if there are any, are before or behind these.
+
+What values mean: those of NIfTI are as they are, in the units that its slope and intercept give, however they are
+stored; so are those of floating point in other files. Integers of other files are shares of the largest of their type.
 """
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,7 @@ from mpi4dl.geometry import Interval
 
 AXES = 3
 MOST_CHANNELS = 4
+AS_THEY_ARE = "as they are"
 Slices = tuple[slice, ...]
 
 
@@ -38,16 +42,38 @@ def open_volume(path: Path) -> "VolumeFile":
         suffix = next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
-        return VolumeFile(path, *VOLUME_SUFFIXES[suffix](path))
+        return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
+
+
+class Opened(NamedTuple):
+    """A file whose header was read: its shape, what gives slices of all dims, and the type that it stores.
+
+    `scaled`: values have units of their own, which they are read in, and so do not depend on the type.
+    """
+
+    shape: Sequence[int]
+    read_part: Callable[[Slices], npt.NDArray[Any]]
+    dtype: Any
+    scaled: bool = False
+    unscaled_integers: bool = False
 
 
 class VolumeFile:
-    """A volume of this shape, of which `read_part` gives slices of all dims."""
+    """A volume, of which boxes can be read.
 
-    def __init__(self, path: Path, shape: Sequence[int], read_part: Callable[[Slices], npt.NDArray[Any]]) -> None:
+    Attributes:
+        values: what they are read as, "as they are" or "over 32767", which has to be alike in all volumes of a set.
+        was_divided: whether earlier versions divided them, of NIfTI, by the largest of their type.
+    """
+
+    def __init__(self, path: Path, opened: Opened) -> None:
+        shape = opened.shape
         if len(shape) not in (AXES, AXES + 1) or prod(shape) == 0:
             raise BadImage(path, f"has shape {tuple(shape)}: expected depth, rows and columns, and perhaps channels")
-        self._path, self._read_part = path, read_part
+        self._path, self._read_part, self._scaled = path, opened.read_part, opened.scaled
+        dtype = np.dtype(opened.dtype)
+        self.values = AS_THEY_ARE if opened.scaled or dtype.kind not in "iu" else f"over {np.iinfo(dtype).max}"
+        self.was_divided = opened.unscaled_integers
         self._channel: int | None = None  # which dim
         if len(shape) > AXES:
             self._channel = AXES if shape[AXES] <= MOST_CHANNELS else 0
@@ -58,7 +84,8 @@ class VolumeFile:
 
     def read(self, *space: Interval) -> Values:
         with blaming(self._path):
-            return unit_values(self.stored(*space))
+            values = self.stored(*space)
+            return unit_values(values, values.dtype.kind in "iu" and self._scaled)
 
     def stored(self, *space: Interval) -> npt.NDArray[Any]:
         """A box of the values as they are stored, with their channels last."""
@@ -74,12 +101,9 @@ class VolumeFile:
             return part
 
 
-Opened = tuple[Sequence[int], Callable[[Slices], npt.NDArray[Any]]]
-
-
 def _open_npy(path: Path) -> Opened:
     array = np.load(path, mmap_mode="r", allow_pickle=False)
-    return array.shape, array.__getitem__
+    return Opened(array.shape, array.__getitem__, array.dtype)
 
 
 def _open_npz(path: Path) -> Opened:
@@ -87,7 +111,7 @@ def _open_npz(path: Path) -> Opened:
         if len(file.files) != 1:
             raise BadImage(path, f"has {len(file.files)} arrays, {', '.join(file.files[:4])}: expected one, the volume")
         array = file[file.files[0]]
-    return array.shape, array.__getitem__
+    return Opened(array.shape, array.__getitem__, array.dtype)
 
 
 def _open_nifti(path: Path) -> Opened:
@@ -104,7 +128,8 @@ def _open_nifti(path: Path) -> Opened:
         part = np.asarray(stored[(cols, rows, depth, *others)])
         return part.transpose(2, 1, 0, *range(AXES, part.ndim))
 
-    return (z, y, x, *rest), read_part
+    integers = np.dtype(stored.dtype).kind in "iu" and (stored.slope, stored.inter) == (1.0, 0.0)
+    return Opened((z, y, x, *rest), read_part, stored.dtype, scaled=True, unscaled_integers=integers)
 
 
 def _open_stack(path: Path) -> Opened:
@@ -117,7 +142,7 @@ def _open_stack(path: Path) -> Opened:
         page_dims = len(series.keyframe.shape)
         if offset is not None:
             mapped = np.memmap(path, np.dtype(dtype).newbyteorder(tiff.byteorder), "r", offset, shape)
-            return shape, mapped.__getitem__
+            return Opened(shape, mapped.__getitem__, dtype)
 
     def read_part(slices: Slices) -> npt.NDArray[Any]:
         stacked = len(shape) - page_dims  # dims of which each place is a page
@@ -129,7 +154,7 @@ def _open_stack(path: Path) -> Opened:
             return np.empty([len(range(*s.indices(n))) for s, n in zip(slices, shape, strict=True)], dtype)
         return np.stack(found).reshape(*places.shape, *found[0].shape)
 
-    return shape, read_part
+    return Opened(shape, read_part, dtype)
 
 
 def _require(path: Path, module: str, package: str) -> None:

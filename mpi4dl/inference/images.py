@@ -19,7 +19,7 @@ from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.trainer.description import Description
-from mpi4dl.trainer.images import open_images, shared
+from mpi4dl.trainer.images import open_images, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -58,6 +58,9 @@ def _unlike(found: Named, about: Description) -> str | None:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
     if found.channels != about.channels:
         return f"the images have {found.channels} channels, but the model was trained on {about.channels}"
+    unlike = unlike_values(found, about.values)
+    if unlike is not None:
+        return unlike
     known = about.classes
     if about.task != "survival" and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
@@ -118,6 +121,7 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")
+    comm.agree(unlike_values(found, about.values))
     return found
 
 

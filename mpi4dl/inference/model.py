@@ -155,6 +155,7 @@ class SeeingModel:
                 size = data.image_size
                 count = len(batch.indices)
                 microbatches, reads = self.plan.divide(count, False), engine.reads(count, size, False)
+                bad.require_alike(batch)
                 readable = bad.agree(batch, microbatches, reads)
                 errors = {index: bad.of_index[index] for index in batch.indices if index in bad.of_index}
                 if readable is None:

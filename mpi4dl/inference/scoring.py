@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpi4dl._wording import aligned
+from mpi4dl._wording import aligned, counted
 from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import printable
@@ -21,7 +21,7 @@ from mpi4dl.inference.answers import ALIKE, Record, answer, columns_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.progress import ProgressOfImages
 from mpi4dl.inference.records import table_row
-from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.bootstrap import WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import Regress, Segment, Task
@@ -59,8 +59,13 @@ class Scores:
     def table(self, level: float) -> Iterator[str]:
         """The metrics, and the confusion matrix, in lines."""
         head = ("metric", "value", f"{100 * level:g} % from", "to")
-        rows = [(name, *(f"{x:.4f}" for x in (m.value, m.low, m.high))) for name, m in self.metrics.items()]
+        known = {name for name, m in self.metrics.items() if not math.isnan(m.low)}
+        ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
+                for name, m in self.metrics.items()}  # fmt: skip
+        rows = [(name, f"{m.value:.4f}", *ends[name]) for name, m in self.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
+        if len(known) < len(rows):
+            yield f"-: {WHY_NONE}; {counted(self.count, 'image')} evaluated"
         if self.confusion is not None and _is_square(self.confusion):
             yield ""
             yield "rows: what it is; columns: what it was taken for"
@@ -210,13 +215,13 @@ class _Collected:
         size = task.num_outputs
         pairs = targets * size + outputs.argmax(1)
 
-        def counted(of: Any) -> Callable[[Tensor], float]:
+        def from_counts(of: Any) -> Callable[[Tensor], float]:
             def value(drawn: Tensor) -> float:
                 return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
 
             return value
 
-        functions |= {name: counted(of) for name, of in _measures(COUNTED).items()}
+        functions |= {name: from_counts(of) for name, of in _measures(COUNTED).items()}
         confusion = torch.bincount(pairs, minlength=size * size).view(size, size)
         return functions, confusion.tolist()
 

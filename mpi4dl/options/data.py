@@ -35,6 +35,7 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
         task=config.data.task if config.data.task in TASKS else None,
         label_columns=config.data.label_columns,
         ignore_index=config.data.ignore_index,
+        validates=config.training.eval_every is not None,
     )
 
 
@@ -52,7 +53,14 @@ def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named,
     found = datasets.adapt(made)
     if isinstance(found, tuple):
         return found
-    return split(found, config.data.val_fraction, config.training.seed, validating)
+    return split(
+        found,
+        config.data.val_fraction,
+        config.training.seed,
+        validating,
+        otherwise="give a pair of datasets, or one that takes split='train' and split='val'",
+        validates=config.training.eval_every is not None,
+    )
 
 
 def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:

@@ -190,12 +190,14 @@ def _from(images: Sequence[Judged], numbers: bool) -> dict[str, Scored]:
     """What follows from the predictions for images, of which no metrics are told: the accuracy, or the mean error."""
     import torch
 
-    from mpi4dl.tasks.bootstrap import bootstrap
+    from mpi4dl.tasks.bootstrap import WHY_NONE, bootstrap
 
     scores = torch.tensor([one.wrong if numbers else float(not one.wrong) for one in images], dtype=torch.float64)
     low, high, _ = bootstrap(lambda draw: float(scores[draw].mean()), len(scores))
-    how = f"95 % of resamples of {len(scores)} images"
-    return {"mean absolute error" if numbers else "accuracy": Scored(float(scores.mean()), low, high, how)}
+    known = not math.isnan(low)
+    how = f"95 % of resamples of {len(scores)} images" if known else f"{WHY_NONE}; there are {len(scores)} images"
+    found = Scored(float(scores.mean()), low if known else None, high if known else None, how)
+    return {"mean absolute error" if numbers else "accuracy": found}
 
 
 def extremes(evaluated: Evaluated, count: int) -> tuple[list[Judged], list[Judged]]:

@@ -7,9 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
+WHY_NONE = f"an interval takes {LEAST_SAMPLES} images or more, and resamples that differ"
+
 
 class Bounds(NamedTuple):
-    """The ends of an interval that holds a share `level` of the resampled metric, and how often it was defined."""
+    """The ends of an interval that holds a share `level` of the resampled metric, and how often it was defined.
+
+    The ends are NaN where there is no interval: of too few samples, or of resamples that all give the same.
+    """
 
     low: float
     high: float
@@ -41,4 +47,6 @@ def bootstrap(
         return Bounds(math.nan, math.nan, 0)
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.tensor(found, dtype=torch.float64).quantile(ends).tolist()
+    if num_samples < LEAST_SAMPLES or low == high:
+        low = high = math.nan
     return Bounds(low, high, len(found))

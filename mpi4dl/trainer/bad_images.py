@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Batch
 from mpi4dl.parallel.microbatches import Microbatch, Read
@@ -27,6 +29,25 @@ class BadImages:
     @property
     def skipped(self) -> int:
         return len(self.known)
+
+    def require_alike(self, batch: Batch) -> None:
+        """Raise Refusal on all ranks if some have another image or label of a sample. Collective if it is compared.
+
+        A dataset of the user's may draw random numbers from wherever it likes, and read another file on each rank.
+        """
+        if batch.digests is None or self.comm.size == 1:
+            return
+        mine = torch.tensor(batch.digests, dtype=torch.int64)
+        known = torch.where(mine < 0, torch.iinfo(torch.int64).min, -mine)  # so that the largest is the smallest
+        most, least = self.comm.all_reduce(torch.stack([mine, known]), "max")
+        unlike = ((most >= 0) & (most != -least)).any(1).nonzero().flatten().tolist()
+        if unlike:
+            raise Refusal(
+                f"the dataset gives sample {batch.indices[unlike[0]]} otherwise on some ranks than on others: its "
+                "random parts must draw from the generators of Python, NumPy or PyTorch, which get the same state "
+                "for a sample on all ranks, and all ranks must see the same files. A dataset that draws for some "
+                "samples alone needs `num_workers` 0"
+            )
 
     def agree(
         self, batch: Batch, microbatches: Sequence[Microbatch], reads: Sequence[Read]
@@ -62,5 +83,5 @@ class BadImages:
             if not read.microbatch.without(errors).samples.empty
         )
         indices = tuple(batch.indices[position] for position in keep)
-        batch = replace(batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={})
+        batch = replace(batch, tiles=tiles, labels=batch.labels[keep], indices=indices, errors={}, digests=None)
         return batch, tuple(microbatch for microbatch in left if not microbatch.samples.empty)

@@ -1,8 +1,10 @@
 """Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 
-    images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": 3145, ...}, "validation": {...}}
+    images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": 3145, ...}, "validation": {...},
+                     "values": null}
 
-A name is the path from the folder of images on, a number its size in bytes, or null where it has none.
+A name is the path from the folder of images on, a number its size in bytes, or null where it has none. `values` says
+what values of volumes are read as.
 """
 
 import json
@@ -30,10 +32,12 @@ class ImageLists(NamedTuple):
     fit: Fit
     training: Sizes
     validation: Sizes
+    values: str | None = None
 
     @classmethod
     def of(cls, training: Named, validation: Named, fit: Fit) -> "ImageLists":
-        return cls(training.classes, fit, _sizes(training), _sizes(validation))
+        values = getattr(training, "values", None)
+        return cls(training.classes, fit, _sizes(training), _sizes(validation), values)
 
     @classmethod
     def before(cls, config: Config) -> "ImageLists | None":
@@ -55,7 +59,7 @@ class ImageLists(NamedTuple):
             found = json.loads(path.read_bytes())
             parts = [{str(name): size for name, size in found[part].items()} for part in ("training", "validation")]
             fit: Fit = "crop" if found["fit"] == "crop" else "resize"
-            return cls(tuple(map(str, found["classes"])), fit, *parts)
+            return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: is not the list of a run's images, it is damaged ({type(error).__name__}): restore it, or "

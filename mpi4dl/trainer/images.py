@@ -15,6 +15,7 @@ from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.layout import parts
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.sources import SYNTHETIC
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.view import Fit
@@ -183,13 +184,35 @@ def _describe(
     sizes = list(_sizes(training))
     fit = _fit(config.data.fit, sizes, recorded)
     remarks = [_classes(training, validation)]
+    if config.data.dataset is None and config.data.images == SYNTHETIC:
+        remarks.append("the images are synthetic, computed from a formula: `images` names a folder of your own")
+    remarks += _missing_classes(training, validation)
     if config.data.dataset is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:
+        unlike = unlike_values(training, recorded.values)
+        if unlike is not None:
+            raise ConfigError(unlike)
         remarks += recorded.changes(ImageLists.of(training, validation, fit))
     return fit, tuple(datasets.printable(remark) for remark in remarks)
+
+
+def unlike_values(images: Any, trained_on: str | None) -> str | None:
+    """What is other of the values of volumes than in training, which recorded them as `trained_on`, in one sentence."""
+    values = getattr(images, "values", None)
+    if trained_on is None and getattr(images, "were_divided", False):
+        return (
+            "the model was trained when integers of NIfTI were divided by the largest of their type, and they are "
+            "now read as they are: give it the same arrays as .npy files, which still are divided, or train anew"
+        )
+    if None not in (values, trained_on) and values != trained_on:
+        return (
+            f"values of the volumes are read {values}, but those of training were {trained_on}: write them in the "
+            "format and type of training"
+        )
+    return None
 
 
 def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
@@ -234,12 +257,34 @@ def _classes(training: Named, validation: Named) -> str:
         ranges = [f"{name} ({min(found):g} to {max(found):g})"
                   for name, found in zip(classes, zip(*labels[0], strict=True), strict=True)]  # fmt: skip
         return f"{said}, to tell {counted(len(classes), 'number')}: {_some(ranges)}"
-    if task == "multilabel":
-        counts = [[int(sum(column)) for column in zip(*part, strict=True)] for part in labels]
-    else:
-        counts = [[part.count(label) for label in range(len(classes))] for part in labels]
+    counts = [_counts(part, task, len(classes)) for part in labels]
     shown = [f"{name} ({a} + {b})" for name, a, b in zip(classes, *counts, strict=True)]
     return f"{said}, in {counted(len(classes), 'class', 'classes')}: {_some(shown)}"
+
+
+def _counts(labels: Sequence[Any], task: str, num_classes: int) -> list[int]:
+    """How many samples have each class, or label."""
+    if task == "multilabel":
+        return [int(sum(each[number] for each in labels)) for number in range(num_classes)]
+    return [labels.count(number) for number in range(num_classes)]
+
+
+def _missing_classes(training: Named, validation: Named) -> list[str]:
+    """A warning of classes that only one of both parts has, where labels are at hand."""
+    task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
+    if task not in ("classify", "multilabel") or not classes or isinstance(whole, OwnDataset) or not len(validation):
+        return []
+    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
+    counts = [_counts(part, task, len(classes)) for part in labels]
+    said = []
+    for mine, others, what in (
+        (counts[1], counts[0], "validation shows no image of {}, of which metrics then say nothing"),
+        (counts[0], counts[1], "no image to train on shows {}, which is then not learnt"),
+    ):
+        names = [name for name, a, b in zip(classes, mine, others, strict=True) if not a and b]
+        if names:
+            said.append("warning: " + what.format(_some(names)))
+    return said
 
 
 def _some(names: Sequence[str]) -> str:

@@ -55,6 +55,7 @@ class Reading:
             if not self._heard:
                 self.news = News.of_all(self._comm, self._own(batch.is_short))
             self._heard = False
+            self._bad_images.require_alike(batch)
             microbatches, reads = self._divide(len(batch.indices))
             found = self._bad_images.agree(batch, microbatches, reads) if self.news.bad_image else (batch, microbatches)
             if found is not None:

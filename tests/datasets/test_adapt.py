@@ -129,7 +129,7 @@ class Broken:
     [
         ({"length": 0}, "the dataset Broken has no samples"),
         ({"channels": "3"}, "the dataset Broken has '3' channels: it must be a number of at least 1"),
-        ({"channels": 1}, "the image of Broken[0] gives uint8 values of shape (1, 1, 3) for a box of 1 x 1 pixels"),
+        ({"channels": 1}, "the image of Broken[0] gives uint8 values of shape (6, 8, 3) for a box of 6 x 8 pixels"),
         ({"classes": "ab"}, "the dataset Broken has classes 'ab': expected their names"),
         ({"labels": [0, 1, "b", 1]}, "the dataset Broken gives 'b' as the label of sample 2: expected a class"),
         ({"labels": [0, 1, [1, 0], 1]}, "labels of one number and, of sample 2, of 2 numbers: all must be alike"),
@@ -164,10 +164,13 @@ def test_what_is_no_dataset(found, message):
         adapt(found)
 
 
-def test_random_transforms_are_found_before_ranks_come_apart():
+def test_random_transforms_of_torchvision_are_alike_for_all_boxes():
     flips = torchvision.transforms.RandomHorizontalFlip()
-    with pytest.raises(DatasetError, match="the dataset FakeData gives another image or label of one sample each time"):
-        adapt(torchvision.datasets.FakeData(6, (3, *SIZE), 4, transform=flips))
+    made = [adapt(torchvision.datasets.FakeData(6, (3, *SIZE), 4, transform=flips)) for _ in range(2)]
+    assert all(dataset.draws for dataset in made)
+    torch.rand(3)  # as the model does
+    first, second = (first_batch(dataset).tiles[0] for dataset in made)
+    assert torch.equal(first, second)
 
 
 def test_a_file_of_the_users_that_is_not_there_is_a_bad_image():

@@ -133,7 +133,14 @@ def test_a_transform_makes_of_boxes_what_it_makes_of_the_whole():
         ),
         (lambda pixels: np.roll(pixels, 1, axis=1), "makes of a box of pixels another one than of the whole"),
         (lambda pixels: pixels + np.random.default_rng().integers(9, size=3, dtype=np.uint8), "be the same each time"),
-        (lambda pixels, random: pixels * (random or np.random).random(pixels.shape), "another one than of the whole"),
+        (
+            lambda pixels, random: pixels * (random or np.random).random(pixels.shape),
+            "give it a second argument, `random`",
+        ),
+        (
+            lambda pixels, random: pixels * (random.random(pixels.shape) if random else 1.0),
+            "another one than of the whole",
+        ),
         (lambda pixels: pixels[::2], r"makes uint8 of shape \(3, 6, 3\) from a box of shape \(6, 6, 3\)"),
         (lambda pixels: pixels.astype(np.int64), "makes int64 of shape"),
         (lambda pixels, random, more: pixels, "takes pixels, random, more: expected pixels, or pixels and random"),

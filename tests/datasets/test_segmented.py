@@ -1,6 +1,8 @@
 """mpi4dl.datasets.segmented and .masks: masks lie on their images whatever is done to these, and say what is wrong."""
 
 import re
+import struct
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -10,6 +12,7 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
+from mpi4dl.datasets.masks import Mask, indices_of, open_stored, values_in
 from mpi4dl.datasets.segmented import SegmentedFolder
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 
@@ -83,6 +86,73 @@ def test_every_rank_has_whole_masks_and_its_boxes(root):
         (batch,) = Loader(SegmentedFolder(root), view, 5, boxes, num_workers=2).epoch(1)
         assert torch.equal(batch.labels, whole)
         assert batch.tiles[0].shape[2:] == (10, 11)
+
+
+def grey_png(path, mask, bits):
+    """A PNG of grey of so many bits, which Pillow does not write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    height, width = mask.shape
+    ones = (mask[..., None] >> np.arange(bits - 1, -1, -1)) & 1
+    lines = np.packbits(ones.reshape(height, width * bits).astype(np.uint8), axis=1)
+    content = b"".join(b"\0" + line.tobytes() for line in lines)
+    header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(content)), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+def palette(path, mask, bits):
+    picture = PIL.Image.fromarray(mask)
+    picture.putpalette([255 - i // 3 for i in range(768)])
+    picture.save(path, bits=bits, transparency=1)
+
+
+def with_alpha(path, mask, opacity):
+    PIL.Image.merge("LA", [PIL.Image.fromarray(mask), PIL.Image.new("L", mask.shape[::-1], opacity)]).save(path)
+
+
+MASKS = {
+    "grey of 1 bit": (".png", 2, lambda path, mask: grey_png(path, mask, 1)),
+    "grey of 2 bits": (".png", 4, lambda path, mask: grey_png(path, mask, 2)),
+    "grey of 4 bits": (".png", 16, lambda path, mask: grey_png(path, mask, 4)),
+    "grey of 8 bits": (".png", 255, lambda path, mask: PIL.Image.fromarray(mask).save(path)),
+    "grey of 16 bits": (".png", 255, lambda path, mask: PIL.Image.fromarray(mask.astype(np.uint16) * 3).save(path)),
+    "grey, opaque": (".png", 255, lambda path, mask: with_alpha(path, mask, 255)),
+    "palette of 1 bit": (".png", 2, lambda path, mask: palette(path, mask, 1)),
+    "palette of 2 bits": (".png", 4, lambda path, mask: palette(path, mask, 2)),
+    "palette of 4 bits": (".png", 16, lambda path, mask: palette(path, mask, 4)),
+    "palette of 8 bits": (".png", 255, lambda path, mask: palette(path, mask, 8)),
+    "GIF": (".gif", 16, lambda path, mask: PIL.Image.fromarray(mask, "P").save(path)),
+    "BMP": (".bmp", 255, lambda path, mask: PIL.Image.fromarray(mask).save(path)),
+    "TIFF of 1 bit": (".tif", 2, lambda path, mask: PIL.Image.fromarray(mask > 0).save(path, compression="group4")),
+    "TIFF of 8 bits": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask)),
+    "TIFF of 32 bits": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask.astype(np.int32))),
+    "TIFF, white is 0": (".tif", 255, lambda path, mask: tifffile.imwrite(path, mask, photometric="miniswhite")),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_are_read_as_the_numbers_that_are_stored(tmp_path, kind):
+    """Of grey of few bits too, which Pillow stretches, and whatever colours a palette has; from datasets as well."""
+    suffix, count, save = MASKS[kind]
+    mask = np.random.default_rng(0).integers(0, count, (9, 13)).astype(np.uint8)
+    path = tmp_path / f"mask{suffix}"
+    save(path, mask)
+    expected = mask.astype(int) * (3 if "16 bits" in kind else 1)
+    found = Mask(path, open_stored(path), 1000, None).read(Interval(0, 9), Interval(0, 13))
+    assert np.array_equal(found, expected)
+    assert values_in(path).tolist() == np.unique(expected).tolist()
+    if suffix != ".tif":
+        with PIL.Image.open(path) as picture:
+            assert np.array_equal(indices_of(picture), expected)
+
+
+def test_a_mask_with_transparent_pixels_is_refused(tmp_path):
+    with_alpha(tmp_path / "mask.png", np.zeros((4, 5), np.uint8), 200)
+    with pytest.raises(BadImage, match=r"is a picture in colours \(LA\)"):
+        open_stored(tmp_path / "mask.png")
 
 
 def harm(root, how):

@@ -20,6 +20,7 @@ from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
+from mpi4dl.trainer.images import unlike_values
 from tests.datasets.boxes import cuts
 
 SIZE = (5, 7, 6)
@@ -64,11 +65,11 @@ def test_a_box_of_each_kind_of_file(tmp_path: Path, kind: str, dtype: str) -> No
     volume = open_volume(path)
     assert volume.size == SIZE
     assert volume.channels == 1
-    top = {"uint8": 1, "int16": 32767, "uint16": 65535, "float32": 1}[dtype]
+    top = {"uint8": 1, "int16": 32767, "uint16": 65535, "float32": 1}[dtype] if suffix[:4] != ".nii" else 1
     for box in (BOX, tuple(Interval(0, n) for n in SIZE), (Interval(2, 2), *BOX[1:])):
         expected = values[tuple(slice(*interval) for interval in box)] / top
         found = volume.read(*box)
-        assert found.dtype == (np.uint8 if dtype == "uint8" else np.float32)
+        assert found.dtype == (np.uint8 if dtype == "uint8" and suffix[:4] != ".nii" else np.float32)
         np.testing.assert_allclose(found[..., 0], expected, rtol=1e-6)
 
 
@@ -81,7 +82,61 @@ def test_channels_before_or_behind_the_axes(tmp_path: Path, kind: str, shape: tu
     expected = np.moveaxis(values, shape.index(min(shape)), -1)
     volume = open_volume(path)
     assert (volume.size, volume.channels) == (SIZE, min(shape))
-    np.testing.assert_allclose(volume.read(*BOX), expected[tuple(slice(*i) for i in BOX)] / 32767, rtol=1e-6)
+    top = 1 if kind == "nifti" else 32767
+    np.testing.assert_allclose(volume.read(*BOX), expected[tuple(slice(*i) for i in BOX)] / top, rtol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_values_of_nifti_do_not_depend_on_how_they_are_stored(tmp_path: Path, suffix: str) -> None:
+    """Whatever type, slope and intercept a file has: what nibabel reads as equal arrives as equal, in its units."""
+    values = np.random.default_rng(0).integers(-1000, 1500, SIZE)
+    values[0, 0, :2] = (-1000, 1499)
+    for number, dtype in enumerate(("int16", "int32", "float32", "float64")):
+        nibabel.save(nibabel.Nifti1Image(values.T.astype(dtype), np.eye(4)), tmp_path / f"{number}{suffix}")
+    image = nibabel.Nifti1Image((values.T + 1000).astype(np.int16), np.eye(4))
+    image.header.set_slope_inter(1, -1000)
+    image.to_filename(tmp_path / f"4{suffix}")
+    raw = nibabel.load(tmp_path / f"4{suffix}")
+    assert (raw.dataobj.slope, raw.dataobj.inter) == (1, -1000)
+    for path in sorted(tmp_path.iterdir()):
+        expected = nibabel.load(path).get_fdata().T
+        found = open_volume(path).read(*(Interval(0, n) for n in SIZE))[..., 0]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=path.name)
+        np.testing.assert_allclose(found, values, rtol=1e-6, err_msg=path.name)
+    small = np.arange(210).reshape(SIZE).astype(np.uint8)
+    save_nifti(tmp_path / f"small{suffix}", small)
+    assert np.array_equal(open_volume(tmp_path / f"small{suffix}").read(*(Interval(0, n) for n in SIZE))[..., 0], small)
+
+
+@pytest.mark.parametrize(("first", "second"), [("npy", "nifti"), ("nifti", "tiff"), ("npy", "npy")])
+def test_volumes_whose_values_are_of_other_kinds_are_refused(tmp_path: Path, first: str, second: str) -> None:
+    dtypes = ("int16", "float32" if first == second else "int16")
+    for label, kind, dtype in zip("ab", (first, second), dtypes, strict=True):
+        (tmp_path / label).mkdir()
+        SAVE[kind][1](tmp_path / label / f"{label}{SAVE[kind][0]}", noise(*SIZE, dtype=dtype))
+    with pytest.raises(
+        DatasetError, match=r"b/b.*: its values are read .*, but those of other volumes .*: write all of"
+    ):
+        datasets.open(tmp_path, size=SIZE, validation_fraction=0.5)
+
+
+def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
+    """NIfTI of integers was divided by the largest of their type; runs of then say nothing of values."""
+    for name, (kind, dtype) in {
+        "old": ("nifti", "int16"),
+        "float": ("nifti", "float32"),
+        "npy": ("npy", "int16"),
+    }.items():
+        for label in "ab":
+            (tmp_path / name / label).mkdir(parents=True)
+            SAVE[kind][1](tmp_path / name / label / f"{label}{SAVE[kind][0]}", noise(*SIZE, dtype=dtype))
+    old, floats, npy = (
+        datasets.open(tmp_path / n, size=SIZE, validation_fraction=0.5)[0] for n in ("old", "float", "npy")
+    )
+    assert (old.values, floats.values, npy.values) == ("as they are", "as they are", "over 32767")
+    assert "was trained when integers of NIfTI were divided" in str(unlike_values(old, None))
+    assert unlike_values(floats, None) is unlike_values(npy, None) is unlike_values(old, "as they are") is None
+    assert "are read over 32767, but those of training were as they are" in str(unlike_values(npy, "as they are"))
 
 
 def damaged(path: Path) -> None:
@@ -182,7 +237,7 @@ def test_synthetic_volumes_and_sequences(size: tuple[int, ...]) -> None:
 
 
 def test_a_folder_of_volumes_and_what_a_rank_reads_of_it(tmp_path: Path) -> None:
-    for i, (label, kind) in enumerate([("a", "npy"), ("a", "tiff"), ("b", "nifti"), ("b", "npz")]):
+    for i, (label, kind) in enumerate([("a", "npy"), ("a", "tiff"), ("b", "npy, fortran order"), ("b", "npz")]):
         (tmp_path / label).mkdir(exist_ok=True)
         SAVE[kind][1](tmp_path / label / f"{i}{SAVE[kind][0]}", noise(*SIZE) + i)
     training, validation = datasets.open(tmp_path, size=SIZE, validation_fraction=0.3)

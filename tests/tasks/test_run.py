@@ -212,6 +212,18 @@ def test_the_bootstrap_covers_a_mean_as_often_as_it_says() -> None:
     assert math.isnan(bootstrap(lambda drawn: NAN, 3).low)
 
 
+@pytest.mark.parametrize(
+    ("scores", "known"),
+    [([0.0, 0.0], False), ([0.2, 0.9], False), ([1.0] * 50, False), ([0.1 * i for i in range(10)], True)],
+    ids=str,
+)
+def test_few_or_equal_samples_have_no_interval(scores: list[float], known: bool) -> None:
+    """Of two images an interval is as long as chance has it; of equal scores it is 0 long, as if it were certain."""
+    found = bootstrap(partial(mean_of, torch.tensor(scores)), len(scores), num_resamples=100)
+    assert math.isnan(found.low) is math.isnan(found.high) is (not known)
+    assert found.defined == 100
+
+
 def run(comm: Communicator, folder: Path, epochs: int, **options: Any) -> Evaluation | None:
     data = Labelled("segment"), Labelled("segment", 3)
     given: dict[str, Any] = {"model": Pixelwise, "num_classes": 2, "dataset": data}

@@ -203,6 +203,29 @@ def test_one_rule_for_all_formats_and_for_all_images_of_a_run(ranks: Ranks, tmp_
     ]
 
 
+def test_synthetic_images_and_classes_that_a_part_lacks_are_said(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(described)
+    assert "the images are synthetic, computed from a formula: `images` names a folder of your own" in found[1]
+    root = write_images(tmp_path / "images" / "train", ("a", "b", "c"), count=2)
+    shutil.copytree(root, root.parent / "val")
+    shutil.rmtree(root.parent / "val" / "b")
+    (found,) = ranks(1).run(described, "--images", str(root.parent))
+    assert found[1][1] == "warning: validation shows no image of b, of which metrics then say nothing"
+
+
+def test_a_share_that_leaves_nothing_to_validate_with(ranks: Ranks, tmp_path: Path) -> None:
+    """The remedy is that of the source; without validation there is nothing to refuse."""
+    root = write_images(tmp_path / "images", count=2)
+    lines = [f"{path.parent.name}/{path.name},{i}.5" for i, path in enumerate(sorted(root.rglob("*.png")))]
+    (root / "labels.csv").write_text("\n".join(["file,dose", *lines]))
+    flags = ("--images", str(root), "--val-fraction", "0.001")
+    (found,) = ranks(1).run(described, *flags)
+    assert "leaves none of 4 images to validate with" in found
+    assert "or say which are for what in a column `split` of labels.csv: train or val" in found
+    (found,) = ranks(1).run(described, *flags, "--eval-every", "none")
+    assert found[1][0].startswith("4 images to train on + 0 to validate with, to tell 1 number: dose (0.5 to 3.5)")
+
+
 def test_classes_are_said_and_do_not_steer_the_terminal(ranks: Ranks, tmp_path: Path) -> None:
     write_images(tmp_path / "images", ("a\x1b[31m", "b"), count=10)
     (found,) = ranks(1).run(described, "--images", str(tmp_path / "images"))

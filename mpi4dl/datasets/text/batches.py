@@ -21,8 +21,13 @@ class TokenBatches:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box]) -> Batch:
-        """These boxes of samples and tokens, and all targets. Raises DatasetError if the token file is damaged."""
+    def read(
+        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
+    ) -> Batch:
+        """These boxes of samples and tokens, and all targets; a repeat is no other.
+
+        Raises DatasetError if the token file is damaged.
+        """
         tiles = []
         for box in boxes:
             tile = np.empty(box.shape, np.int64)
