@@ -48,6 +48,7 @@ class Description:
     channels: int
     fit: Fit
     own: Mapping[str, Mapping[str, str | None]]
+    largest: tuple[int, ...] | None = None  # size of the images that training saw whole, as far as it looked at them
 
     @classmethod
     def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
@@ -66,6 +67,7 @@ class Description:
             images.channels,
             getattr(images, "fit", "resize"),
             {name: each for name, each in found.items() if each is not None},
+            getattr(images, "largest", None),
         )
 
     @property
@@ -81,7 +83,8 @@ class Description:
             own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
             fit: Fit = "crop" if found["fit"] == "crop" else "resize"
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
-            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own)
+            largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
+            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, largest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "

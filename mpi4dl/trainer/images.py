@@ -39,6 +39,7 @@ class Images(NamedTuple):
     validation: Named
     fit: Fit
     remarks: tuple[str, ...]
+    largest: tuple[int, ...] | None = None  # along each axis, of the images looked at
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -92,15 +93,13 @@ def open_images(comm: Communicator, config: Config) -> Images:
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             described = _describe(config, training, validation, recorded)
-    fit, remarks = comm.broadcast_object(described)
-    return Images(training, validation, fit, remarks)
+    return Images(training, validation, *comm.broadcast_object(described))
 
 
 def open_alone(config: Config) -> Images:
     """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
     training, validation = build_datasets(config)
-    fit, remarks = _describe(config, training, validation, None)
-    return Images(training, validation, fit, remarks)
+    return Images(training, validation, *_describe(config, training, validation, None))
 
 
 def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:
@@ -173,7 +172,7 @@ def _folders(pair: Pair) -> list[ListedFiles]:
 
 def _describe(
     config: Config, training: Named, validation: Named, recorded: ImageLists | None
-) -> tuple[Fit, tuple[str, ...]]:
+) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
     size = config.data.image_size
     if config.visits and task_of(training) == "segment" and prod(size) > SLIDE_PIXELS:
         raise ConfigError(
@@ -189,7 +188,8 @@ def _describe(
     remarks.append(_shown(config, fit, sizes, len(training)))
     if recorded is not None:
         remarks += recorded.changes(ImageLists.of(training, validation, fit))
-    return fit, tuple(datasets.printable(remark) for remark in remarks)
+    largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
+    return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 
 
 def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
