@@ -235,8 +235,8 @@ class Seeing:
     def refusal(self, what: str, share: float) -> str:
         frame = "x".join(map(str, self.frame))
         return (
-            f"{what} would see the centre of {frame} pixels alone, {100 * share:.3g} % of an image, as training "
-            "cropped large images by `fit` auto: say `fit` crop to have that, or `fit` resize for whole images, made small"
+            f"{what} would see the centre of {frame} pixels alone, {100 * share:.3g} % of an image: `fit` auto cropped "
+            "large images in training; choose `fit` crop to see that part alone, or `fit` resize for whole images"
         )
 
     def add(self, share: float) -> None:

@@ -162,7 +162,8 @@ class StitchedMask:
                 return
             inner.append(slice(own.start - first, own.stop - first))
             space.append(own)
-        values = values[(..., *inner)]
+        box: tuple[Any, ...] = (..., *inner)
+        values = values[box]
         values = values if self.layers else values[None]
         if not self._picture:
             self._write(space, values)
