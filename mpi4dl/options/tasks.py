@@ -130,7 +130,9 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     if asked == ("auto",):
         monitor = (config.learning.monitor or "").removeprefix("val_")
         more = (monitor,) if monitor in task.metric_names and monitor != "accuracy" else ()
-        return dict(task.metrics(tuple(dict.fromkeys((*task.usual_metrics, *more)))))
+        own = task.name == "classify" and not (task.loss is None or isinstance(task.loss, str))
+        usual = () if own else task.usual_metrics  # of an own loss nobody knows whether outputs are logits
+        return dict(task.metrics(tuple(dict.fromkeys((*usual, *more)))))
     found: dict[str, Any] = {}
     for part in asked:
         if not is_own(part):

@@ -53,19 +53,28 @@ def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
 class OfCounts:
     """A number that follows from how often each class (row) was taken for each (column).
 
-    `update(probabilities, targets)` takes (N, classes) and classes (N,).
+    `update(probabilities, targets)` takes (N, classes) and classes (N,). A model may have outputs for more classes than
+    `num_classes`.
     """
 
     def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
-        self.num_classes, self.measure, self.ignore_index = num_classes, measure, ignore_index
+        self.measure, self.ignore_index = measure, ignore_index
         self.counts = torch.zeros((num_classes, num_classes), dtype=torch.int64)
 
     def update(self, probabilities: Tensor, targets: Tensor) -> None:
         predictions, targets = _counted(probabilities, targets, self.ignore_index)
-        pairs = targets * self.num_classes + predictions.argmax(1)
-        self.counts += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.counts)
+        self._grow(predictions.shape[1])
+        size = len(self.counts)
+        self.counts += torch.bincount(targets * size + predictions.argmax(1), minlength=size**2).view(size, size)
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.counts)
+        if more > 0:
+            self.counts = torch.nn.functional.pad(self.counts, (0, more, 0, more))
 
     def merge_state(self, other: "OfCounts") -> None:
+        self._grow(len(other.counts))
+        other._grow(len(self.counts))
         self.counts += other.counts
 
     def compute(self) -> Tensor:
@@ -81,7 +90,7 @@ class Auc:
     """
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
-        self.num_classes, self.ignore_index = num_classes, ignore_index
+        self.ignore_index = ignore_index
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def update(self, probabilities: Tensor, targets: Tensor) -> None:
@@ -92,7 +101,8 @@ class Auc:
 
     def compute(self) -> Tensor:
         probabilities, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
-        wanted: Sequence[int] = (1,) if self.num_classes == 2 else range(self.num_classes)
+        size = probabilities.shape[1]
+        wanted: Sequence[int] = (1,) if size == 2 else range(size)
         areas = [area for c in wanted if (area := area_under_curve(probabilities[:, c], targets == c)) is not None]
         return torch.tensor(areas or [torch.nan], dtype=torch.float64).mean()
 

@@ -181,7 +181,7 @@ def _describe(
         )
     sizes = list(_sizes(training))
     fit = _fit(config.data.fit, sizes, recorded)
-    remarks = [_classes(training, validation)]
+    remarks = [_classes(training, validation), *_unmeasured(training, validation)]
     if config.data.dataset is None:
         remarks += _folders_read(config.data.images)
     remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
@@ -240,6 +240,19 @@ def _classes(training: Named, validation: Named) -> str:
         counts = [[part.count(label) for label in range(len(classes))] for part in labels]
     shown = [f"{name} ({a} + {b})" for name, a, b in zip(classes, *counts, strict=True)]
     return f"{said}, in {counted(len(classes), 'class', 'classes')}: {_some(shown)}"
+
+
+def _unmeasured(training: Named, validation: Named) -> list[str]:
+    """The classes that no validation image has, where labels are at hand."""
+    classes, whole = training.classes, _wholes((training, validation))[0]
+    if task_of(training) != "classify" or not classes or isinstance(whole, OwnDataset):
+        return []
+    there = {validation.label(index) for index in range(len(validation))}
+    missing = [name for number, name in enumerate(classes) if number not in there]
+    if not missing:
+        return []
+    area = ", and there is no AUC" if len(classes) == 2 else ""
+    return [f"no validation image is of {_some(missing)}: metrics say nothing of that{area}"]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Predictions that stop go on and lose nothing; lines are of the files, the weights and the options that they tell of."""
+"""Predictions that stop go on and lose nothing; lines are of files, weights and options as they are now."""
 
 import json
 import os
@@ -147,9 +147,7 @@ def copied(images: dict[str, Path], out: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, delete, add, lose_a_mask, half_a_line, copied])
-def test_lines_are_of_the_files_that_there_are(
-    tmp_path: Path, change: Callable[[dict[str, Path], Path], None]
-) -> None:
+def test_lines_are_of_the_files_that_there_are(tmp_path: Path, change: Callable[[dict[str, Path], Path], None]) -> None:
     model = train_nothing(tmp_path / "run", "segment", model=BUILD)
     images, out = write(tmp_path / "new", 8), tmp_path / "out"
     for _ in range(2):

@@ -1,5 +1,6 @@
 """Masks have the size of their images: windows over large ones, joined without a seam, whatever brought them there."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_cores_are_all_pixels_once(frame: int) -> None:
         for cut in cuts:
             assert cut.start <= cut.core.start < cut.core.stop <= max(cut.start + frame, size)
             assert 0 <= cut.start <= max(0, size - frame)
-        for before, after in zip(cuts, cuts[1:], strict=False):
+        for before, after in pairwise(cuts):
             assert before.start + frame - after.start >= frame // 4
         target = Target((size,), (size,), (frame,), "resize")
         assert target.places()[0].tolist() == list(range(size))

@@ -142,9 +142,15 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
         ("--metrics auroc", "`metrics` auroc: `task` classify has accuracy, balanced_accuracy, f1, auc"),
         ("--task segment --metrics auc", "`metrics` auc: `task` segment has pixel_accuracy, dice, iou, confusion"),
         ("--metrics no_such_module:Metric", "`metrics` no_such_module:Metric: there is no module no_such_module"),
-        ("--metrics f1 --monitor val_auc", "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, val_f1,"),
+        (
+            "--metrics f1 --monitor val_auc",
+            "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, val_f1,",
+        ),
         ("--monitor-mode max", "`monitor_mode` max is of `monitor`, which is none: name a metric, such as val_loss"),
-        (f"--metrics {HERE}:undirected --monitor val_undirected", "`monitor` val_undirected: nobody says whether higher"),
+        (
+            f"--metrics {HERE}:undirected --monitor val_undirected",
+            "`monitor` val_undirected: nobody says whether higher",
+        ),
         (f"--loss {HERE}:plain_loss --class-weights 1,2,3", "`class_weights` is not taken by the own `loss`"),
         (f"--loss {HERE}:OwnLoss --label-smoothing 0.1", "`label_smoothing` is not taken by the own `loss`"),
         ("--patience 3 --eval-every none", "`monitor` and `patience` look at validations, of which `eval_every` none"),
@@ -159,7 +165,12 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     task, metrics, monitor = task_by("--class-weights balanced --metrics auc,f1 --patience 2")
     assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], ("loss", False))
     assert task_by("--monitor val_auc")[2] == ("auc", True)
-    assert list(task_by("--monitor val_average_precision")[1]) == ["balanced_accuracy", "f1", "auc", "average_precision"]
+    assert list(task_by("--monitor val_average_precision")[1]) == [
+        "balanced_accuracy",
+        "f1",
+        "auc",
+        "average_precision",
+    ]
     assert "auc" not in task_by("", num_classes=1000)[1]
     assert task.loss_options["class_weights"] == pytest.approx((6 / 9, 2.0, 1.0))
     assert balanced_weights([0, 0, 2], 3) == (0.75, 0.0, 1.5)
