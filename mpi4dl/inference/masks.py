@@ -33,8 +33,8 @@ def band_height(width: int) -> int:
 def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
     """Where the masks of these images are, from the folder of masks on, without `suffix`: no two in one place.
 
-    It is the name without the image's own suffix where no other image has the same, or the whole name, or, if that is
-    taken too, the whole name and a hash. All names together decide, compared as file systems without case do.
+    It is the name without the image's own suffix where no other image has the same, or the whole name, or, where another
+    image has that, the whole name and a hash. All names together decide, compared without regard to case.
     """
     levels = [0] * len(names)
     while True:
@@ -45,11 +45,14 @@ def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
         clashing = [n for n, key in enumerate(keys) if numbers[key] > 1 or f"{key}{suffix}" in folders]
         if not clashing:
             return found
-        lowest: dict[str, int] = {}
+        groups: dict[str, list[int]] = {}
         for n in clashing:
-            lowest[keys[n]] = min(levels[n], lowest.get(keys[n], levels[n]))
-        for n in clashing:
-            levels[n] += levels[n] == lowest[keys[n]]
+            groups.setdefault(keys[n], []).append(n)
+        for some in groups.values():
+            least = min(levels[n] for n in some)
+            others = [n for n in some if levels[n] > least]  # which leave the place to those with simpler names
+            for n in others or some:
+                levels[n] += 1
 
 
 def _base(name: str, level: int, number: int) -> Path:

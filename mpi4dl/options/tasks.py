@@ -17,8 +17,9 @@ from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.learning import OF_TEXT
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
-from mpi4dl.tasks.task import TASKS, Segment, Task, higher_is_better
+from mpi4dl.tasks.task import TASKS, Segment, Task
 
 
 def with_task(config: Config, dataset: Any) -> Config:

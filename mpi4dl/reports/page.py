@@ -211,7 +211,7 @@ def _validated(run: FoundRun) -> list[Evaluated]:
 
 def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
     folders = [Path(one.root)] if one.root else []
-    for root in (one.images_at, run.options.get("data.images", "")):
+    for root in () if one.root or not one.images else (one.images_at, run.options.get("data.images", "")):
         folders += image_folders(Path(root)) if root and root != "none" else []
     folders += [one.folder, run.path]
     best, worst = extremes(one, MOST_EXAMPLES)

@@ -18,18 +18,17 @@ from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
 from mpi4dl.reports.evaluations import DAMAGED, Evaluated, evaluations_in, is_matrix
-from mpi4dl.tasks.task import higher_is_better
-from mpi4dl.trainer.best import MEASURES, read_directions
-from mpi4dl.trainer.description import FILE as DESCRIPTION
+from mpi4dl.tasks.directions import MEASURES, higher_is_better, read_directions
 from mpi4dl.trainer.folder import METRICS
 from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 
-CONFIG, VERSIONS, IMAGES, LOG, WEIGHTS = (
+CONFIG, VERSIONS, IMAGES, LOG, WEIGHTS, DESCRIPTION = (
     "config.toml",
     "versions.json",
     "images.json",
     "log-rank0.txt",
     "model.safetensors",
+    "model.json",
 )
 LOG_BYTES = 1 << 16  # that are read, from its end
 TAIL_LINES = 12
@@ -147,7 +146,7 @@ def _read(path: Path, name: str) -> FoundRun:
     if (path / DESCRIPTION).exists():
         task = read(DESCRIPTION, lambda raw: str(json.loads(raw)["task"]), "")
     if (path / MEASURES).exists():
-        directions = read(MEASURES, lambda _: read_directions(path), {})
+        directions = read(MEASURES, read_directions, {})
     evaluations, faults = evaluations_in(path)
     for fault in faults:
         remarks.append(fault)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl._files import read_regular
-from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders
-from mpi4dl.datasets.segmented import IMAGES
 
 SIDE_PX = 160
 MOST_PIXELS = 1 << 26  # of an image that is decoded for this; slides are larger
@@ -17,6 +15,9 @@ MOST_BYTES = 1 << 28
 
 def image_folders(root: Path) -> list[Path]:
     """Where names of images may begin below a source: in it, in its parts, and beside the masks of either."""
+    from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders  # with torch, which takes seconds
+    from mpi4dl.datasets.segmented import IMAGES
+
     try:
         parts = [root / name for name in subfolders(root) if name.casefold() in VALIDATION | TEST]
     except (OSError, ValueError):

@@ -16,24 +16,6 @@ from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words
 from mpi4dl.tasks.measuring import NO_CLASS
 from mpi4dl.tasks.survival import times_and_events
 
-# Of every loss and metric of ours, whether higher is better. Options, the best weights and reports read this alone.
-HIGHER_IS_BETTER: Mapping[str, bool] = {
-    "loss": False,
-    "bits_per_byte": False,
-    "mae": False,
-    "mse": False,
-    "rmse": False,
-    "accuracy": True,
-    "balanced_accuracy": True,
-    "pixel_accuracy": True,
-    "f1": True,
-    "auc": True,
-    "average_precision": True,
-    "dice": True,
-    "iou": True,
-    "r2": True,
-    "concordance": True,
-}
 MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
 
 
@@ -48,27 +30,6 @@ def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> An
 def is_light(maker: Any) -> bool:
     """Whether making a metric imports nothing that takes seconds."""
     return isinstance(maker, partial) and maker.func is make_metric and counting.makes(*maker.args[:2])
-
-
-def higher_is_better(name: str, metric: Any = None) -> bool | None:
-    """Whether higher values of a metric are better; None if nobody says so.
-
-    Args:
-        name: as a validation calls it, without `val_`; `NAME/KEY` is one of several values of the metric NAME.
-        metric: the user's own metric of this name: an object, a class or a function, whose attribute `higher_is_better`
-            counts, as torchmetrics' metrics have it. Of a collection it is that of the metric KEY.
-    """
-    own, _, key = name.partition("/")
-    if metric is not None:
-        found = getattr(metric, "higher_is_better", None)
-        if key and not isinstance(found, bool):
-            try:
-                found = getattr(metric[key], "higher_is_better", None)
-            except (TypeError, KeyError, AttributeError, IndexError):
-                found = None
-        if isinstance(found, bool):
-            return found
-    return HIGHER_IS_BETTER.get(key or own)
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,14 @@
-"""Which validation was the best, and whether it is worth going on: what --monitor and --patience ask for.
+"""Which validation was the best, and whether it is worth going on: what --monitor and --patience ask for."""
 
-measures.json     in the folder of a run, for reports: of each metric of its validations, whether higher is better
-                  {"higher_is_better": {"loss": false, "auc": true, "own": null}}
-"""
-
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
-from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.engine import Evaluation
-from mpi4dl.tasks.task import HIGHER_IS_BETTER
+from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 
 BEST = "best.safetensors"
-MEASURES, KEY = "measures.json", "higher_is_better"
-
-
-def write_directions(folder: Path, directions: Mapping[str, bool | None]) -> None:
-    """Raises OSError."""
-    write_durably(folder / MEASURES, (json.dumps({KEY: dict(directions)}, indent=1) + "\n").encode())
-
-
-def read_directions(folder: Path) -> dict[str, bool]:
-    """Of the metrics of a run, whether higher is better, where it is known. Raises OSError, ValueError, KeyError."""
-    found = json.loads(read_regular(folder / MEASURES))[KEY].items()
-    return {str(name): higher for name, higher in found if isinstance(higher, bool)}
 
 
 @dataclass

@@ -21,10 +21,11 @@ from mpi4dl.options.build import number_of_steps
 from mpi4dl.options.config import Config
 from mpi4dl.options.optimizers import Schedule
 from mpi4dl.options.tasks import Monitor, directions
+from mpi4dl.tasks.directions import write_directions
 from mpi4dl.tasks.task import Classify, Task
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
-from mpi4dl.trainer.best import BEST, Best, write_directions
+from mpi4dl.trainer.best import BEST, Best
 from mpi4dl.trainer.description import Description
 from mpi4dl.trainer.images import Images
 from mpi4dl.trainer.news import News

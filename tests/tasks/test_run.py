@@ -21,10 +21,11 @@ from mpi4dl.options.config import parse
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_task
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED
 from mpi4dl.tasks.heads import heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
-from mpi4dl.tasks.task import HIGHER_IS_BETTER, TASKS
+from mpi4dl.tasks.task import TASKS
 from mpi4dl.trainer.best import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
@@ -261,7 +262,7 @@ def test_the_best_is_told_by_the_metrics_direction() -> None:
         (f"--metrics {HERE}:Directed --monitor val_Directed", ("Directed", True)),
         (f"--metrics {HERE}:undirected --monitor val_undirected --monitor-mode min", ("undirected", False)),
         ("--metrics torchmetrics:MeanSquaredError --monitor val_MeanSquaredError", ("MeanSquaredError", False)),
-        ("--metrics torchmetrics:PearsonCorrCoef --monitor val_PearsonCorrCoef", ("PearsonCorrCoef", True)),
+        ("--metrics torchmetrics:R2Score --monitor val_R2Score", ("R2Score", True)),
     ],
 )
 def test_the_metric_says_its_direction(flags: str, expected: tuple[str, bool]) -> None:
