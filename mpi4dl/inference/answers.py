@@ -21,6 +21,7 @@ SINGULAR = {
 }
 ALIKE = ("pixel_accuracy", "dice", "iou")
 THRESHOLD = 0.5  # of the probability from which on a label counts as there
+NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 Record = dict[str, Any]
 

@@ -33,8 +33,8 @@ def band_height(width: int) -> int:
 def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
     """Where the masks of these images are, from the folder of masks on, without `suffix`: no two in one place.
 
-    It is the name without the image's own suffix where no other image has the same, or the whole name, or, where another
-    image has that, the whole name and a hash. All names together decide, compared without regard to case.
+    It is the name without the image's own suffix where no other image has the same, or the whole name, or, where
+    another image has that, the whole name and a hash. All names together decide, compared without regard to case.
     """
     levels = [0] * len(names)
     while True:

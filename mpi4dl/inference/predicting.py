@@ -16,7 +16,7 @@ from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine.evaluating import BatchOutputs
-from mpi4dl.inference.answers import Record, answer, columns_of, is_undefined
+from mpi4dl.inference.answers import NOT_NUMBERS, Record, answer, columns_of, is_undefined
 from mpi4dl.inference.images import Seeing, seen_of
 from mpi4dl.inference.masks import FOLDER, ArrayMask, FailingLater, StitchedMask, band_height, bases_of, path_of
 from mpi4dl.inference.model import SeeingModel, Seen
@@ -27,7 +27,6 @@ from mpi4dl.tasks.task import Segment
 
 PICTURE, ARRAY = ".png", ".npy"
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
-NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 
 class Predicting:

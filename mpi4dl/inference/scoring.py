@@ -18,7 +18,7 @@ from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.inference.answers import ALIKE, Record, answer, columns_of, is_undefined
+from mpi4dl.inference.answers import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined
 from mpi4dl.inference.images import Seeing, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.progress import ProgressOfImages
@@ -122,8 +122,18 @@ def score(model: SeeingModel, images: Named, *, resamples: int, level: float, sp
         what = counted(found.undefined, "image")
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
     remarks = model.comm.broadcast_object(remarks)
-    of = (model.about.task, model.classes, found.count, metrics, confusion, records, found.bad)
-    return Scores(*of, found.seeing.crops, tuple(remarks), _root_of(images))
+    return Scores(
+        model.about.task,
+        model.classes,
+        found.count,
+        metrics,
+        confusion,
+        records,
+        found.bad,
+        found.seeing.crops,
+        tuple(remarks),
+        _root_of(images),
+    )
 
 
 def _root_of(images: Any) -> str | None:
@@ -184,7 +194,10 @@ class _Collected:
                 outputs = as_targets(outputs, targets)
             self.seen.append((outputs, targets))
             for index, values, label in zip(seen.indices, outputs, targets, strict=True):
-                self.undefined += is_undefined(values)
+                if is_undefined(values):
+                    self.undefined += 1
+                    self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
+                    continue
                 said = answer(self.model.about.task, self.model.classes, values, label)
                 self.records[index] = self._with_share(index, said)
 
@@ -215,7 +228,7 @@ class _Collected:
         for number, (index, each) in enumerate(zip(seen.indices, counts, strict=True)):
             if undefined[number]:
                 self.undefined += 1
-                self.records[index] = self._with_share(index, {name: math.nan for name in ALIKE})
+                self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
                 continue
             alike = {name: float(of(each.double())) for name, of in _measures(ALIKE).items()}
             self.records[index] = self._with_share(index, alike)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl.comm import Communicator
-from mpi4dl.inference.masks import bases_of
+from mpi4dl.inference.masks import StitchedMask, bases_of
 from mpi4dl.inference.windows import Target, cuts_of
 from tests.inference.cases import CLASSES, SIZE, Shown, train_nothing
 from tests.pool.ranks import Ranks
@@ -166,3 +166,34 @@ def test_what_is_not_a_number_has_no_mask(tmp_path: Path) -> None:
     (record,) = predicted(mpi4dl.comm.world(), tmp_path / "run", str(tmp_path / "new"), tmp_path / "out", {})
     assert "not numbers (NaN) at 3850 of 3850 pixels" in record["error"]
     assert not [*(tmp_path / "out" / "masks").iterdir()]
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize(
+    ("source", "frame", "target"),
+    [((70, 45), (24, 16), None), ((30, 20, 26), (12, 24, 16), None), ((9, 50), (24, 32), Shown("crop"))],
+)
+def test_windows_are_joined_and_brought_to_the_images_size(
+    tmp_path: Path, layers: int, source: tuple[int, ...], frame: tuple[int, ...], target: Shown | None
+) -> None:
+    shown = target or Shown("resize", frame)
+    largest = tuple(2 * side - 5 for side in frame) if target is None else None
+    found = Target.of(source, frame, shown.fit, largest)  # type: ignore[arg-type]
+    whole = np.random.default_rng(0).integers(0, 2, (max(layers, 1), *found.size)).astype(np.int16)
+    suffix = ".png" if len(source) == 2 else ".npy"
+    paths = [tmp_path / f"{number}{suffix}" for number in range(max(layers, 1))]
+    mask = StitchedMask(paths, found, ("a", "b"), layers)
+    for number in range(found.num_windows):
+        cuts = found.window(number)
+        for top in range(0, frame[-2], 7):  # in bands of rows, as ranks hand them over
+            where = [slice(0, side) for side in frame]
+            where[-2] = slice(top, min(top + 7, frame[-2]))
+            box = (slice(None), *(slice(c.start + w.start, c.start + w.stop) for c, w in zip(cuts, where, strict=True)))
+            mask.add(cuts, where, whole[box] if layers else whole[box][0])
+    mask.close()
+    expected = whole[(slice(None), *np.ix_(*found.places()))]
+    for path, values in zip(paths, expected, strict=True):
+        read = np.asarray(PIL.Image.open(path)) if suffix == ".png" else np.load(path)
+        assert np.array_equal(read, values)
+    ones = expected.reshape(len(expected), -1).sum(1).tolist()
+    assert mask.counts.tolist() == (ones if layers else [expected.size - ones[0], ones[0]])
