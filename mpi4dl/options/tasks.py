@@ -19,7 +19,7 @@ from mpi4dl.options.learning import OF_TEXT
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
-from mpi4dl.tasks.task import TASKS, Segment, Task
+from mpi4dl.tasks.task import TASKS, Segment, Task, make_metric
 
 
 def with_task(config: Config, dataset: Any) -> Config:
@@ -195,21 +195,24 @@ def directions(task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) 
     found: dict[str, bool | None] = {"loss": False, "bits_per_byte": False}
     found |= {"accuracy": True} if task.name == "classify" else {}
     for name, made in metrics.items():
-        own = made.args[1] if isinstance(made, partial) and made.func is call else made
-        keys = list(own) if isinstance(own, Mapping) or hasattr(own, "add_metrics") else []
-        of_us = isinstance(own, partial)
-        found[name] = higher_is_better(name, None if of_us else own)
-        found |= {f"{name}/{key}": higher_is_better(f"{name}/{key}", own) for key in keys}
+        own = _own_metric(made)
+        found[name] = higher_is_better(name, own)
+        if not isinstance(own, type) and hasattr(own, "add_metrics"):  # a collection of torchmetrics'
+            found |= {f"{name}/{key}": higher_is_better(f"{name}/{key}", own) for key in own}
     return found if monitor is None else found | {monitor.name: monitor.higher_is_better}
+
+
+def _own_metric(made: Any) -> Any:
+    """An own metric as the user has it, of what makes it: an object, a class or a function; None of one of ours."""
+    if not isinstance(made, partial):
+        return made
+    return made.args[1] if made.func is call else None if made.func is make_metric else made.func
 
 
 def direction_of(name: str, metrics: Mapping[str, Any]) -> bool | None:
     """Whether higher values of what a validation measures are better; None if nobody says so. Raises ConfigError."""
     made = metrics.get(name.partition("/")[0])
-    if isinstance(made, partial):
-        if made.func is not call:
-            return higher_is_better(name)
-        made = made.args[1]  # the class of an own metric
-        if not isinstance(getattr(made, "higher_is_better", None), bool):
-            made = call("metrics", made)  # which may say it when it is made
-    return higher_is_better(name, made)
+    own = _own_metric(made)
+    if isinstance(own, type) and not isinstance(getattr(own, "higher_is_better", None), bool):
+        own = made() if isinstance(made, partial) else call("metrics", own)  # it may say it when it is made
+    return higher_is_better(name, own)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mpi4dl.checkpoints.manifest import ABOUT, MODEL
+from mpi4dl.datasets.view import Fit
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import build_model
@@ -23,7 +24,7 @@ CLASSES = ("benign", 'a,"b"', "tumour")
 class Shown(NamedTuple):
     """How training brought images to its size, and the largest of them."""
 
-    fit: str = "resize"
+    fit: Fit = "resize"
     largest: tuple[int, ...] | None = None
 
 

@@ -131,7 +131,7 @@ def test_masks_by_windows_are_those_of_the_whole_image(
     ],
 )
 def test_large_images_are_resized_as_those_of_training(shown: Shown, source: Any, size: Any) -> None:
-    found = Target.of(source, SIZE, shown.fit, shown.largest)  # type: ignore[arg-type]
+    found = Target.of(source, SIZE, shown.fit, shown.largest)
     assert found.size == size
     for places, pixels, seen in zip(found.places(), source, found.size, strict=True):
         assert len(places) == pixels
@@ -178,7 +178,7 @@ def test_windows_are_joined_and_brought_to_the_images_size(
 ) -> None:
     shown = target or Shown("resize", frame)
     largest = tuple(2 * side - 5 for side in frame) if target is None else None
-    found = Target.of(source, frame, shown.fit, largest)  # type: ignore[arg-type]
+    found = Target.of(source, frame, shown.fit, largest)
     whole = np.random.default_rng(0).integers(0, 2, (max(layers, 1), *found.size)).astype(np.int16)
     suffix = ".png" if len(source) == 2 else ".npy"
     paths = [tmp_path / f"{number}{suffix}" for number in range(max(layers, 1))]
