@@ -160,7 +160,7 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
         ("run --images empty", "empty: has no images, which end in .png"),
         ("run --images *.jpeg", "*.jpeg: no file matches this"),
         ("run --images list.txt", "list.txt: names new/0.png twice"),
-        ("run --images table.csv", "table.csv is no image (cannot be "),
+        ("run --images table.csv", "table.csv is no image (is not an image"),
         ("run --images bad.png", "none of 1 image can be read: bad.png: is empty"),
         ("empty.pt --images new", "empty.pt is empty (0 bytes)"),
         ("run --images new --tiles 2x2", "tiles(2x2) x data(1) = 4 ranks, but mpirun started 1"),
