@@ -26,27 +26,35 @@ def command(argv: Sequence[str] | None) -> None:
     )
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
+    parser.add_argument(
+        "--average",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of a run trained with --ema, take the average of the weights (default)",
+    )
     options = parser.parse_args(argv)
     if options.out.suffix not in SUFFIXES:
         parser.error(f"{options.out} must end in {' or '.join(SUFFIXES)}")
-    for line in export(options.source, options.out):
+    for line in export(options.source, options.out, options.average):
         print(line)
 
 
-def export(source: Path, out: Path) -> list[str]:
+def export(source: Path, out: Path, average: bool = True) -> list[str]:
     """Write the state_dict of the newest whole checkpoint in `source`, or of a run without any, its weights.
 
-    Every value has all of its names, and the file says what it is of. Returns what there is to say. Raises ValueError
-    where there are no weights, or only damaged ones, and OSError.
+    Of a run with `ema` parameters are their `average`. Every value has all of its names, and the file says what it is
+    of. Returns what there is to say. Raises ValueError where there are no weights, or only damaged ones, and OSError.
     """
     from collections import OrderedDict
 
     import torch
 
-    from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MODEL, candidates_at
+    from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, candidates_at
     from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
     from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
+    from mpi4dl.checkpoints.weights import average_of
+    from mpi4dl.parallel.replicas.average import SLOT
     from mpi4dl.parallel.replicas.whole import Shard
     from mpi4dl.trainer.description import FILE, described_by
 
@@ -63,6 +71,13 @@ def export(source: Path, out: Path) -> list[str]:
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
         metadata = reader.layout.metadata
+    of_average = average_of(chosen or source)
+    if of_average is not None and average:
+        with Reader(of_average) as reader:
+            prefix = "" if of_average.name == AVERAGE else f"{SLOT}/"
+            for name in state:
+                if f"{prefix}{name}" in reader.layout.specs:
+                    state[name] = reader.whole(f"{prefix}{name}").to(state[name].dtype)
     ties = {name: first for name, first in metadata.items() if name not in (CLASSES, ABOUT)}
     runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
     described = described_by(next(runs, source))
@@ -90,7 +105,14 @@ def export(source: Path, out: Path) -> list[str]:
     finally:
         temporary.unlink(missing_ok=True)
     checked = "" if chosen is not None else " (without checksums: this run has no checkpoints)"
-    return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{checked}"]
+    of = (
+        ""
+        if of_average is None
+        else f"; averages of the weights (ema), of {of_average}"
+        if average
+        else "; not their average"
+    )
+    return [*(f"skipped {text}" for text in skipped), f"{out}: {len(state)} values of {file}{of}{checked}"]
 
 
 if __name__ == "__main__":

@@ -72,8 +72,12 @@ def predict(comm: "Communicator", asked: CommandLine[PredictConfig]) -> None:
     if comm.rank == 0:
         for problem in predicting.bad[:10]:
             print(f"could not be read: {problem}")
+        for line in predicting.seeing.summary():
+            print(line)
         bad = f", {len(predicting.bad)} of which could not be read" if predicting.bad else ""
         print(f"{counted(count, 'image')} looked at{bad}; see {out}", flush=True)
+    nothing = count > 0 and len(predicting.bad) == count == len(images)
+    comm.agree(f"none of {counted(count, 'image')} can be read: {predicting.bad[0]}" if nothing else None)
 
 
 main = predict.main

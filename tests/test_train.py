@@ -47,7 +47,9 @@ STEP_LINE = (
     r"step \d+ of 6  epoch [12]  loss [\d.]+  [\d.]+ images/s  data wait [\d.]+ %  comm wait [\d.]+ %  "
     r"peak memory \d+ MiB(  \d+ \w+ left)?"
 )
-VALIDATION_LINE = r"step \d+  epoch [12]  validation loss [\d.]+  accuracy [\d.]+ %"
+VALIDATION_LINE = (
+    r"step \d+  epoch [12]  validation loss [\d.]+  accuracy [\d.]+ %(  (balanced accuracy|f1|auc) [\d.]+){3}"
+)
 
 
 class Recorded(NamedTuple):
@@ -90,7 +92,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events.out.tfevents."))
     logs = [f"log-rank{rank}.txt" for rank in range(4)]
     files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS]
-    files.append("versions.json")
+    files += ["measures.json", "versions.json"]
     assert names == sorted([*files, *logs])
     portrait = Portrait.of(json.loads((folder / PORTRAIT).read_text()))
     assert (portrait.num_steps, portrait.timeline, len(portrait.memory)) == (6, None, 4)

@@ -11,6 +11,7 @@ Nothing is downloaded: the ranks of a job may have no network.
 
 import pickle
 import re
+import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ from mpi4dl.checkpoints.saved import newest_whole
 ENUM = re.compile(r"\w+_Weights\.\w+")
 PRETRAINED, TIMM = "pretrained", "timm/"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")
+# What reading a damaged pickle raises.
+DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, struct.error)
 CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -96,8 +99,11 @@ def _of_pickle(path: Path) -> WeightSource:
             f"`weights` {path} {what}, and pickles can run code: if you trust it, load it once by "
             "torch.load(..., weights_only=False), and save its state_dict alone"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"`weights` {path} cannot be read: {str(error).splitlines()[0]}") from None
+    except DAMAGED as error:
+        if path.stat().st_size == 0:
+            raise ValueError(f"`weights` {path} is empty (0 bytes)") from None
+        said = (str(error).splitlines() or ["it is no file that torch.save wrote, or is cut"])[0]
+        raise ValueError(f"`weights` {path} cannot be read: {said}") from None
     state = _state_dict(whole)
     if state is None:
         has = (

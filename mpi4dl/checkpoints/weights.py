@@ -7,14 +7,18 @@ the first holder of each stage, or part      its elements, which the others that
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpi4dl._wording import counted
+from mpi4dl.checkpoints.manifest import AVERAGE, OPTIMIZER
+from mpi4dl.checkpoints.storage import Reader
 from mpi4dl.checkpoints.weight_files import WeightSource, open_weights
 from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.replicas.average import SLOT
 
 FEW = 4
 OPTIONAL = "num_batches_tracked"  # which older files do not have
@@ -105,13 +109,44 @@ class _Wanted:
         return self.name, self.runs, self.target.dtype
 
 
-def load_weights(held: Held, source: str, *, model: str = "", strict: bool = False) -> list[str]:
+def average_of(folder: Path) -> Path | None:
+    """The file that has the average of the weights of a run, or of a checkpoint; None if there is no average.
+
+    Raises OSError, and ValueError for what is no such file.
+    """
+    if (folder / AVERAGE).is_file():
+        return folder / AVERAGE
+    if not (folder / OPTIMIZER).is_file():
+        return None
+    with Reader(folder / OPTIMIZER) as reader:
+        has = any(key.startswith(f"{SLOT}/") for key in reader.layout.specs)
+    return folder / OPTIMIZER if has else None
+
+
+def with_average(stored: WeightSource, path: Path) -> WeightSource:
+    """Weights of which parameters are those that a checkpoint keeps as their average. Raises OSError, ValueError."""
+    reader = Reader(path)
+    ties = {name: first for name, first in stored.metadata.items() if first in stored.shapes}
+
+    def read(name: str) -> Tensor:
+        for each in (name, ties.get(name, name)):
+            if f"{SLOT}/{each}" in reader.layout.specs:
+                return reader.whole(f"{SLOT}/{each}")
+        return stored.read(name)
+
+    return WeightSource(f"{stored.origin} (averages)", stored.shapes, read, stored.metadata)
+
+
+def load_weights(
+    held: Held, source: str, *, model: str = "", strict: bool = False, average: Path | None = None
+) -> list[str]:
     """Give a model that lies over ranks weights from elsewhere, before its engine is made. Collective.
 
     `source` is a file of torch.save or safetensors, a folder of a run, a checkpoint, a name such as
     "ResNet50_Weights.IMAGENET1K_V2", or "pretrained", for which `model` is the name that the model was made by. What
     matches by name and shape is taken; the rest, such as a head of another number of classes, stays as it is, unless
-    the match is to be `strict`. Returns what there is to say, alike on all ranks.
+    the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it. Returns what
+    there is to say, alike on all ranks.
 
     Raises:
         Refusal: on all ranks: there are no such weights, none matches, or, if it is to be strict, not all do.
@@ -120,6 +155,7 @@ def load_weights(held: Held, source: str, *, model: str = "", strict: bool = Fal
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             stored = open_weights(source, model)
+            stored = stored if average is None else with_average(stored, average)
             matching = match(stored.shapes, {name: shape for name, (shape, _) in held.shapes.items()}, held.ties)
             _require(stored, matching, held, strict)
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))

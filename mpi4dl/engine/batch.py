@@ -223,6 +223,7 @@ class EvaluationFeed(BatchFeed):
                 found.classified = outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point()
             if found.classified:
                 found.correct += int((outputs.argmax(1) == targets).sum())
+                found.undefined += int(outputs.isnan().any())  # of which argmax makes a class
         found.measures.update(part.grid, outputs, targets)
 
 
@@ -233,6 +234,7 @@ class Found:
         self.measures = measures
         self.kept: list[Any] | None = [] if whole_batch else None
         self.count, self.correct, self.classified = 0, 0, False
+        self.undefined = 0  # batches with outputs that are not numbers
         self.weights: list[float] = []
         self.sums: Tensor | None = None
 

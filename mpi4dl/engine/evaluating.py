@@ -1,5 +1,6 @@
 """What a model does without training: the loss and metrics of many batches, and outputs, piece by piece."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from mpi4dl.tasks.measuring import Measures, Value, joined
 @dataclass(frozen=True)
 class Evaluation:
     """Over `count` samples: the loss, `metrics` by name, and the `accuracy`, None where targets are not classes (N,).
+
+    Accuracy and metrics are NaN if some output is.
 
     The loss is the mean over the samples of what each batch has, or, of a loss that knows its sums and weights, that
     of all samples as if they were one batch.
@@ -57,8 +60,9 @@ def evaluate(
                 assert summed is not None
                 found.sums = torch.stack([x.double() for x in summed.sums(*joined(found.kept))])
     sums = [] if found.sums is None else found.sums.tolist()
-    told = torch.tensor([*sums, found.correct, float(found.classified)], dtype=torch.float64)
-    *sums, correct, classified = comm.all_reduce(told).tolist()
+    told = torch.tensor([*sums, found.correct, found.undefined, float(found.classified)], dtype=torch.float64)
+    *sums, correct, undefined, classified = comm.all_reduce(told).tolist()
+    correct = math.nan if undefined else correct
     loss = sum(total / weight for total, weight in zip(sums, found.weights, strict=True) if weight)
     values = found.measures.values(comm)
     return Evaluation(loss, correct / found.count if classified else None, found.count, values)

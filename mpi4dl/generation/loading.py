@@ -24,6 +24,7 @@ class Trained:
     tokenizer: Tokenizer
     weights: Path
     remarks: tuple[str, ...]
+    average: Path | None = None
 
     @property
     def context(self) -> int:
@@ -36,10 +37,11 @@ class Trained:
         return self.tokenizer.end if self.config.data.document_mask else None
 
 
-def find_trained(comm: Communicator, source: Path) -> Trained:
+def find_trained(comm: Communicator, source: Path, average: bool = True) -> Trained:
     """What is in the folder of a run of mpi4dl.train, or one of its checkpoints. Collective.
 
-    The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end.
+    The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
+    `ema` it is their `average`.
 
     Raises:
         Refusal: on all ranks: there is no such folder, it has no weights, or it is of a model that writes no text.
@@ -52,8 +54,8 @@ def find_trained(comm: Communicator, source: Path) -> Trained:
             raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
-    found = find_weights(comm, source)
-    return Trained(config, tokenizer, found.weights, found.remarks)
+    found = find_weights(comm, source, average)
+    return Trained(config, tokenizer, found.weights, found.remarks, found.average)
 
 
 def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
@@ -71,7 +73,7 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
         held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    load_weights(held, str(trained.weights), strict=True)
+    load_weights(held, str(trained.weights), strict=True, average=trained.average)
     with comm.together((ValueError,)):
         lower_weights(held, ranks.precision)
     return held

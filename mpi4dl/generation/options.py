@@ -87,6 +87,9 @@ class Ranks:
         "the type of weights; fp32: as they were trained; int8 and int4: of linear layers, else bf16",
         choice("fp32", "bf16", "int8", "int4"),
     )
+    average: bool = option(
+        True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
+    )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
 
     def plan(self) -> "Plan":

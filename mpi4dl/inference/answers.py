@@ -21,12 +21,18 @@ SINGULAR = {
 }
 ALIKE = ("pixel_accuracy", "dice", "iou")
 THRESHOLD = 0.5  # of the probability from which on a label counts as there
+NOT_NUMBERS = "the model's outputs are not numbers (NaN)"
 
 Record = dict[str, Any]
 
 
-def columns_of(task: str, classes: Sequence[str], labelled: bool, apart: bool = False) -> list[str]:
-    """The columns of a table of records, such as "probability tumour"; `apart`: each class has a mask of its own."""
+def columns_of(
+    task: str, classes: Sequence[str], labelled: bool, apart: bool = False, crops: bool = False
+) -> list[str]:
+    """The columns of a table of records, such as "probability tumour"; `apart`: each class has a mask of its own.
+
+    With `crops` there is `seen`, the share of an image's pixels that the model saw.
+    """
     every: list[str] = []
     if task == "classify":
         every = ["label"] * labelled + ["prediction", *_named("probability", classes)]
@@ -43,7 +49,7 @@ def columns_of(task: str, classes: Sequence[str], labelled: bool, apart: bool = 
         every = (
             list(ALIKE) if labelled else [*(_named("mask", classes) if apart else ["mask"]), *_named("pixels", classes)]
         )
-    return ["image", *every, "error"]
+    return ["image", *every, *(["seen"] if crops else []), "error"]
 
 
 def _named(what: str, names: Sequence[str]) -> list[str]:
@@ -59,6 +65,11 @@ def flat(record: Record) -> dict[str, Any]:
         else:
             found[key] = value
     return found
+
+
+def is_undefined(outputs: Tensor) -> bool:
+    """Whether some output of an image is not a number."""
+    return bool(outputs.isnan().any())
 
 
 def answer(task: str, classes: Sequence[str], outputs: Tensor, label: Any = None) -> Record:

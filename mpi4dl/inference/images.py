@@ -2,14 +2,15 @@
 
 import glob
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import load_npz
-from mpi4dl.datasets.base import DatasetError, task_of
+from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.cifar import is_cifar, load_cifar
-from mpi4dl.datasets.files import open_regular
+from mpi4dl.datasets.files import open_image, open_regular
 from mpi4dl.datasets.folder import ImageFolder
 from mpi4dl.datasets.labelled import LabelledFolder
 from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders
@@ -17,9 +18,10 @@ from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, files_below, suff
 from mpi4dl.datasets.segmented import SegmentedFolder, is_segmented
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
+from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.trainer.description import Description
-from mpi4dl.trainer.images import open_images, shared, unlike_values
+from mpi4dl.trainer.images import LOOKED_AT, open_images, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -145,6 +147,8 @@ def _listed(source: str, volumes: bool) -> UnlabelledFiles:
         root, found = _from_list(path)
         problem = f"{path}: names no image; expected the path of one in each line"
     elif path.is_file():
+        if not path.name.lower().endswith(suffixes):
+            _require_image(path, volumes)
         root, found, problem = path.parent, [_file(path.name, path)], ""
     elif PATTERN & set(source):
         names = sorted(name for name in glob.glob(str(path), recursive=True) if not Path(name).is_dir())
@@ -158,6 +162,18 @@ def _listed(source: str, volumes: bool) -> UnlabelledFiles:
     if twice is not None:
         raise DatasetError(f"{source}: names {twice} twice")
     return UnlabelledFiles(root, found, volumes)
+
+
+def _require_image(path: Path, volumes: bool) -> None:
+    """Raise DatasetError for one file that is none of those that a model looks at."""
+    try:
+        open_volume(path) if volumes else open_image(path)
+    except BadImage as error:
+        kind = "volume" if volumes else "image"
+        raise DatasetError(
+            f"{path} is no {kind} ({error.reason}): name {kind}s, a folder of them, a pattern, or a file that ends in "
+            f"{' or '.join(LISTS)} with a path in each line"
+        ) from error
 
 
 def _twice(names: Sequence[str]) -> str | None:
@@ -183,6 +199,59 @@ def _from_list(path: Path) -> tuple[Path, list[File]]:
     beside = any((path.parent / name).exists() for name in names)
     root = path.parent if beside else Path()
     return root, [_file(name, root / name) for name in names]
+
+
+def seen_of(source: Sequence[int], frame: Sequence[int]) -> float:
+    """The share of an image's pixels that its centre of the size of `frame` has."""
+    return prod(min(a, b) for a, b in zip(source, frame, strict=True)) / prod(source)
+
+
+class Seeing:
+    """How much of its images a model sees: `crops` if that may be the centre alone. Collective.
+
+    Raises Refusal on all ranks if images would be cropped, and nobody asked for that.
+    """
+
+    def __init__(self, comm: Communicator, model: Any, images: Named, whole: bool = False) -> None:
+        self.frame = model.config.data.image_size
+        self.crops = model.fit == "crop" and not whole
+        self.shares: list[float] = []
+        self.remarks: list[str] = []
+        if not self.crops:
+            return
+        shares: list[float] = []
+        with comm.together((ValueError, OSError)):
+            if comm.rank == 0:
+                count = min(LOOKED_AT, len(images))
+                for number in range(count):
+                    try:
+                        size = images.image(number * (len(images) - 1) // max(1, count - 1)).size
+                    except BadImage:
+                        continue
+                    shares.append(seen_of(size, self.frame))
+                if shares and min(shares) < 1 and not model.may_crop:
+                    raise ConfigError(self.refusal("the model", min(shares)))
+        shares = comm.broadcast_object(shares)
+        if shares and min(shares) < 1:
+            told = f"{100 * min(shares):.3g} % to {100 * max(shares):.3g} %"
+            self.remarks.append(f"the model sees the centre of each image alone: of {len(shares)} looked at {told}")
+
+    def refusal(self, what: str, share: float) -> str:
+        frame = "x".join(map(str, self.frame))
+        return (
+            f"{what} would see the centre of {frame} pixels alone, {100 * share:.3g} % of an image: `fit` auto cropped "
+            "large images in training; choose `fit` crop to see that part alone, or `fit` resize for whole images"
+        )
+
+    def add(self, share: float) -> None:
+        self.shares.append(share)
+
+    def summary(self) -> list[str]:
+        """What was seen of all images, in a line."""
+        if not self.shares or min(self.shares) == 1:
+            return []
+        mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))
+        return [f"the model saw {mean:.3g} % of the pixels of images on average, {least:.3g} % at least"]
 
 
 def require_sight(config: Config, about: Description, source: str) -> None:

@@ -4,15 +4,20 @@ Pictures become PNG files whose pixels are the numbers of classes, shown in colo
 classes grey ones of 16 bits; anything else arrays of NumPy.
 """
 
+import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl.geometry import Interval
+from mpi4dl.inference.windows import Cut, Target
 from mpi4dl.trainer.pictures import palette
 
 FOLDER = "masks"
@@ -25,11 +30,45 @@ def band_height(width: int) -> int:
     return max(1, BAND_BYTES // max(1, width))
 
 
-def path_of(name: str, suffix: str, number: int | None = None) -> Path:
-    """Where the mask of an image is, from the folder of masks on; of several its number is in the name."""
+def bases_of(names: Sequence[str], suffix: str) -> list[Path]:
+    """Where the masks of these images are, from the folder of masks on, without `suffix`: no two in one place.
+
+    It is the name without the image's own suffix where no other image has the same, or the whole name, or, where
+    another image has that, the whole name and a hash. All names together decide, compared without regard to case.
+    """
+    levels = [0] * len(names)
+    while True:
+        found = [_base(name, levels[n], n) for n, name in enumerate(names)]
+        keys = [str(base).casefold() for base in found]
+        numbers = Counter(keys)
+        folders = {str(parent).casefold() for base in found for parent in base.parents}
+        clashing = [n for n, key in enumerate(keys) if numbers[key] > 1 or f"{key}{suffix}" in folders]
+        if not clashing:
+            return found
+        groups: dict[str, list[int]] = {}
+        for n in clashing:
+            groups.setdefault(keys[n], []).append(n)
+        for some in groups.values():
+            least = min(levels[n] for n in some)
+            others = [n for n in some if levels[n] > least]  # which leave the place to those with simpler names
+            for n in others or some:
+                levels[n] += 1
+
+
+def _base(name: str, level: int, number: int) -> Path:
     parts = [part for part in Path(name).parts if part not in ("/", "..", "\\")]
     base = Path(*parts)
-    return base.with_name(f"{base.stem}{'' if number is None else f'.{number}'}{suffix}")
+    if level == 0:
+        return base.with_name(base.stem)
+    if level == 1:
+        return base
+    told = sha256(name.encode(errors="surrogateescape")).hexdigest()[:8] if level == 2 else str(number)
+    return base.with_name(f"{base.name}-{told}")
+
+
+def path_of(base: Path, suffix: str, number: int | None = None) -> Path:
+    """The file of a mask; of several of an image its number is in the name."""
+    return base.with_name(f"{base.name}{'' if number is None else f'.{number}'}{suffix}")
 
 
 class PngMask:
@@ -90,6 +129,98 @@ class ArrayMask:
     def drop(self) -> None:
         self._array = None
         self._temporary.unlink(missing_ok=True)
+
+
+class StitchedMask:
+    """The mask of one image, of the image's own size, from windows that come in order: row by row, left to right.
+
+    Of pictures one row of windows is in memory, and files are written from top to bottom; of volumes each window is
+    written where it stands. A class for each pixel, or (`layers`) whether each class is there, each in a file of its
+    own. Values below 0 are pixels whose outputs are not numbers.
+    """
+
+    def __init__(self, paths: Sequence[Path], target: Target, classes: Sequence[str], layers: int) -> None:
+        self.target, self.classes, self.layers = target, tuple(classes), layers
+        self.places = target.places()
+        self.counts = np.zeros(len(classes), np.int64)
+        self.undefined = 0
+        self._strip: npt.NDArray[Any] | None = None
+        self._core = Interval(0, 0)
+        self._picture = len(target.source) == 2
+        size, depth = target.source, 2 if layers else len(classes)
+        self.files: list[Any] = []
+        for path in paths:
+            if self._picture:
+                self.files.append(PngMask(path, (size[0], size[1]), depth))
+            else:
+                self.files.append(ArrayMask(path, size, np.uint8 if depth <= 256 else np.int32))
+
+    def add(self, cuts: Sequence[Cut], where: Sequence[slice], values: npt.NDArray[Any]) -> None:
+        """Some of a window: `values` (layers, *space), or (*space), which stand at `where` in it."""
+        inner, space = [], []
+        for cut, part in zip(cuts, where, strict=True):
+            first = cut.start + part.start
+            own = Interval(max(cut.core.start, first), min(cut.core.stop, cut.start + part.stop))
+            if own.start >= own.stop:
+                return
+            inner.append(slice(own.start - first, own.stop - first))
+            space.append(own)
+        box: tuple[Any, ...] = (..., *inner)
+        values = values[box]
+        values = values if self.layers else values[None]
+        if not self._picture:
+            self._write(space, values)
+            return
+        if cuts[0].core != self._core:
+            self._flush()
+            self._core = cuts[0].core
+            shape = (len(values), self._core.length, self.target.size[1])
+            self._strip = np.zeros(shape, values.dtype)
+        assert self._strip is not None
+        rows, cols = space
+        begin = self._core.start
+        self._strip[:, rows.start - begin : rows.stop - begin, cols.start : cols.stop] = values
+
+    def _flush(self) -> None:
+        if self._strip is not None:
+            self._write([self._core, Interval(0, self.target.size[1])], self._strip)
+            self._strip = None
+
+    def _write(self, space: Sequence[Interval], values: npt.NDArray[Any]) -> None:
+        """Write a box of the mask, some rows of the first axis at a time, as large as the image is there."""
+        own = [Interval(*np.searchsorted(at, part).tolist()) for at, part in zip(self.places, space, strict=True)]
+        if any(part.start >= part.stop for part in own):
+            return
+        others = [at[slice(*part)] - box.start for at, part, box in zip(self.places, own, space, strict=True)][1:]
+        for start in range(own[0].start, own[0].stop, step := band_height(math.prod(part.length for part in own[1:]))):
+            stop = min(start + step, own[0].stop)
+            first = self.places[0][start:stop] - space[0].start
+            where = tuple(slice(*part) for part in (Interval(start, stop), *own[1:]))
+            for number, file in enumerate(self.files):
+                found = values[number][np.ix_(first, *others)]
+                self._count(number, found)
+                file.write(where, found)
+
+    def _count(self, number: int, found: npt.NDArray[Any]) -> None:
+        undefined = found < 0
+        if undefined.any():
+            self.undefined += int(undefined.sum())
+            found = found[~undefined]
+        if self.layers:
+            self.counts[number] += int(found.sum())
+        else:
+            self.counts += np.bincount(found.reshape(-1), minlength=len(self.classes))
+
+    def close(self) -> None:
+        """The files are there when this returns, unless some outputs were not numbers: then there are none."""
+        self._flush()
+        for file in self.files:
+            file.drop() if self.undefined else file.close()
+
+    def drop(self) -> None:
+        self._strip = None
+        for file in self.files:
+            file.drop()
 
 
 class FailingLater:

@@ -1,8 +1,10 @@
 """A trained model over ranks, as its run or its weights say what it is: batch by batch, what it makes of images."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.view import View
+from mpi4dl.datasets.view import Fit, View
 from mpi4dl.engine import Engine
 from mpi4dl.engine.evaluating import BatchOutputs
 from mpi4dl.forecast.visiting import stream_of
@@ -57,8 +59,8 @@ class SeeingModel:
         self.comm, self.source = comm, Path(source)
         comm.agree(None, source=str(source), **facts(chosen))
         self.folder = folder_of(comm, self.source)
-        found = find_weights(comm, self.source)
-        self.weights, self.remarks = found.weights, list(found.remarks)
+        found = find_weights(comm, self.source, chosen.inputs.average)
+        self.weights, self.average, self.remarks = found.weights, found.average, list(found.remarks)
         best = self.folder / BEST
         if comm.broadcast_object(best.is_file() and self.source.is_dir()):
             self.remarks.append(f"these are the newest weights; the best ones of this run are {best}")
@@ -69,6 +71,10 @@ class SeeingModel:
             require_sight(config, about, str(source))
             prints = {f"the file of `{name}`": parts.print_of(part) for name, part in _own_parts(config).items()}
         comm.agree(None, **prints)
+        self.asked_fit = chosen.inputs.fit
+        self.fit: Fit = about.fit if self.asked_fit == "auto" else "crop" if self.asked_fit == "crop" else "resize"
+        self.may_crop = "crop" in (self.asked_fit, config.data.fit)
+        self.digest = sha256(json.dumps([about.text, prints], sort_keys=True).encode()).hexdigest()[:16]
         with comm.together((ValueError,)):
             self.config, why = placed(config, chosen, comm.size)
             self.plan = build.build_plan(self.config)
@@ -99,7 +105,7 @@ class SeeingModel:
             stream = stream_of(config, self.plan, about.num_outputs, about.channels, device)
             held = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
         held.eval().requires_grad_(False)
-        load_weights(held, str(self.weights), strict=True)
+        load_weights(held, str(self.weights), strict=True, average=self.average)
         self.patience.feed()
         optimizer = torch.optim.SGD(held.parameters(), lr=0.0)  # which makes no step
         precision, halo = config.training.precision, config.parallel.halo
@@ -138,7 +144,7 @@ class SeeingModel:
         """
         config, engine, data = self.config, self.engine, self.config.data
         with self.comm.together((ValueError, TypeError)):
-            _, view = build_views(config, self.about.channels, self.about.fit)
+            _, view = build_views(config, self.about.channels, self.fit)
         loader = Loader(
             images,
             view,

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpi4dl.options.config import Config, Parallel, Training
 from mpi4dl.options.declare import option
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, GRIDS, PART, optional
+from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, GRIDS, PART, choice, optional
 
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
@@ -25,6 +25,15 @@ class Inputs:
         optional(PART),
     )
     transforms: Any = option(None, "an own --transforms of training again; none: as it was trained", optional(PART))
+    average: bool = option(
+        True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
+    )
+    fit: str = option(
+        "auto",
+        "how images get the size that the model sees; resize: whole ones; crop: their centre alone; auto: as "
+        "in training, but no crop that nobody asked for, and masks by windows over whole images",
+        choice("auto", "resize", "crop"),
+    )
     batch_size: int | None = option(
         None,
         "images at once, over all ranks together; none: as in training, and at least one for each of --data",

@@ -1,38 +1,96 @@
 """Files that grow by a line for each image and are whole at any time: after a stop one goes on with what is left.
 
 predictions.json     what is predicted by which weights, from which images
-predictions.jsonl    a JSON object in each line
-predictions.csv      the same as a table
+predictions.jsonl    a JSON object in each line; its `file` tells the image from others that had its name
+predictions.csv      the same as a table, without `file`
 """
 
 import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpi4dl._files import lock, naming
 from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.datasets.files import open_regular
 from mpi4dl.inference.answers import Record, flat
+from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
 from mpi4dl.trainer.folder import finite
 
 ABOUT, LINES, TABLE = "predictions.json", "predictions.jsonl", "predictions.csv"
 
 
+SAMPLED_BYTES, SAMPLES = 1 << 12, 16
+BLOCK_BYTES = 1 << 22
+
+
+def identity_of(path: Path) -> Record:
+    """What a file is known by beside its name: its size, when it was written, and a checksum of bytes from all over it.
+
+    Raises OSError.
+    """
+    with open_regular(path) as file:
+        told, found = os.fstat(file.fileno()), 0
+        places = range(SAMPLES) if told.st_size > SAMPLED_BYTES * SAMPLES else ()
+        if not places:
+            found = zlib.crc32(file.read())
+        for number in places:
+            at = (told.st_size - SAMPLED_BYTES) * number // (SAMPLES - 1)
+            found = zlib.crc32(os.pread(file.fileno(), SAMPLED_BYTES, at), found)
+    return {"bytes": told.st_size, "mtime_ns": told.st_mtime_ns, "crc32": f"{found:08x}"}
+
+
+def is_same_file(before: Any, path: Path) -> bool:
+    """Whether a file is what it was; a small one is compared whole, so that it may have been copied since."""
+    try:
+        now = identity_of(path)
+    except OSError:
+        return False
+    whole = now["bytes"] <= SAMPLED_BYTES * SAMPLES
+    return isinstance(before, dict) and all(
+        before.get(key) == now[key] for key in now if not (whole and key == "mtime_ns")
+    )
+
+
+def checksum(path: Path) -> str:
+    """Of all bytes of a file. Raises OSError."""
+    size, found = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            size, found = size + len(block), zlib.crc32(block, found)
+    return f"{size}-{found:08x}"
+
+
+def files_of(record: Record) -> list[str]:
+    """The files that were written of an image, from the folder of predictions on."""
+    masks = record.get("masks")
+    found = [record.get("mask"), record.get("prediction"), *(masks.values() if isinstance(masks, dict) else ())]
+    return [each for each in found if isinstance(each, str) and each.startswith(f"{MASKS}/")]
+
+
 class Records:
     """The records of a folder, to which lines are added; `done` names the images that have one.
 
-    Lines of images that could not be read, and one that was half written, are left out, and made anew.
+    Lines that `keeps(record)` does not keep, those of images that could not be read, and one that was half written, are
+    left out, and made anew. `dropped` are the first of these.
 
     Raises:
         ConfigError: the folder holds records of something else. OSError, ValueError: it cannot be written, or another
             job does so.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], columns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        columns: Sequence[str],
+        keeps: Callable[[Record], bool] = lambda _: True,
+    ) -> None:
         self.folder, self.columns = folder, list(columns)
         self._files: list[Any] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +100,11 @@ class Records:
             raise ConfigError(f"another job is writing to {folder}: wait for its end, or name another `out`") from None
         try:
             self._require_same(about)
-            kept = self._kept()
+            kept: list[Record] = []
+            self.dropped: list[Record] = []
+            for record in self._kept():
+                (kept if keeps(record) else self.dropped).append(record)
+            self._remove_files({name for record in kept for name in files_of(record)})
             self.done = {record["image"] for record in kept}
             write_durably(folder / LINES, b"".join(map(_line, kept)))
             write_durably(folder / TABLE, self._row(None) + b"".join(map(self._row, kept)))
@@ -77,6 +139,15 @@ class Records:
             if isinstance(record, dict) and isinstance(record.get("image"), str) and "error" not in record:
                 found[record["image"]] = record
         return list(found.values())
+
+    def _remove_files(self, kept: Collection[str]) -> None:
+        """Remove what was written of images that are there no more, or are others now, and what is half written."""
+        for name in (name for record in self.dropped for name in files_of(record)):
+            first, *inner = Path(name).parts
+            if name not in kept and first == MASKS and inner and ".." not in inner:
+                (self.folder / name).unlink(missing_ok=True)
+        for path in (self.folder / MASKS).rglob(".*.new"):
+            path.unlink(missing_ok=True)
 
     def add(self, record: Record) -> None:
         """On disk when this returns. Raises OSError."""

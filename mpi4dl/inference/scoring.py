@@ -16,11 +16,14 @@ from mpi4dl._wording import aligned, counted
 from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import printable
-from mpi4dl.datasets.split import Named
-from mpi4dl.inference.answers import ALIKE, Record, answer, columns_of
+from mpi4dl.datasets.listed import ListedFiles
+from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.inference.answers import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined
+from mpi4dl.inference.images import Seeing, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.progress import ProgressOfImages
 from mpi4dl.inference.records import table_row
+from mpi4dl.tasks import counting
 from mpi4dl.tasks.bootstrap import WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
@@ -45,7 +48,8 @@ class Scores:
     """What an evaluation found: alike on all ranks, but for the `records`, one of each image, which rank 0 has.
 
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
-    together it has such a matrix for each. `bad` says which images could not be read.
+    together it has such a matrix for each. `bad` says which images could not be read. With `crops` records say which
+    share of an image was `seen`. `root` is the folder that names of images begin in.
     """
 
     task: str
@@ -55,6 +59,9 @@ class Scores:
     confusion: list[Any] | None
     records: Sequence[Record]
     bad: Mapping[str, str]
+    crops: bool = False
+    remarks: tuple[str, ...] = ()
+    root: str | None = None
 
     def table(self, level: float) -> Iterator[str]:
         """The metrics, and the confusion matrix, in lines."""
@@ -72,6 +79,7 @@ class Scores:
             names = [printable(name) for name in self.classes]
             cells = [(name, *map(str, row)) for name, row in zip(names, self.confusion, strict=True)]
             yield from aligned([("", *names), *cells], {""})
+        yield from self.remarks
 
     def write(self, json_path: Path, csv_path: Path, told: Mapping[str, Any], level: float) -> None:
         """Both files, each at once. Raises OSError."""
@@ -79,8 +87,8 @@ class Scores:
             name: {"value": m.value, "low": m.low, "high": m.high, "level": level} for name, m in self.metrics.items()
         }
         found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "metrics": measured}
-        found |= {"confusion": self.confusion, "bad": self.bad, "records": csv_path.name}
-        columns = columns_of(self.task, self.classes, True)
+        found |= {"confusion": self.confusion, "bad": self.bad, "records": csv_path.name, "root": self.root}
+        columns = columns_of(self.task, self.classes, True, crops=self.crops)
         lines = [table_row(columns, None), *(table_row(columns, record) for record in self.records)]
         json_path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(csv_path, b"".join(lines))
@@ -114,7 +122,36 @@ def score(model: SeeingModel, images: Named, *, resamples: int, level: float, sp
             told = found.metrics(resamples, level)
     metrics, confusion = model.comm.broadcast_object(told)
     records = [found.records[index] for index in sorted(found.records)]
-    return Scores(model.about.task, model.classes, found.count, metrics, confusion, records, found.bad)
+    remarks = found.seeing.summary()
+    if found.undefined:
+        what = counted(found.undefined, "image")
+        remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
+    remarks = model.comm.broadcast_object(remarks)
+    return Scores(
+        model.about.task,
+        model.classes,
+        found.count,
+        metrics,
+        confusion,
+        records,
+        found.bad,
+        found.seeing.crops,
+        tuple(remarks),
+        _root_of(images),
+    )
+
+
+def _root_of(images: Any) -> str | None:
+    """The folder that names of images begin in, if they are files."""
+    whole = images.whole if isinstance(images, Subset) else images
+    return str(whole.root.absolute()) if isinstance(whole, ListedFiles) else None
+
+
+def _undefined(predicted: Tensor) -> bool:
+    """Whether a part of a mask is of outputs that are not numbers."""
+    if not predicted.numel():
+        return False
+    return bool(predicted.isnan().any()) if predicted.is_floating_point() else int(predicted.min()) < 0
 
 
 class _Collected:
@@ -130,6 +167,19 @@ class _Collected:
         self.count = 0
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.counts: list[Tensor] = []
+        self.undefined = 0  # images of which some output is not a number
+        self.seeing = Seeing(model.comm, model, images)
+
+    def _with_share(self, index: int, said: Record) -> Record:
+        """A record, with the share of the image that the model saw if that may be a part."""
+        record = {"image": self.images.name(index), **said}
+        if self.seeing.crops:
+            share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
+            if share < 1 and not self.model.may_crop:
+                raise Refusal(self.seeing.refusal(self.images.name(index), share))
+            self.seeing.add(share)
+            record["seen"] = share
+        return record
 
     def add(self, seen: Seen) -> None:
         for index, error in seen.errors.items():
@@ -149,8 +199,12 @@ class _Collected:
                 outputs = as_targets(outputs, targets)
             self.seen.append((outputs, targets))
             for index, values, label in zip(seen.indices, outputs, targets, strict=True):
+                if is_undefined(values):
+                    self.undefined += 1
+                    self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
+                    continue
                 said = answer(self.model.about.task, self.model.classes, values, label)
-                self.records[index] = {"image": self.images.name(index), **said}
+                self.records[index] = self._with_share(index, said)
 
     def _add_counts(self, seen: Seen) -> None:
         """Of each image, how many pixels of each class were taken for which one: each rank counts its own."""
@@ -158,21 +212,31 @@ class _Collected:
         size = 2 if self.binary else self.task.num_outputs
         layers = self.task.num_outputs if self.binary else 1
         found = torch.zeros((len(seen.indices), layers, size * size), dtype=torch.int64)
+        undefined = torch.zeros(len(seen.indices), dtype=torch.int64)
         for where, values in seen.outputs.pieces:
             for place, number in enumerate(range(where[0].start, where[0].stop)):
                 for layer in range(layers):
-                    predicted = (values[place, layer] if self.binary else values[place]).long()
+                    predicted = values[place, layer] if self.binary else values[place]
+                    if _undefined(predicted):
+                        undefined[number] += 1
+                        continue
+                    predicted = predicted.long()
                     true = seen.labels[number, layer] if self.binary else seen.labels[number]
                     true = true[where[2:] if self.binary else where[1:]].long()
                     known = (true >= 0) & (true < size)
                     pairs = true[known] * size + predicted[known]
                     found[number, layer] += torch.bincount(pairs, minlength=size * size)
         self.model.comm.all_reduce(found)
+        self.model.comm.all_reduce(undefined)
         counts = found.view(len(seen.indices), *((layers,) if self.binary else ()), size, size)
         self.counts.append(counts)
-        for index, each in zip(seen.indices, counts, strict=True):
+        for number, (index, each) in enumerate(zip(seen.indices, counts, strict=True)):
+            if undefined[number]:
+                self.undefined += 1
+                self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
+                continue
             alike = {name: float(of(each.double())) for name, of in _measures(ALIKE).items()}
-            self.records[index] = {"image": self.images.name(index), **alike}
+            self.records[index] = self._with_share(index, alike)
 
     def metrics(self, resamples: int, level: float) -> tuple[dict[str, Measured], list[Any] | None]:
         """The metrics of the task with intervals, and how classes were confused."""
@@ -180,11 +244,14 @@ class _Collected:
         everyone = torch.arange(self.count)
         found: dict[str, Measured] = {}
         for name, function in functions.items():
+            if self.undefined:
+                found[name] = Measured(math.nan, math.nan, math.nan)
+                continue
             low, high = math.nan, math.nan
             if resamples and self.count > 1:
                 low, high, _ = bootstrap(function, self.count, num_resamples=resamples, level=level)
             found[name] = Measured(function(everyone), low, high)
-        return found, confusion
+        return found, None if self.undefined else confusion
 
     def _of_pixels(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any]]:
         counts = torch.cat(self.counts).double()
@@ -215,21 +282,19 @@ class _Collected:
         size = task.num_outputs
         pairs = targets * size + outputs.argmax(1)
 
-        def from_counts(of: Any) -> Callable[[Tensor], float]:
+        def of_counts(of: Any) -> Callable[[Tensor], float]:
             def value(drawn: Tensor) -> float:
                 return float(of(torch.bincount(pairs[drawn], minlength=size * size).view(size, size).double()))
 
             return value
 
-        functions |= {name: from_counts(of) for name, of in _measures(COUNTED).items()}
+        functions |= {name: of_counts(of) for name, of in _measures(COUNTED).items()}
         confusion = torch.bincount(pairs, minlength=size * size).view(size, size)
         return functions, confusion.tolist()
 
 
 def _measures(names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
     """Metrics that follow from counts of what was taken for what."""
-    from mpi4dl.tasks import metrics  # takes seconds
-
-    found = {"accuracy": metrics.accuracy, "balanced_accuracy": metrics.balanced_accuracy, "f1": metrics.dice}
-    found |= {"pixel_accuracy": metrics.accuracy, "dice": metrics.dice, "iou": metrics.iou}
+    found = {"accuracy": counting.accuracy, "balanced_accuracy": counting.balanced_accuracy, "f1": counting.dice}
+    found |= {"pixel_accuracy": counting.accuracy, "dice": counting.dice, "iou": counting.iou}
     return {name: found[name] for name in names}

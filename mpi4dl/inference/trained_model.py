@@ -25,8 +25,9 @@ class TrainedModel:
 
     What it was trained with comes from there: the model and its options, the names of its classes, and how images were
     shown to it. How it lies over ranks is chosen anew, by the options of `python -m mpi4dl.predict --help`, with
-    underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. A model that was
-    an object of a script is passed again as `model`.
+    underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. Of a run with
+    `ema` the weights are their averages, unless `average=False`; `fit` says how large images are seen. A model that was an
+    object of a script is passed again as `model`.
 
     All ranks make it together, and call its methods together. It raises `mpi4dl.Refusal` (a ValueError) on all ranks,
     in one sentence, for what cannot be.
@@ -59,7 +60,8 @@ class TrainedModel:
         `images` is a folder, of which all images below it are taken, an image, a pattern such as "new/*.png", a text
         file with a path in each line, or a `mpi4dl.datasets.Dataset`. Records have `image`, its name, and what the task
         gives: `prediction`, `probabilities` by class, or `error`. With a folder `out` they are written there as they
-        come, with masks, and what has one already is not looked at again. All ranks go through all of them.
+        come, with masks, and what has one already is not looked at again, if its file is the same. All ranks go through
+        all of them.
         """
         found = self._any(images)
         return iter(Predicting(self._model, found, str(images), None if out is None else Path(out)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpi4dl.options.declare import option
-from mpi4dl.options.kinds import COUNT, NAME, PARTS, SHARE, WEIGHTS, optional
+from mpi4dl.options.kinds import COUNT, NAME, PARTS, SHARE, WEIGHTS, choice, optional
 
 TASK_NAMES = ("classify", "multilabel", "regress", "segment", "survival", "language", "masked")
 OF_TEXT = ("language", "masked")
@@ -15,7 +15,7 @@ class Learning:
     metrics: tuple[Any, ...] = option(
         ("auto",),
         "what validation measures beside the loss, such as auc,confusion, or an own one: my_code.py:Metric; auto: what "
-        "suits the task; none: nothing",
+        "suits the task, and --monitor; none: nothing",
         PARTS,
     )
     class_weights: str | tuple[float, ...] | None = option(
@@ -31,6 +31,12 @@ class Learning:
         "what tells the best weights, which are kept in best.safetensors: val_loss, or a metric such as val_auc; none: "
         "with --patience what suits the task",
         optional(NAME),
+    )
+    monitor_mode: str = option(
+        "auto",
+        "whether lower (min) or higher (max) values of --monitor are better; auto: as the metric says, by "
+        "`higher_is_better` of an own one",
+        choice("auto", "min", "max"),
     )
     patience: int | None = option(
         None, "stop after so many validations in a row that were no better; none: never", optional(COUNT)

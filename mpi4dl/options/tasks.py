@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.learning import OF_TEXT
 from mpi4dl.options.parts import call, is_own, load
+from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
-from mpi4dl.tasks.task import TASKS, Segment, Task
+from mpi4dl.tasks.task import TASKS, Segment, Task, make_metric
 
 
 def with_task(config: Config, dataset: Any) -> Config:
@@ -42,13 +43,16 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
     Collective over `comm`, whose ranks share the work of counting the pixels of masks.
     """
     part, options = config.training.loss, dict(config.training.loss_options)
-    if part is not None and is_own(part):
-        return TASKS[config.data.task](num_classes, _own_loss(part, options))
-    weights = config.learning.class_weights
+    weights, own = config.learning.class_weights, part is not None and is_own(part)
+    asked = {"class_weights": weights is not None, "label_smoothing": bool(config.learning.label_smoothing)}
+    if own:
+        _require_taken("loss", part, [name for name, given in asked.items() if given])
     if weights is not None:
         options["class_weights"] = _balanced(config, dataset, num_classes, comm) if weights == "balanced" else weights
     if config.learning.label_smoothing:
         options["label_smoothing"] = config.learning.label_smoothing
+    if own:
+        return TASKS[config.data.task](num_classes, _own_loss(part, options))
     auxiliary = options.pop("auxiliary", None)
     task = TASKS[config.data.task](num_classes, part, options, auxiliary)
     task.own_loss()
@@ -58,6 +62,21 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
             "give one for each"
         )
     return task
+
+
+def _require_taken(option: str, part: Any, names: Sequence[str]) -> None:
+    """Raise ConfigError unless an own part has parameters for these options."""
+    try:
+        parameters = inspect.signature(load(option, part)).parameters
+    except (TypeError, ValueError):  # written in C: calling it tells
+        return
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for name in names:
+        if not anything and name not in parameters:
+            raise ConfigError(
+                f"`{name}` is not taken by the own `{option}` {part_name(part)}: name a class, or a function that "
+                f"makes a loss, with a parameter {name}, or leave `{name}` out"
+            )
 
 
 def _own_loss(part: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -110,7 +129,11 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     if asked in (("none",), ()):
         return {}
     if asked == ("auto",):
-        return {} if task.name == "classify" else dict(task.metrics())  # accuracy comes without torchmetrics
+        monitor = (config.learning.monitor or "").removeprefix("val_")
+        more = (monitor,) if monitor in task.metric_names and monitor != "accuracy" else ()
+        own = task.name == "classify" and not (task.loss is None or isinstance(task.loss, str))
+        usual = () if own else task.usual_metrics  # of an own loss nobody knows whether outputs are logits
+        return dict(task.metrics(tuple(dict.fromkeys((*usual, *more)))))
     found: dict[str, Any] = {}
     for part in asked:
         if not is_own(part):
@@ -128,20 +151,68 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     return found
 
 
-def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> str | None:
-    """The name, without val_, of what tells the best weights; None if nothing does. Raises ConfigError."""
+class Monitor(NamedTuple):
+    """What tells the best weights: its name, without val_, and whether higher values are better."""
+
+    name: str
+    higher_is_better: bool
+
+
+def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor | None:
+    """What tells the best weights; None if nothing does. Raises ConfigError."""
     chosen = config.learning
     if chosen.monitor is None and chosen.patience is None:
+        if chosen.monitor_mode != "auto":
+            raise ConfigError(
+                f"`monitor_mode` {chosen.monitor_mode} is of `monitor`, which is none: name a metric, such as val_loss"
+            )
         return None
     if config.training.eval_every is None:
         raise ConfigError("`monitor` and `patience` look at validations, of which `eval_every` none makes none")
     known = ["loss", *(["accuracy"] if task.name == "classify" else []), *metrics]
     if chosen.monitor is None:
-        return task.monitor if task.monitor in known else "loss"
-    name = chosen.monitor.removeprefix("val_")
+        name = task.monitor if task.monitor in known else "loss"
+    else:
+        name = chosen.monitor.removeprefix("val_")
     if name.partition("/")[0] not in known:
         raise ConfigError(
             f"`monitor` {chosen.monitor} is not measured: choose of {', '.join(f'val_{each}' for each in known)}, or "
             "add it to `metrics`"
         )
-    return name
+    if chosen.monitor_mode != "auto":
+        return Monitor(name, chosen.monitor_mode == "max")
+    higher = direction_of(name, metrics)
+    if higher is None:
+        raise ConfigError(
+            f"`monitor` val_{name}: nobody says whether higher or lower values are better: choose `monitor_mode` min "
+            "or max, or give the metric an attribute `higher_is_better`"
+        )
+    return Monitor(name, higher)
+
+
+def directions(task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> dict[str, bool | None]:
+    """Of all that a validation measures, whether higher values are better; None where nobody says so."""
+    found: dict[str, bool | None] = {"loss": False, "bits_per_byte": False}
+    found |= {"accuracy": True} if task.name == "classify" else {}
+    for name, made in metrics.items():
+        own = _own_metric(made)
+        found[name] = higher_is_better(name, own)
+        if not isinstance(own, type) and hasattr(own, "add_metrics"):  # a collection of torchmetrics'
+            found |= {f"{name}/{key}": higher_is_better(f"{name}/{key}", own) for key in own}
+    return found if monitor is None else found | {monitor.name: monitor.higher_is_better}
+
+
+def _own_metric(made: Any) -> Any:
+    """An own metric as the user has it, of what makes it: an object, a class or a function; None of one of ours."""
+    if not isinstance(made, partial):
+        return made
+    return made.args[1] if made.func is call else None if made.func is make_metric else made.func
+
+
+def direction_of(name: str, metrics: Mapping[str, Any]) -> bool | None:
+    """Whether higher values of what a validation measures are better; None if nobody says so. Raises ConfigError."""
+    made = metrics.get(name.partition("/")[0])
+    own = _own_metric(made)
+    if isinstance(own, type) and not isinstance(getattr(own, "higher_is_better", None), bool):
+        own = made() if isinstance(made, partial) else call("metrics", own)  # it may say it when it is made
+    return higher_is_better(name, own)

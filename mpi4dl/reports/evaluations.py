@@ -3,7 +3,7 @@
     evaluation*.csv     a line an image: image, label, prediction, `probability NAME` of each class, error; of masks
                          how like they are, instead of label and prediction: dice, iou or accuracy
     evaluation*.json    {"metrics": {NAME: {"value": 0.9, "low": 0.8, "high": 0.95, "level": 0.95}}, "classes": [...],
-                         "confusion": [[...]], "images": FOLDER}
+                         "confusion": [[...]], "images": FOLDER, "root": FOLDER}
 
 They lie in the folder or in folders of it that are named so. The two files of one name are one evaluation; each may be
 missing, and so may every key and column but `image`. Labels are names of classes, or numbers.
@@ -50,7 +50,10 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation; `matrix[i][j]` counts images of class i that were taken for class j."""
+    """An evaluation; `matrix[i][j]` counts images of class i that were taken for class j.
+
+    `root` is the folder that names of images begin in, as far as it was recorded.
+    """
 
     name: str
     folder: Path
@@ -59,6 +62,7 @@ class Evaluated:
     classes: tuple[str, ...]
     matrix: Sequence[Sequence[float]] | None
     images: tuple[Judged, ...]
+    root: str = ""
 
 
 def is_matrix(value: Any) -> bool:
@@ -119,7 +123,8 @@ def _read(stem: Path, name: str, faults: list[str]) -> Evaluated | None:
     metrics = _metrics(told.get("metrics", {}))
     if not metrics and any(one.label for one in images):
         metrics = _from(images, numbers=not named)
-    return Evaluated(name, stem.parent, str(told.get("images", "")), metrics, classes, matrix, images)
+    at, root = (str(told.get(key) or "") for key in ("images", "root"))
+    return Evaluated(name, stem.parent, at, metrics, classes, matrix, images, root)
 
 
 def _classes(rows: Sequence[Mapping[str, str]]) -> list[str]:

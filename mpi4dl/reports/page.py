@@ -18,14 +18,13 @@ from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
 from mpi4dl.reports.charts import Curve, chart, colour_of, number_text
 from mpi4dl.reports.evaluations import Evaluated, Judged, Scored, extremes
 from mpi4dl.reports.reading import FoundRun, finite, flattened, not_finite, read_runs
-from mpi4dl.reports.thumbnails import find, thumbnail
+from mpi4dl.reports.thumbnails import find, image_folders, thumbnail
 
 PAGE = "page.html"
 NOTHING = "-"
 OPERATION: tuple[str, ...] = ("images_per_second", "tokens_per_second", "data_wait", "comm_wait", "peak_memory_bytes")
 OPERATION += ("learning_rate", "skipped_steps", "loss_scale")
 SHARES = ("data_wait", "comm_wait", "dropped_tokens")
-LOWER = ("loss", "error", "mae", "mse", "bits", "perplexity", "brier", "distance")
 MOST_EXAMPLES = 6
 MOST_IN_MATRIX = 24  # classes of a matrix that is shown whole
 MOST_CONFUSIONS = 20
@@ -116,10 +115,6 @@ def _versions(run: FoundRun) -> dict[str, str]:
     return found
 
 
-def is_lower_better(metric: str) -> bool:
-    return any(word in metric.lower() for word in LOWER)
-
-
 def named(metric: str) -> tuple[str, float]:
     """How a metric is called, and what its values are multiplied by to be read."""
     if metric.endswith("_bytes"):
@@ -158,27 +153,39 @@ def _charts(runs: Sequence[FoundRun], operation: bool) -> Iterator[tuple[str, Ma
 
 
 def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
-    """For each phase and metric: of each run the last value, and the best with its step."""
+    """For each phase and metric: of each run the last value, and the best with its step.
+
+    The best of several runs is marked among those that can be compared: of one task, a loss of one function.
+    """
     for phase in ("validation", "train"):
         for metric in _names(runs, operation=False, phases=(phase,)):
             name, _ = named(metric)
-            lower = is_lower_better(metric)
             cells: list[dict[str, Any]] = []
-            bests: list[float | None] = []
+            compared: dict[Any, list[tuple[float, dict[str, Any]]]] = {}
             for run in runs:
                 points = _points(run, phase, metric)
-                good = finite(points)
-                best = (min if lower else max)(good, key=lambda point: point[1]) if good else None
-                bests.append(None if best is None else best[1])
+                good, higher = finite(points), run.higher_is_better(metric)
                 last = number_text(points[-1][1]) if points else NOTHING
-                cells.append(
-                    {"last": last, "best": NOTHING if best is None else f"{number_text(best[1])} at step {best[0]}"}
-                )
-            known = [best for best in bests if best is not None]
-            top = (min if lower else max)(known) if len(runs) > 1 and known else None
-            for cell, value in zip(cells, bests, strict=True):
-                cell["top"] = top is not None and value == top
-            yield {"name": f"{phase} {name}", "lower": lower, "cells": cells}
+                cells.append({"last": last, "best": NOTHING, "top": False})
+                if good and higher is not None:
+                    step, value = (max if higher else min)(good, key=lambda point: point[1])
+                    cells[-1]["best"] = f"{number_text(value)} at step {step}"
+                    compared.setdefault(_comparable(run, metric, higher), []).append((value, cells[-1]))
+            for (*_, higher), some in compared.items():
+                top = (max if higher else min)(value for value, _ in some)
+                for value, cell in some if len(some) > 1 else ():
+                    cell["top"] = value == top
+            told = {run.higher_is_better(metric) for run in runs if metric in run.metrics(phase)}
+            direction = told.pop() if len(told) == 1 else None
+            words = {True: "higher is better", False: "lower is better", None: "no direction is known"}
+            yield {"name": f"{phase} {name}", "direction": words[direction], "cells": cells}
+
+
+def _comparable(run: FoundRun, metric: str, higher: bool) -> tuple[Any, ...]:
+    """What is equal of runs whose values of a metric can be compared; its direction comes last."""
+    losses = ("training.loss", "training.loss_options", "learning.class_weights", "learning.label_smoothing")
+    of_loss = tuple(run.options.get(name, "") for name in losses) if metric == "loss" else ()
+    return run.task, *of_loss, higher
 
 
 def speeds(runs: Sequence[FoundRun]) -> Iterator[Row]:
@@ -203,9 +210,10 @@ def _validated(run: FoundRun) -> list[Evaluated]:
 
 
 def _evaluation(run: FoundRun, one: Evaluated) -> dict[str, Any]:
-    folders = [one.folder, run.path]
-    for root in (one.images_at, run.options.get("data.images", "")):
-        folders += [Path(root), Path(root) / "val", Path(root) / "test"] if root else []
+    folders = [Path(one.root)] if one.root else []
+    for root in () if one.root or not one.images else (one.images_at, run.options.get("data.images", "")):
+        folders += image_folders(Path(root)) if root and root != "none" else []
+    folders += [one.folder, run.path]
     best, worst = extremes(one, MOST_EXAMPLES)
     return {
         "title": f"{run.name}: {one.name}",

@@ -10,7 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +18,17 @@ from mpi4dl._files import read_regular
 from mpi4dl._wording import counted
 from mpi4dl.options.kinds import dump
 from mpi4dl.reports.evaluations import DAMAGED, Evaluated, evaluations_in, is_matrix
+from mpi4dl.tasks.directions import MEASURES, higher_is_better, read_directions
 from mpi4dl.trainer.folder import METRICS
 from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 
-CONFIG, VERSIONS, IMAGES, LOG, WEIGHTS = (
+CONFIG, VERSIONS, IMAGES, LOG, WEIGHTS, DESCRIPTION = (
     "config.toml",
     "versions.json",
     "images.json",
     "log-rank0.txt",
     "model.safetensors",
+    "model.json",
 )
 LOG_BYTES = 1 << 16  # that are read, from its end
 TAIL_LINES = 12
@@ -62,6 +64,13 @@ class FoundRun:
     evaluations: tuple[Evaluated, ...]
     tail: tuple[str, ...]
     remarks: tuple[str, ...]
+    task: str = ""
+    directions: Mapping[str, bool] = field(default_factory=dict)
+
+    def higher_is_better(self, metric: str) -> bool | None:
+        """As the run recorded it, or as it is declared for metrics of this name; None if nobody says so."""
+        found = self.directions.get(metric, self.directions.get(metric.partition("/")[0]))
+        return higher_is_better(metric) if found is None else found
 
     def series(self, phase: str, metric: str) -> list[tuple[int, float]]:
         """The values of a metric by step."""
@@ -133,6 +142,11 @@ def _read(path: Path, name: str) -> FoundRun:
     tail = read(LOG, _tail, ())
     said = [found[1] for line in tail if (found := LOG_LINE.match(line))]
     portrait = read(PORTRAIT, lambda raw: Portrait.of(json.loads(raw)), None, ": it has no timeline and no memory")
+    task, directions = "", {}
+    if (path / DESCRIPTION).exists():
+        task = read(DESCRIPTION, lambda raw: str(json.loads(raw)["task"]), "")
+    if (path / MEASURES).exists():
+        directions = read(MEASURES, read_directions, {})
     evaluations, faults = evaluations_in(path)
     for fault in faults:
         remarks.append(fault)
@@ -149,6 +163,8 @@ def _read(path: Path, name: str) -> FoundRun:
         tuple(evaluations),
         tail[-TAIL_LINES:],
         tuple(remarks),
+        task,
+        directions,
     )
 
 

@@ -13,9 +13,21 @@ MOST_PIXELS = 1 << 26  # of an image that is decoded for this; slides are larger
 MOST_BYTES = 1 << 28
 
 
+def image_folders(root: Path) -> list[Path]:
+    """Where names of images may begin below a source: in it, in its parts, and beside the masks of either."""
+    from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders  # with torch, which takes seconds
+    from mpi4dl.datasets.segmented import IMAGES
+
+    try:
+        parts = [root / name for name in subfolders(root) if name.casefold() in VALIDATION | TEST]
+    except (OSError, ValueError):
+        parts = []
+    return [folder for part in (*parts, root) for folder in (part / IMAGES, part)]
+
+
 def find(name: str, folders: Sequence[Path]) -> Path | None:
     """The file that a report calls so, as it is or in one of these folders."""
-    for path in (Path(name), *(folder / name for folder in folders)):
+    for path in (*(folder / name for folder in folders), Path(name)):
         try:
             if path.is_file():
                 return path

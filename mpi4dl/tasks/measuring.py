@@ -22,6 +22,7 @@ from mpi4dl.parallel.spatial import Grid
 from mpi4dl.parallel.spatial.owned import owned
 
 Value = float | list[Any]
+NO_CLASS = -(1 << 62)  # in a mask of int64: the outputs of this pixel are not numbers
 
 
 def maker_of(name: str, metric: Any) -> Callable[[], Any]:
@@ -93,6 +94,13 @@ class InDouble(TorchFunctionMode):
             return pytree.tree_map(lambda x: x.double() if _single(x) else x, result)
 
 
+def _undefined(x: Any) -> bool:
+    """Whether some of a prediction is not a number, or no class because outputs were none."""
+    if not isinstance(x, Tensor) or not x.numel():
+        return False
+    return bool(x.isnan().any()) if x.is_floating_point() else x.dtype == torch.int64 and int(x.min()) == NO_CLASS
+
+
 def _single(values: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype is torch.float32 for x in pytree.tree_leaves(values))
 
@@ -146,8 +154,7 @@ class Measures:
     def _add(self, predictions: Any, targets: Any) -> None:
         if self.own is None:
             self.own = self._made()
-        floating = (x for x in pytree.tree_leaves(predictions) if isinstance(x, Tensor) and x.is_floating_point())
-        self.undefined = self.undefined or any(bool(x.isnan().any()) for x in floating)
+        self.undefined = self.undefined or any(map(_undefined, pytree.tree_leaves(predictions)))
         if not self.undefined:
             with _in_double():
                 for metric in self.own.values():

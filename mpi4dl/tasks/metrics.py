@@ -3,7 +3,6 @@
 torchmetrics takes seconds to import: this module is imported where a metric is made, on ranks that have outputs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.tasks import survival
+from mpi4dl.tasks.counting import Measure, accuracy, confusion, dice, iou
 
 import_torchvision()
 
 from torchmetrics import Metric  # noqa: E402
 from torchmetrics.classification import (  # noqa: E402
-    MulticlassAUROC,
     MulticlassAveragePrecision,
     MulticlassConfusionMatrix,
     MultilabelAUROC,
@@ -25,8 +24,6 @@ from torchmetrics.classification import (  # noqa: E402
 )
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError  # noqa: E402
 from torchmetrics.utilities import dim_zero_cat  # noqa: E402
-
-Measure = Callable[[Tensor], Tensor]
 
 
 class OfConfusion(MulticlassConfusionMatrix):
@@ -58,44 +55,6 @@ class OfLabels(_OfAnyNumbers, MultilabelConfusionMatrix):
         return self.measure(self.confmat.double())
 
 
-def confusion(counts: Tensor) -> Tensor:
-    return counts
-
-
-def accuracy(counts: Tensor) -> Tensor:
-    """The share of what was right; also of counts (labels, 2, 2)."""
-    return counts.diagonal(dim1=-2, dim2=-1).sum() / counts.sum()
-
-
-def balanced_accuracy(counts: Tensor) -> Tensor:
-    """The mean, over classes that there are, of the share that was found."""
-    return _mean_of(counts.diagonal(), counts.sum(1))
-
-
-def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each class: what was rightly found, and what was found plus what there was."""
-    if counts.dim() == 3:
-        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
-    return counts.diagonal(), counts.sum(0) + counts.sum(1)
-
-
-def dice(counts: Tensor) -> Tensor:
-    """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(2 * both, total)
-
-
-def iou(counts: Tensor) -> Tensor:
-    """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
-    both, total = _overlap(counts)
-    return _mean_of(both, total - both)
-
-
-def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
-    there = whole > 0
-    return (part[there] / whole[there]).mean()
-
-
 def _mean_over_classes(each: Tensor, defined: Tensor) -> Tensor:
     """The mean over the classes of which the metric is defined; of two classes, that of the second."""
     if len(each) == 2:
@@ -103,22 +62,8 @@ def _mean_over_classes(each: Tensor, defined: Tensor) -> Tensor:
     return each[defined].mean()
 
 
-class Auc(MulticlassAUROC):
-    """The area under the ROC curve: of two classes of the second, of more the mean of each against the others.
-
-    Classes that all samples have, or none, are left out.
-    """
-
-    def __init__(self, num_classes: int, ignore_index: int) -> None:
-        super().__init__(num_classes, average=None, ignore_index=ignore_index, validate_args=False)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        each, counts = super().compute(), _numbers(self)
-        return _mean_over_classes(each, (counts > 0) & (counts < counts.sum()))
-
-
 class AveragePrecision(MulticlassAveragePrecision):
-    """The same of the average precision, where classes that no sample has are left out."""
+    """The average precision: of two classes of the second, of more the mean, without classes that no sample has."""
 
     def __init__(self, num_classes: int, ignore_index: int) -> None:
         super().__init__(num_classes, average=None, ignore_index=ignore_index, validate_args=False)
@@ -232,7 +177,7 @@ def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
         return MeanSquaredError(squared=False) if name == "rmse" else errors[name]()
     if task == "survival":
         return Concordance()
-    curves: dict[str, Any] = {"auc": Auc, "average_precision": AveragePrecision}
+    curves: dict[str, Any] = {"average_precision": AveragePrecision}
     counted: Any = OfConfusion
     if task == "multilabel":
         curves, counted = {"auc": AucOfLabels, "average_precision": AveragePrecisionOfLabels}, OfLabels
@@ -241,7 +186,6 @@ def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
     measures = {
         "accuracy": accuracy,
         "pixel_accuracy": accuracy,
-        "balanced_accuracy": balanced_accuracy,
         "confusion": confusion,
         "f1": dice,
         "dice": dice,

@@ -3,23 +3,33 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import nan
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from mpi4dl.comm import Refusal
+from mpi4dl.tasks import counting
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, as_targets
 from mpi4dl.tasks.heads import OfHeads, main_output
 from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words
+from mpi4dl.tasks.measuring import NO_CLASS
 from mpi4dl.tasks.survival import times_and_events
 
-LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse")
+MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
 
 
 def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
+    if counting.makes(task, name):
+        return counting.make(name, num_classes, ignore_index)
     from mpi4dl.tasks import metrics  # takes seconds
 
     return metrics.make(task, name, num_classes, ignore_index)
+
+
+def is_light(maker: Any) -> bool:
+    """Whether making a metric imports nothing that takes seconds."""
+    return isinstance(maker, partial) and maker.func is make_metric and counting.makes(*maker.args[:2])
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,11 @@ class Task:
     default_loss: ClassVar[str] = ""
     metric_names: ClassVar[tuple[str, ...]] = ()
     monitor: ClassVar[str] = "loss"
+
+    @property
+    def usual_metrics(self) -> tuple[str, ...]:
+        """What `--metrics auto` measures."""
+        return tuple(name for name in self.metric_names if name != "confusion")
 
     @property
     def objective(self) -> Callable[[Any, Any], Tensor]:
@@ -75,11 +90,11 @@ class Task:
         return self.predictions(outputs)
 
     def metrics(self, names: Sequence[str] | None = None) -> dict[str, Callable[[], Any]]:
-        """What makes a fresh torchmetrics metric, by name; None: all that this task has but the confusion matrix.
+        """What makes a fresh metric, by name; None: the usual ones of this task.
 
         Raises ValueError for a name that is none.
         """
-        asked = [name for name in self.metric_names if name != "confusion"] if names is None else names
+        asked = self.usual_metrics if names is None else names
         unknown = [name for name in asked if name not in self.metric_names]
         if unknown:
             known = ", ".join(self.metric_names) or "none by name"
@@ -90,11 +105,6 @@ class Task:
     @property
     def counted_as(self) -> str:
         return self.name
-
-
-def lower_is_better(metric: str) -> bool:
-    """Whether less of a metric of this name is better, as of losses and errors."""
-    return metric.rpartition("/")[2].removeprefix("val_") in LOWER_IS_BETTER
 
 
 def _refuse(outputs: Any, targets: Any, task: str, wanted: str) -> None:
@@ -111,6 +121,12 @@ class Classify(Task):
     name = "classify"
     default_loss = "cross_entropy"
     metric_names = ("accuracy", "balanced_accuracy", "f1", "auc", "average_precision", "confusion")
+
+    @property
+    def usual_metrics(self) -> tuple[str, ...]:
+        """Without the accuracy, which comes with the loss, and without curves of so many classes that it takes long."""
+        few = ("auc",) if self.num_classes <= MOST_RANKED_CLASSES else ()
+        return ("balanced_accuracy", "f1", *few)
 
     def require(self, outputs: Any, targets: Any) -> None:
         require_logits(outputs)
@@ -198,9 +214,11 @@ class Segment(Task):
         return found.sigmoid() if self.binary else found.softmax(1)
 
     def measured(self, outputs: Any, targets: Any) -> Any:
-        """The mask, which takes less memory than probabilities."""
+        """The mask, which takes less memory than probabilities: NO_CLASS, or NaN, where outputs are not numbers."""
         found = main_output(outputs)
-        return (found > 0).to(found.dtype) if self.binary else found.argmax(1)
+        if self.binary:
+            return (found > 0).to(found.dtype).masked_fill(found.isnan(), nan)
+        return found.argmax(1).masked_fill(found.isnan().any(1), NO_CLASS)
 
 
 class Survive(Task):

@@ -49,6 +49,7 @@ class Description:
     fit: Fit
     own: Mapping[str, Mapping[str, str | None]]
     values: str | None = None  # what values of volumes are read as
+    largest: tuple[int, ...] | None = None  # size of the images that training saw whole, as far as it looked at them
 
     @classmethod
     def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
@@ -68,6 +69,7 @@ class Description:
             getattr(images, "fit", "resize"),
             {name: each for name, each in found.items() if each is not None},
             getattr(getattr(images, "training", None), "values", None),
+            getattr(images, "largest", None),
         )
 
     @property
@@ -84,7 +86,8 @@ class Description:
             fit: Fit = "crop" if found["fit"] == "crop" else "resize"
             classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
             values = found.get("values")
-            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values)
+            largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
+            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values, largest)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "

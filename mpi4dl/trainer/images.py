@@ -40,6 +40,7 @@ class Images(NamedTuple):
     validation: Named
     fit: Fit
     remarks: tuple[str, ...]
+    largest: tuple[int, ...] | None = None  # along each axis, of the images looked at
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -93,15 +94,13 @@ def open_images(comm: Communicator, config: Config) -> Images:
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             described = _describe(config, training, validation, recorded)
-    fit, remarks = comm.broadcast_object(described)
-    return Images(training, validation, fit, remarks)
+    return Images(training, validation, *comm.broadcast_object(described))
 
 
 def open_alone(config: Config) -> Images:
     """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
     training, validation = build_datasets(config)
-    fit, remarks = _describe(config, training, validation, None)
-    return Images(training, validation, fit, remarks)
+    return Images(training, validation, *_describe(config, training, validation, None))
 
 
 def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:
@@ -174,7 +173,7 @@ def _folders(pair: Pair) -> list[ListedFiles]:
 
 def _describe(
     config: Config, training: Named, validation: Named, recorded: ImageLists | None
-) -> tuple[Fit, tuple[str, ...]]:
+) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
     size = config.data.image_size
     if config.visits and task_of(training) == "segment" and prod(size) > SLIDE_PIXELS:
         raise ConfigError(
@@ -196,7 +195,8 @@ def _describe(
         if unlike is not None:
             raise ConfigError(unlike)
         remarks += recorded.changes(ImageLists.of(training, validation, fit))
-    return fit, tuple(datasets.printable(remark) for remark in remarks)
+    largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
+    return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 
 
 def unlike_values(images: Any, trained_on: str | None) -> str | None:

@@ -200,6 +200,7 @@ def _name(flag: str) -> str:
 def _best(node: Machine) -> dict[str, Any]:
     return {
         "monitor": node.at("monitor").text(),
+        "mode": node.at("mode").text() if "mode" in node.entries() else None,
         "value": node.at("value").optional(Machine.number),
         "step": node.at("step").integer(),
         "since": node.at("since").integer(),

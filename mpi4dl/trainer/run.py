@@ -20,6 +20,8 @@ from mpi4dl.geometry import Box
 from mpi4dl.options.build import number_of_steps
 from mpi4dl.options.config import Config
 from mpi4dl.options.optimizers import Schedule
+from mpi4dl.options.tasks import Monitor, directions
+from mpi4dl.tasks.directions import write_directions
 from mpi4dl.tasks.task import Classify, Task
 from mpi4dl.trainer import resuming
 from mpi4dl.trainer.bad_images import BadImages, UnreadableImages
@@ -67,6 +69,7 @@ class TrainingRun:
         self.task: Task = Classify(num_classes)
         self.metrics: Mapping[str, Any] = {}
         self.best: Best | None = None
+        self.directions: Mapping[str, bool | None] = {}
         self.config, self.engine, self.schedule, self.images = config, engine, schedule, images
         self.num_classes, self.patience, self.meter = num_classes, patience, meter
         self.comm, self.size, self.channels = engine.comm, config.data.image_size, images.channels
@@ -84,10 +87,11 @@ class TrainingRun:
         self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = later
         self.showing = self.closing = later
 
-    def watch(self, task: Task, metrics: Mapping[str, Any], monitor: str | None) -> None:
+    def watch(self, task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> None:
         """What validation measures, and by what the best weights are told."""
         self.task, self.metrics = task, metrics
-        self.best = None if monitor is None else Best(monitor, self.config.learning.patience)
+        self.directions = directions(task, metrics, monitor)
+        self.best = None if monitor is None else Best(*monitor, self.config.learning.patience)
 
     def boxes(self, num_samples: int, training: bool = True) -> list[Box]:
         """Which boxes this rank reads of a batch."""
@@ -117,6 +121,9 @@ class TrainingRun:
             self.open_checkpoints()
         self.images.record(comm, self.folder.path)
         self.about = Description.of(config, self.images, self.num_classes).record(comm, self.folder.path)
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                write_directions(self.folder.path, self.directions)
         closing.enter_context(self.folder.rank_log(comm.rank))
         self.signals = closing.enter_context(StopSignals())
         if comm.rank == 0:
@@ -396,5 +403,7 @@ class TrainingRun:
             accuracy = found.accuracy or 0.0 if self.task.name == "classify" else found.accuracy
             told = (found.loss, accuracy, bits, found.metrics, better)
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, *told))
-        if self.best is not None and self.best.enough:
-            self.say(self.best.words())
+        if self.best is not None:
+            remark = self.best.undefined(found)
+            for line in (*([remark] if remark else []), *([self.best.words()] if self.best.enough else [])):
+                self.say(line)

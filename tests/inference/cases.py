@@ -1,7 +1,7 @@
 """Weights that say what they are of, as training writes them, and images for them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mpi4dl.checkpoints.manifest import ABOUT, MODEL
+from mpi4dl.datasets.view import Fit
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import build_model
@@ -20,23 +21,34 @@ SIZE = (24, 32)
 CLASSES = ("benign", 'a,"b"', "tumour")
 
 
+class Shown(NamedTuple):
+    """How training brought images to its size, and the largest of them."""
+
+    fit: Fit = "resize"
+    largest: tuple[int, ...] | None = None
+
+
 class Like:
     """As much of the images of a run as its description needs."""
 
-    def __init__(self, task: str, classes: tuple[str, ...]) -> None:
-        self.training, self.classes, self.channels, self.fit = self, classes, 3, "resize"
-        self.task = task
+    def __init__(self, task: str, classes: tuple[str, ...], shown: Shown) -> None:
+        self.training, self.classes, self.channels, self.fit = self, classes, 3, shown.fit
+        self.task, self.largest = task, shown.largest
 
 
 def train_nothing(
-    folder: Path, task: str = "classify", classes: tuple[str, ...] = CLASSES, **options: Any
+    folder: Path,
+    task: str = "classify",
+    classes: tuple[str, ...] = CLASSES,
+    images: Shown | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Put what a run leaves into a folder: a model with weights as drawn, which is returned."""
     asked = {"model": "small_resnet", "image_size": SIZE, "batch_size": 3, "num_workers": 0, "task": task, **options}
     config = from_keywords(Config, asked)
     model = build_model(config, len(classes), 3).eval()
     spread_outputs(model)
-    about = Description.of(config, Like(task, classes), len(classes))
+    about = Description.of(config, Like(task, classes, images or Shown()), len(classes))
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
     about.write(folder)

@@ -13,15 +13,18 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal, world
+from mpi4dl.datasets.base import WholeImage
 from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import from_keywords
-from tests.inference.cases import CLASSES, SIZE, shown, train_nothing, write_images
+from mpi4dl.predict import predict
+from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
 
 TOLERANCE = 1e-5
@@ -137,6 +140,88 @@ def test_labels_of_tables(tmp_path: Path, task: str, columns: Any, lines: Any, m
     if task == "classify":
         right = sum(row["prediction"] == row["label"] for row in rows)
         assert scores.metrics["accuracy"].value == right / 4
+
+
+@pytest.mark.parametrize("fit", ["crop", "resize"])
+def test_large_images_are_not_cropped_unasked(tmp_path: Path, fit: str) -> None:
+    """Training cropped them because they are large, which nobody asked for."""
+    train_nothing(tmp_path / "run", images=Shown("crop"))
+    run, images, out = str(tmp_path / "run"), tmp_path / "test", str(tmp_path / "out")
+    for number, size in enumerate((SIZE, SIZE, SIZE, (48, 128))):
+        path = images / CLASSES[number % 2 * 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(np.full((*size, 3), 50 * number, np.uint8)).save(path)
+    asked = (run, "--images", str(images))
+    for command in (evaluate, predict):
+        with pytest.raises(Refusal, match=r"12\.5 % of an image: --fit auto cropped .* --fit crop .* --fit resize"):
+            command(world(), asked)
+    told = said(world(), *asked, "--fit", fit, "--out", out, "--resamples", "0")
+    crops = fit == "crop"
+    assert ("saw 78.1 % of the pixels of images on average, 12.5 % at least" in told) is crops
+    shares = [row.get("seen", "") for row in found_in(tmp_path / "out")[1]]
+    assert shares == (["1.0", "1.0", "1.0", "0.125"] if crops else [""] * 4)
+    for record in mpi4dl.TrainedModel(run, fit=fit).predict(images, tmp_path / "new"):
+        share = 0.125 if record["image"].endswith("3.png") else 1
+        assert record.get("seen") == (share if crops else None)
+
+
+def test_outputs_that_are_not_numbers_have_no_metrics(tmp_path: Path) -> None:
+    train_nothing(tmp_path / "run")
+    for name in CLASSES[:1]:
+        write_images(tmp_path / "test" / name, 3)
+    state = load_file(tmp_path / "run" / "model.safetensors")
+    *_, last = (name for name in state if name.endswith("bias"))
+    state[last][0] = torch.nan
+    save_file(state, tmp_path / "run" / "model.safetensors", {"mpi4dl": (tmp_path / "run" / "model.json").read_text()})
+    told = said(world(), str(tmp_path / "run"), "--images", str(tmp_path / "test"), "--out", str(tmp_path / "out"))
+    assert "outputs of 3 images are not numbers (NaN)" in told
+    found, _ = found_in(tmp_path / "out")
+    assert all(measured["value"] == "nan" for measured in found["metrics"].values())
+    with pytest.raises(Refusal, match=r"none of 3 images can be read: benign/0\.png: the model's outputs are not"):
+        predict(world(), (str(tmp_path / "run"), "--images", str(tmp_path / "test")))
+
+
+class Halves:
+    """Images whose class is their brightness."""
+
+    channels, classes = 3, ("dark", "light")
+
+    def __len__(self) -> int:
+        return 8
+
+    def label(self, index: int) -> int:
+        return index % 2
+
+    def image(self, index: int) -> Any:
+        noise = np.random.default_rng(index).random((8, 8, 3), dtype=np.float32)
+        return WholeImage(noise * 0.5 + np.float32(0.5 * (index % 2)))
+
+
+def flat(num_classes: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, num_classes))
+
+
+@pytest.mark.parametrize("save_every", ["epoch", "none"])
+def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_every: str) -> None:
+    options: dict[str, Any] = {"model": flat, "dataset": (Halves(), Halves()), "image_size": (8, 8), "batch_size": 4}
+    options |= {"epochs": 2, "lr": 0.1, "ema": 0.9, "num_workers": 0, "tensorboard": False, "save_every": save_every}
+    run = tmp_path / "run"
+    validated = mpi4dl.Trainer(run_folder=str(run), metrics="auc", **options).fit()
+    assert validated is not None
+    files = {average: load_file(run / f"{name}.safetensors") for average, name in ((True, "ema"), (False, "model"))}
+    for average, expected in files.items():
+        model = mpi4dl.TrainedModel(run, model=flat, average=average)
+        (module,) = model._model.engine.held.modules_of.values()
+        pairs = zip(module.state_dict().values(), expected.values(), strict=True)
+        assert all(torch.equal(value, other) for value, other in pairs)
+        assert any("averages of the weights (ema)" in remark for remark in model.remarks) is average
+        assert any("weights of the last step" in remark for remark in model.remarks)
+        export(run, tmp_path / "weights.safetensors", average)
+        exported = load_file(tmp_path / "weights.safetensors")
+        assert all(torch.equal(exported[name], value) for name, value in expected.items())
+        if average:
+            assert model.evaluate(Halves(), resamples=0).metrics["accuracy"].value == validated.accuracy
+    assert any(not torch.equal(files[True][name], files[False][name]) for name in files[True])
 
 
 def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:

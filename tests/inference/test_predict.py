@@ -143,7 +143,9 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
     code.write_text(code.read_text() + "# changed\n")
     parts._from_file.cache_clear()
     assert "my_own_code.py is not as it was in training (digest " in refused(world(), *argv)
-    assert "1 image done before" in said(world(), *argv, "--model", f"{code}:build")
+    again = (*argv, "--model", f"{code}:build")
+    assert "out holds predictions with model" in refused(world(), *again)  # which another code made
+    assert "1 image looked at" in said(world(), *again, "--out", str(tmp_path / "other"))
     code.unlink()
     assert f"made the model, but {code} is gone: put it back" in refused(world(), *argv)
 
@@ -158,6 +160,9 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
         ("run --images empty", "empty: has no images, which end in .png"),
         ("run --images *.jpeg", "*.jpeg: no file matches this"),
         ("run --images list.txt", "list.txt: names new/0.png twice"),
+        ("run --images table.csv", "table.csv is no image (is not an image"),
+        ("run --images bad.png", "none of 1 image can be read: bad.png: is empty"),
+        ("empty.pt --images new", "empty.pt is empty (0 bytes)"),
         ("run --images new --tiles 2x2", "tiles(2x2) x data(1) = 4 ranks, but mpirun started 1"),
         ("run --images new --model x.py:y", "--model x.py:y: training had no own one"),
         ("other.safetensors --images new", "other.safetensors does not say what it is of"),
@@ -170,6 +175,9 @@ def test_what_cannot_be_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "new", 1)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "table.csv").write_text("file,class\nnew/0.png,benign\n")
+    for name in ("bad.png", "empty.pt"):
+        (tmp_path / name).touch()
     (tmp_path / "list.txt").write_text("new/0.png\nnew/0.png\n")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     if argv.startswith("text"):

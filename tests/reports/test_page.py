@@ -17,6 +17,8 @@ from mpi4dl.parallel.tables.table import Placement
 from mpi4dl.report import main
 from mpi4dl.reports.charts import log_ticks, thinned, ticks
 from mpi4dl.reports.evaluations import evaluations_in, extremes
+from mpi4dl.reports.page import results
+from mpi4dl.reports.reading import read_runs
 from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 
 EVIL = '<script>alert("x")</script> & {{ title }}'
@@ -238,3 +240,51 @@ def test_axes_and_many_points() -> None:
     assert len(few) <= 320
     assert (4321, 99.0) in few
     assert [step for step, _ in few] == sorted(step for step, _ in few)
+
+
+def of_task(folder: Path, task: str, values: dict[str, list[float]], told: dict[str, bool], loss: str = "") -> Path:
+    run = write_run(folder)
+    with (run / "config.toml").open("a") as file:
+        file.write(f'[training]\nloss = "{loss}"\n')
+    (run / "model.json").write_text(json.dumps({"task": task}))
+    (run / "measures.json").write_text(json.dumps({"higher_is_better": told}))
+    steps = range(len(next(iter(values.values()))))
+    lines = [
+        {"phase": "validation", "step": s + 1, "epoch": 1, **{name: each[s] for name, each in values.items()}}
+        for s in steps
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_the_best_is_of_one_task_and_in_the_direction_of_the_run(tmp_path: Path) -> None:
+    runs = [
+        of_task(tmp_path / "a", "classify", {"loss": [0.5, 0.7], "pearson_error": [0.1, 0.9]}, {"pearson_error": True}),
+        of_task(tmp_path / "b", "classify", {"loss": [0.6, 0.9], "auc": [0.5, 0.8]}, {"auc": True}),
+        of_task(tmp_path / "c", "language", {"loss": [0.1, 0.2], "strange": [1.0, 2.0]}, {}),
+        of_task(tmp_path / "d", "segment", {"loss": [0.2, 0.1], "dice": [0.7, 0.6]}, {"dice": True}, "dice"),
+    ]
+    found = {row["name"]: row for row in results(read_runs(runs))}
+    best = {name: [cell["best"] for cell in row["cells"]] for name, row in found.items()}
+    assert best["validation loss"] == ["0.5 at step 1", "0.6 at step 1", "0.1 at step 1", "0.1 at step 2"]
+    assert [cell["top"] for cell in found["validation loss"]["cells"]] == [True, False, False, False]
+    assert best["validation pearson error"][0] == "0.9 at step 2"
+    assert best["validation strange"] == ["-"] * 4
+    assert found["validation strange"]["direction"] == "no direction is known"
+    assert best["validation dice"][3] == "0.7 at step 1"
+
+
+@pytest.mark.parametrize("part", ["val/images", "test/images", "images", "Validation/images", "val"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_pictures_of_masked_sets_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, recorded: bool
+) -> None:
+    run, images = write_run(tmp_path / "run"), tmp_path / "set" / part
+    images.mkdir(parents=True)
+    PIL.Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(images / "a.png")
+    (run / "evaluation.csv").write_text("image,dice,error\na.png,0.5,\n")
+    root = {"root": str(images)} if recorded else {"images": str(tmp_path / "set")}
+    (run / "evaluation.json").write_text(json.dumps(root))
+    page = report(capsys, run)
+    assert [tag for tag, _ in page.tags].count("img") == 1
+    assert "no picture" not in page.text

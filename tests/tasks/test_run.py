@@ -18,9 +18,10 @@ import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.options.config import parse
-from mpi4dl.options.tasks import build_metrics, build_task, monitored, with_task
+from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_task
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED
 from mpi4dl.tasks.heads import heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
@@ -28,8 +29,9 @@ from mpi4dl.tasks.task import TASKS
 from mpi4dl.trainer.best import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
-from tests.tasks.cases import Small
+from tests.tasks.cases import Small, in_batches
 
+HERE = "tests.tasks.test_run"
 NAN, LABELS = math.nan, [0, 0, 0, 1, 2, 2]
 
 
@@ -78,6 +80,42 @@ class Pixelwise(nn.Module):
         return self.last(self.first(x).relu())
 
 
+def undirected(predictions: torch.Tensor, targets: torch.Tensor) -> float:
+    return float(predictions.mean())
+
+
+class Brier:
+    """Of torchmetrics' form, whose attribute says the direction."""
+
+    higher_is_better = False
+
+    def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None: ...
+
+    def compute(self) -> float:
+        return 0.0
+
+
+class Directed(Brier):
+    """It says its direction when it is made."""
+
+    higher_is_better = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.higher_is_better = True  # type: ignore[assignment]
+
+
+def plain_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+class OwnLoss:
+    def __init__(self, class_weights: Any = None) -> None:
+        self.class_weights = class_weights
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.sum()
+
+
 def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[Any, dict[str, Any], str | None]:
     dataset = Labelled(task, 6)
     config = with_task(parse(flags.split()), dataset)
@@ -105,7 +143,17 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
         ("--metrics auroc", "`metrics` auroc: `task` classify has accuracy, balanced_accuracy, f1, auc"),
         ("--task segment --metrics auc", "`metrics` auc: `task` segment has pixel_accuracy, dice, iou, confusion"),
         ("--metrics no_such_module:Metric", "`metrics` no_such_module:Metric: there is no module no_such_module"),
-        ("--monitor val_auc", "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, or add it to"),
+        (
+            "--metrics f1 --monitor val_auc",
+            "`monitor` val_auc is not measured: choose of val_loss, val_accuracy, val_f1,",
+        ),
+        ("--monitor-mode max", "`monitor_mode` max is of `monitor`, which is none: name a metric, such as val_loss"),
+        (
+            f"--metrics {HERE}:undirected --monitor val_undirected",
+            "`monitor` val_undirected: nobody says whether higher",
+        ),
+        (f"--loss {HERE}:plain_loss --class-weights 1,2,3", "`class_weights` is not taken by the own `loss`"),
+        (f"--loss {HERE}:OwnLoss --label-smoothing 0.1", "`label_smoothing` is not taken by the own `loss`"),
         ("--patience 3 --eval-every none", "`monitor` and `patience` look at validations, of which `eval_every` none"),
     ],
 )
@@ -116,13 +164,21 @@ def test_what_cannot_be_learnt_or_measured_is_refused(flags: str, message: str) 
 
 def test_what_options_leave_open_follows_from_the_labels() -> None:
     task, metrics, monitor = task_by("--class-weights balanced --metrics auc,f1 --patience 2")
-    assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], "loss")
+    assert (task.name, list(metrics), monitor) == ("classify", ["auc", "f1"], ("loss", False))
+    assert task_by("--monitor val_auc")[2] == ("auc", True)
+    assert list(task_by("--monitor val_average_precision")[1]) == [
+        "balanced_accuracy",
+        "f1",
+        "auc",
+        "average_precision",
+    ]
+    assert "auc" not in task_by("", num_classes=1000)[1]
     assert task.loss_options["class_weights"] == pytest.approx((6 / 9, 2.0, 1.0))
     assert balanced_weights([0, 0, 2], 3) == (0.75, 0.0, 1.5)
     task, metrics, monitor = task_by("--class-weights balanced --monitor val_auc", "multilabel")
-    assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, "auc")
+    assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, ("auc", True))
     assert task.loss_options["class_weights"] == [1.0, 5.0, 0.0]
-    assert task_by("--patience 1", "segment")[2] == "dice"
+    assert task_by("--patience 1", "segment")[2] == ("dice", True)
     masks = np.stack([Labelled("segment").label(index) for index in range(6)])
     with_class = [(masks == number).sum() for number in (0, 1)]  # class 2 has no pixel, and ignored ones do not count
     weights = task_by("--class-weights balanced", "segment")[0].loss_options["class_weights"]
@@ -183,15 +239,73 @@ def test_what_counts_for_nothing_teaches_nothing() -> None:
 
 
 def test_the_best_is_told_by_the_metrics_direction() -> None:
-    for monitor, values, best in (("auc", (0.5, NAN, 0.7, 0.7, 0.6), 2), ("mae", (NAN, 3.0, 2.0, NAN, 2.5), 2)):
-        found = Best(monitor, patience=2)
+    higher, lower = (0.5, NAN, 0.7, 0.7, math.inf), (NAN, 3.0, 2.0, NAN, -math.inf)
+    for monitor, values, best in (("auc", higher, 2), ("mae", lower, 2)):
+        found = Best(monitor, monitor == "auc", patience=2)
         seen = [found.see(Evaluation(1.0, None, 4, {monitor: value}), n) for n, value in enumerate(values)]
         assert (found.step, found.enough, seen.index(True)) == (best, True, 0 if monitor == "auc" else 1)
-        other = Best(monitor, patience=None)
-        other.go_on(json.loads(json.dumps(found.state())))
-        assert replace(other, patience=2) == found
+        other, turned = Best(monitor, monitor == "auc", patience=None), Best(monitor, monitor != "auc", patience=None)
+        state = json.loads(json.dumps(found.state()))
+        for written in (state, {name: value for name, value in state.items() if name != "mode"}):
+            other.go_on(written)
+            turned.go_on(written)
+            assert replace(other, patience=2) == found
+            assert turned.step == 0  # what was best in the other direction says nothing
     with pytest.raises(ValueError, match=r"^`monitor` val_confusion is no number here: choose of val_loss$"):
-        Best("confusion", None).see(Evaluation(1.0, None, 4, {"confusion": [[1]]}), 1)
+        Best("confusion", True, None).see(Evaluation(1.0, None, 4, {"confusion": [[1]]}), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"--metrics {HERE}:Brier --monitor val_Brier", ("Brier", False)),
+        (f"--metrics {HERE}:Directed --monitor val_Directed", ("Directed", True)),
+        (f"--metrics {HERE}:undirected --monitor val_undirected --monitor-mode min", ("undirected", False)),
+        ("--metrics torchmetrics:MeanSquaredError --monitor val_MeanSquaredError", ("MeanSquaredError", False)),
+        ("--metrics torchmetrics:R2Score --monitor val_R2Score", ("R2Score", True)),
+    ],
+)
+def test_the_metric_says_its_direction(flags: str, expected: tuple[str, bool]) -> None:
+    task, metrics, monitor = task_by(flags)
+    assert monitor == expected
+    told = directions(task, metrics, monitor)
+    assert told[expected[0]] == expected[1]
+    assert (told["loss"], told["accuracy"]) == (False, True)
+
+
+def test_every_metric_of_ours_has_a_direction() -> None:
+    for task in TASKS.values():
+        assert all(name in HIGHER_IS_BETTER for name in {*task.metric_names, task.monitor} - {"confusion"})
+
+
+def test_an_own_loss_is_given_class_weights() -> None:
+    assert task_by(f"--loss {HERE}:OwnLoss --class-weights balanced")[0].loss.class_weights == pytest.approx(
+        (6 / 9, 2.0, 1.0)
+    )
+
+
+def of_outputs(comm: Communicator, name: str, undefined: bool) -> Evaluation:
+    """An evaluation whose outputs are always right, but for one that may be NaN."""
+    dense = name == "segment"
+    model = nn.Conv2d(3, 3, 1) if dense else nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))
+    images, targets = torch.zeros(4, 3, 8, 8), torch.zeros((4, 8, 8) if dense else 4, dtype=torch.int64)
+    images[3, 0, 7, 7] = NAN if undefined else 0
+    task, plan = TASKS[name](3), Plan(((2, 2),)) if comm.size == 4 else Plan()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.tensor([1.0, 0, 0]) if p.dim() == 1 else torch.zeros_like(p))
+    engine = Engine(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), task.objective, comm=comm)
+    batches = in_batches(engine, images, targets, batch=2)
+    return engine.evaluate(batches, (8, 8), task.metrics(task.metric_names[:1]), task.measured)
+
+
+@pytest.mark.parametrize("name", ["classify", "segment"])
+def test_outputs_that_are_not_numbers_are_no_class(ranks: Ranks, name: str) -> None:
+    """Class 0 is right everywhere, and argmax makes class 0 of NaN."""
+    for undefined in (False, True):
+        for found in ranks(4).run(of_outputs, name, undefined):
+            values = [*found.metrics.values(), *([] if found.accuracy is None else [found.accuracy])]
+            assert all(math.isnan(value) if undefined else value == 1 for value in values if isinstance(value, float))
 
 
 def mean_of(values: torch.Tensor, drawn: torch.Tensor) -> float:

@@ -1,0 +1,146 @@
+"""Metrics of classes: from counts of what was taken for what, and from the order of probabilities.
+
+Nothing here needs torchmetrics, which takes seconds to import.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Measure = Callable[[Tensor], Tensor]
+
+
+def confusion(counts: Tensor) -> Tensor:
+    return counts
+
+
+def accuracy(counts: Tensor) -> Tensor:
+    """The share of what was right; also of counts (labels, 2, 2)."""
+    return counts.diagonal(dim1=-2, dim2=-1).sum() / counts.sum()
+
+
+def balanced_accuracy(counts: Tensor) -> Tensor:
+    """The mean, over classes that there are, of the share that was found."""
+    return _mean_of(counts.diagonal(), counts.sum(1))
+
+
+def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each class: what was rightly found, and what was found plus what there was."""
+    if counts.dim() == 3:
+        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
+    return counts.diagonal(), counts.sum(0) + counts.sum(1)
+
+
+def dice(counts: Tensor) -> Tensor:
+    """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(2 * both, total)
+
+
+def iou(counts: Tensor) -> Tensor:
+    """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(both, total - both)
+
+
+def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
+    there = whole > 0
+    return (part[there] / whole[there]).mean()
+
+
+class OfCounts:
+    """A number that follows from how often each class (row) was taken for each (column).
+
+    `update(probabilities, targets)` takes (N, classes) and classes (N,). A model may have outputs for more classes than
+    `num_classes`.
+    """
+
+    def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
+        self.measure, self.ignore_index = measure, ignore_index
+        self.counts = torch.zeros((num_classes, num_classes), dtype=torch.int64)
+
+    def update(self, probabilities: Tensor, targets: Tensor) -> None:
+        predictions, targets = _counted(probabilities, targets, self.ignore_index)
+        self._grow(predictions.shape[1])
+        size = len(self.counts)
+        self.counts += torch.bincount(targets * size + predictions.argmax(1), minlength=size**2).view(size, size)
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.counts)
+        if more > 0:
+            self.counts = torch.nn.functional.pad(self.counts, (0, more, 0, more))
+
+    def merge_state(self, other: "OfCounts") -> None:
+        self._grow(len(other.counts))
+        other._grow(len(self.counts))
+        self.counts += other.counts
+
+    def compute(self) -> Tensor:
+        found = self.measure(self.counts.double())
+        return found.long() if self.measure is confusion else found
+
+
+class Auc:
+    """The area under the ROC curve: of two classes of the second, of more the mean of each against the others.
+
+    Classes that all samples have, or none, are left out: it is NaN if nothing is left. Equal probabilities count half,
+    as in Hanley and McNeil 1982, "The meaning and use of the area under a receiver operating characteristic curve".
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        self.ignore_index = ignore_index
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, probabilities: Tensor, targets: Tensor) -> None:
+        self.seen.append(_counted(probabilities.double(), targets, self.ignore_index))
+
+    def merge_state(self, other: "Auc") -> None:
+        self.seen += other.seen
+
+    def compute(self) -> Tensor:
+        probabilities, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        size = probabilities.shape[1]
+        wanted: Sequence[int] = (1,) if size == 2 else range(size)
+        areas = [area for c in wanted if (area := area_under_curve(probabilities[:, c], targets == c)) is not None]
+        return torch.tensor(areas or [torch.nan], dtype=torch.float64).mean()
+
+
+def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
+    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; None without both kinds."""
+    num_positive = int(positive.sum())
+    num_others = len(positive) - num_positive
+    if not num_positive or not num_others:
+        return None
+    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
+    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers))
+    of_others = numbers - of_positive
+    below = of_others.cumsum(0) - of_others
+    return float((of_positive * (below + of_others / 2)).sum() / (num_positive * num_others))
+
+
+def _counted(probabilities: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """What counts. Targets (N, classes) of probabilities, as of mixed samples, become the most probable class."""
+    targets = targets.argmax(1) if targets.dim() == 2 else targets.long()
+    counts = targets != ignore_index
+    return probabilities[counts], targets[counts]
+
+
+OF_CLASSES: Mapping[str, Callable[[int, int], Any]] = {
+    "accuracy": lambda size, ignored: OfCounts(size, accuracy, ignored),
+    "balanced_accuracy": lambda size, ignored: OfCounts(size, balanced_accuracy, ignored),
+    "f1": lambda size, ignored: OfCounts(size, dice, ignored),
+    "confusion": lambda size, ignored: OfCounts(size, confusion, ignored),
+    "auc": Auc,
+}
+
+
+def makes(task: str, name: str) -> bool:
+    """Whether `make` knows this metric of a task."""
+    return task == "classify" and name in OF_CLASSES
+
+
+def make(name: str, num_classes: int, ignore_index: int) -> Any:
+    """A fresh metric of one class for each image, by name."""
+    return OF_CLASSES[name](num_classes, ignore_index)

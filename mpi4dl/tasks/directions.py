@@ -1,0 +1,62 @@
+"""Which losses and metrics are better when higher: the one declaration of it. It imports nothing, for reports.
+
+measures.json     in the folder of a run, for reports: of each metric of its validations, whether higher is better
+                  {"higher_is_better": {"loss": false, "auc": true, "own": null}}
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MEASURES, KEY = "measures.json", "higher_is_better"
+# Of every loss and metric of ours, whether higher is better. Options, the best weights and reports read this alone.
+HIGHER_IS_BETTER: Mapping[str, bool] = {
+    "loss": False,
+    "bits_per_byte": False,
+    "mae": False,
+    "mse": False,
+    "rmse": False,
+    "accuracy": True,
+    "balanced_accuracy": True,
+    "pixel_accuracy": True,
+    "f1": True,
+    "auc": True,
+    "average_precision": True,
+    "dice": True,
+    "iou": True,
+    "r2": True,
+    "concordance": True,
+}
+
+
+def higher_is_better(name: str, metric: Any = None) -> bool | None:
+    """Whether higher values of a metric are better; None if nobody says so.
+
+    Args:
+        name: as a validation calls it, without `val_`; `NAME/KEY` is one of several values of the metric NAME.
+        metric: the user's own metric of this name: an object, a class or a function, whose attribute `higher_is_better`
+            counts, as torchmetrics' metrics have it. Of a collection it is that of the metric KEY.
+    """
+    own, _, key = name.partition("/")
+    if metric is not None:
+        found = getattr(metric, "higher_is_better", None)
+        if key and not isinstance(found, bool):
+            try:
+                found = getattr(metric[key], "higher_is_better", None)
+            except (TypeError, KeyError, AttributeError, IndexError):
+                found = None
+        if isinstance(found, bool):
+            return found
+    return HIGHER_IS_BETTER.get(key or own)
+
+
+def write_directions(folder: Path, directions: Mapping[str, bool | None]) -> None:
+    """Keep them in the folder of a run. Raises OSError."""
+    (folder / MEASURES).write_text(json.dumps({KEY: dict(directions)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_directions(raw: bytes) -> dict[str, bool]:
+    """Those that are known, of the bytes of measures.json. Raises as what parses does, and LookupError, TypeError."""
+    found = json.loads(raw)[KEY].items()
+    return {str(name): higher for name, higher in found if isinstance(higher, bool)}
