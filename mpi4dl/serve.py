@@ -77,7 +77,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
     _use_cores(comm, config.serving.threads)
-    trained = find_trained(comm, source)
+    trained = find_trained(comm, source, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
         print(f"mpi4dl: {remark}", file=sys.stderr)

@@ -13,7 +13,7 @@ from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.options.models import hold_model
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.trainer.texts import TOKENIZER
-from mpi4dl.trainer.trained import find_weights, folder_of
+from mpi4dl.trainer.trained import find_weights, folder_of, with_own_model
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class Trained:
         return self.tokenizer.end if self.config.data.document_mask else None
 
 
-def find_trained(comm: Communicator, source: Path) -> Trained:
+def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> Trained:
     """What is in the folder of a run of mpi4dl.train, or one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end.
 
     Raises:
-        Refusal: on all ranks: there is no such folder, it has no weights, or it is of a model that writes no text.
+        Refusal: on all ranks: there is no such folder, it has no weights, it is of a model that writes no text, or it
+            names code of others without `trust_code`.
     """
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
@@ -52,6 +53,7 @@ def find_trained(comm: Communicator, source: Path) -> Trained:
             raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
+    config = with_own_model(comm, config, folder, trust_code)
     found = find_weights(comm, source)
     return Trained(config, tokenizer, found.weights, found.remarks)
 

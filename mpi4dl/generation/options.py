@@ -88,6 +88,9 @@ class Ranks:
         choice("fp32", "bf16", "int8", "int4"),
     )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
+    trust_code: bool = option(
+        False, "load code that the run names as its model, though it is not signed by training of yours", BOOLEAN
+    )
 
     def plan(self) -> "Plan":
         """Raises ValueError for what cannot be."""

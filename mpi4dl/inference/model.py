@@ -62,10 +62,10 @@ class SeeingModel:
         best = self.folder / BEST
         if comm.broadcast_object(best.is_file() and self.source.is_dir()):
             self.remarks.append(f"these are the newest weights; the best ones of this run are {best}")
+        self.about, ours = about, _ = description_of(comm, self.weights, self.folder)
         with comm.together((ValueError, OSError)):
-            self.about = about = description_of(self.weights, self.folder)
             owns = {name: getattr(chosen.inputs, name) for name in ("model", "transforms")}
-            config = about.config(str(self.weights), **owns)
+            config = about.config(str(self.weights), ours, chosen.inputs.trust_code, **owns)
             require_sight(config, about, str(source))
             prints = {f"the file of `{name}`": parts.print_of(part) for name, part in _own_parts(config).items()}
         comm.agree(None, **prints)

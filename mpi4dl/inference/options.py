@@ -6,7 +6,7 @@ from typing import Any
 
 from mpi4dl.options.config import Config, Parallel, Training
 from mpi4dl.options.declare import option
-from mpi4dl.options.kinds import COUNT, COUNT_OR_ZERO, GRIDS, PART, optional
+from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, GRIDS, PART, optional
 
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
@@ -25,6 +25,9 @@ class Inputs:
         optional(PART),
     )
     transforms: Any = option(None, "an own --transforms of training again; none: as it was trained", optional(PART))
+    trust_code: bool = option(
+        False, "load code that the run or the weights name, though it is not signed by training of yours", BOOLEAN
+    )
     batch_size: int | None = option(
         None,
         "images at once, over all ranks together; none: as in training, and at least one for each of --data",

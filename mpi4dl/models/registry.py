@@ -85,6 +85,7 @@ REFUSALS: Mapping[str, str] = MappingProxyType(
     }
 )
 BACKBONE, TIMM, SMP = ".backbone", "timm/", "smp/"
+LOADING = ("pretrained", "checkpoint_path", "encoder_weights")  # options of theirs that read weights, some as pickles
 SMP_TIMM = "tu-"  # what encoders of timm are called by segmentation_models_pytorch
 
 
@@ -119,6 +120,12 @@ def takes(name: str) -> Takes:
 def takes_channels(name: str) -> bool:
     """Whether a model of this name is built for a number of channels, by its option `in_channels`."""
     return name.startswith(SMP) or (name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder))
+
+
+def without_loading(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of a model that gets its weights from elsewhere: without those that make its package load some."""
+    loads = LOADING if name.startswith((TIMM, SMP)) else ()
+    return {option: value for option, value in options.items() if option not in loads}
 
 
 def build(name: str, num_classes: int | None = None, **options: object) -> nn.Module:

@@ -36,7 +36,7 @@ def train_nothing(
     config = from_keywords(Config, asked)
     model = build_model(config, len(classes), 3).eval()
     spread_outputs(model)
-    about = Description.of(config, Like(task, classes), len(classes))
+    about = Description.of(config, Like(task, classes), len(classes)).signed()
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
     about.write(folder)
