@@ -63,7 +63,10 @@ class Serving:
     drain_seconds: float = option(30.0, "how long what runs may go on when the server is to stop", NOT_NEGATIVE)
     report_seconds: float = option(60.0, "how often to report what was served; 0: only at the end", NOT_NEGATIVE)
     threads: int | None = option(
-        None, "with how many threads a rank computes; none: its share of the cores, less one for HTTP", optional(COUNT)
+        None,
+        "with how many threads a rank computes; none: as OMP_NUM_THREADS says, or its share of the cores, less one for "
+        "HTTP",
+        optional(COUNT),
     )
     hang_timeout: float = option(
         600.0, "how many seconds a step of the batch may take before all ranks are ended; 0: any", NOT_NEGATIVE
@@ -104,7 +107,9 @@ def _use_cores(comm: "Communicator", threads: int | None) -> None:
     """Compute with so many threads: more than there are cores for, HTTP included, wait for each other in each layer."""
     import torch
 
-    torch.set_num_threads(threads or max(1, comm.node.threads - (comm.rank == 0)))
+    from mpi4dl.comm.node import asked_threads
+
+    torch.set_num_threads(threads or asked_threads() or max(1, comm.node.threads - (comm.rank == 0)))
 
 
 def _open(options: Serving) -> tuple[socket.socket, str | None]:

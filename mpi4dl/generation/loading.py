@@ -18,12 +18,12 @@ from mpi4dl.trainer.trained import find_weights, folder_of, with_own_model
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damaged checkpoints."""
+    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
 
     config: Config
     tokenizer: Tokenizer
     weights: Path
-    remarks: tuple[str, ...]
+    remarks: list[str]
 
     @property
     def context(self) -> int:
@@ -55,7 +55,7 @@ def find_trained(comm: Communicator, source: Path, trust_code: bool = False) -> 
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
     config = with_own_model(comm, config, folder, trust_code)
     found = find_weights(comm, source)
-    return Trained(config, tokenizer, found.weights, found.remarks)
+    return Trained(config, tokenizer, found.weights, list(found.remarks))
 
 
 def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
@@ -73,7 +73,7 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
         held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    load_weights(held, str(trained.weights), strict=True)
+    trained.remarks.extend(load_weights(held, str(trained.weights), strict=True)[1:])
     with comm.together((ValueError,)):
         lower_weights(held, ranks.precision)
     return held

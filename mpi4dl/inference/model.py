@@ -75,7 +75,7 @@ class SeeingModel:
         data = self.config.data
         comm.agree(self.plan.problem(comm.size, data.image_size, data.batch_size))
         self.remarks += [why] if why else []
-        comm.node.share_cores()
+        comm.node.share_cores(chosen.placing.threads)
         keep_freed_memory(True)
         self.patience = self._patience()
         try:
@@ -99,7 +99,7 @@ class SeeingModel:
             stream = stream_of(config, self.plan, about.num_outputs, about.channels, device)
             held = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
         held.eval().requires_grad_(False)
-        load_weights(held, str(self.weights), strict=True)
+        self.remarks += load_weights(held, str(self.weights), strict=True)[1:]
         self.patience.feed()
         optimizer = torch.optim.SGD(held.parameters(), lr=0.0)  # which makes no step
         precision, halo = config.training.precision, config.parallel.halo

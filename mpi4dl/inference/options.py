@@ -56,6 +56,7 @@ class Placing:
     memory_limit: int | None = like(Parallel, "memory_limit")
     no_rule: str = like(Parallel, "no_rule")
     precision: str = like(Training, "precision")
+    threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
     gpu_wire: str = like(Parallel, "gpu_wire")
     hang_timeout: float = like(Parallel, "hang_timeout")
