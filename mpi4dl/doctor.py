@@ -44,7 +44,9 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     device = node.device()
     wire, why = comm.choose_gpu_wire(gpu_wire)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    places = comm.all_gather_object((platform.node(), node.local_rank, node.cores, node.threads, str(device), name))
+    places = comm.all_gather_object(
+        (platform.node(), node.local_rank, node.cores, torch.get_num_threads(), str(device), name)
+    )
     measured = [measure(comm, size, device) for size in MESSAGE_BYTES]
     if comm.rank:
         return

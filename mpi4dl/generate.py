@@ -44,7 +44,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []
     comm.node.share_cores()
-    trained = find_trained(comm, Path(asked.source), config.ranks.average)
+    trained = find_trained(comm, Path(asked.source), config.ranks.average, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
         print(f"mpi4dl: {remark}", file=sys.stderr)

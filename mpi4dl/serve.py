@@ -19,7 +19,7 @@ from mpi4dl._files import read_regular
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, option
-from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NOT_NEGATIVE, integer, optional
+from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
 from mpi4dl.trainer.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -50,10 +50,23 @@ class Serving:
         None, "how many tokens a text may have at most; none: as many as the context has room for", optional(COUNT)
     )
     max_body: int = option(1 << 20, "how long the body of a request may be at most", BYTES)
+    max_connections: int = option(512, "how many connections there may be; idle ones make room for new ones", COUNT)
+    max_per_address: int = option(256, "how many of them from one address", COUNT)
+    head_seconds: float = option(10.0, "how long a client may take to send the head of a request", POSITIVE)
+    idle_seconds: float = option(75.0, "how long a connection may be idle between requests", POSITIVE)
+    allowed_hosts: tuple[str, ...] | None = option(
+        None,
+        "names that clients may call this server by (their Host), such as gpu7.example.org or '*.example.org'; none: "
+        "localhost, the machine's name, --host, and addresses",
+        optional(NAMES),
+    )
     drain_seconds: float = option(30.0, "how long what runs may go on when the server is to stop", NOT_NEGATIVE)
     report_seconds: float = option(60.0, "how often to report what was served; 0: only at the end", NOT_NEGATIVE)
     threads: int | None = option(
-        None, "with how many threads a rank computes; none: its share of the cores, less one for HTTP", optional(COUNT)
+        None,
+        "with how many threads a rank computes; none: as OMP_NUM_THREADS says, or its share of the cores, less one for "
+        "HTTP",
+        optional(COUNT),
     )
     hang_timeout: float = option(
         600.0, "how many seconds a step of the batch may take before all ranks are ended; 0: any", NOT_NEGATIVE
@@ -77,7 +90,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
     _use_cores(comm, config.serving.threads)
-    trained = find_trained(comm, source, config.ranks.average)
+    trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
         print(f"mpi4dl: {remark}", file=sys.stderr)
@@ -94,7 +107,9 @@ def _use_cores(comm: "Communicator", threads: int | None) -> None:
     """Compute with so many threads: more than there are cores for, HTTP included, wait for each other in each layer."""
     import torch
 
-    torch.set_num_threads(threads or max(1, comm.node.threads - (comm.rank == 0)))
+    from mpi4dl.comm.node import asked_threads
+
+    torch.set_num_threads(threads or asked_threads() or max(1, comm.node.threads - (comm.rank == 0)))
 
 
 def _open(options: Serving) -> tuple[socket.socket, str | None]:
@@ -102,16 +117,11 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
     try:
         from mpi4dl.serving.server import bind
     except ImportError as error:
-        raise ConfigError(f"serving needs packages that are not there ({error}): pip install 'mpi4dl[serve]'") from None
-    token = os.environ.get(TOKEN_VARIABLE)
-    if options.token_file is not None:
-        try:
-            token = read_regular(Path(options.token_file)).decode().strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{options.token_file} is no text in UTF-8: {error}") from None
-    if token is not None and not token.strip():
-        where = TOKEN_VARIABLE if options.token_file is None else options.token_file
-        raise ConfigError(f"{where} holds no token: it is empty")
+        raise ConfigError(
+            f"serving needs packages that are not there ({error}): run pip install '.[serve]' in the source tree of "
+            "mpi4dl"
+        ) from None
+    token = _token(options.token_file)
     if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
         print(
             f"mpi4dl: whoever reaches {options.host} may use this server: ask for a token by --token-file",
@@ -123,8 +133,29 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
         raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror or error}") from None
 
 
+def _token(file: str | None) -> str | None:
+    """What requests must bear, without white space around it; None: nothing. Raises ConfigError, OSError."""
+    where, token = file or TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
+    if file is not None:
+        try:
+            token = read_regular(Path(file)).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is no text in UTF-8: {error}") from None
+    if token is None:
+        return None
+    token = token.strip()
+    if not token:
+        raise ConfigError(f"{where} holds no token: it is empty")
+    if not token.isprintable():
+        raise ConfigError(
+            f"{where} holds a token of several lines or with control characters, which no header can have"
+        )
+    return token
+
+
 def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket.socket, token: str | None) -> None:
     from mpi4dl.serving.app import make_app
+    from mpi4dl.serving.connections import ConnectionLimits
     from mpi4dl.serving.front import Front, Limits
     from mpi4dl.serving.server import Timing, run_server
     from mpi4dl.serving.statistics import ServingStatistics
@@ -133,7 +164,11 @@ def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket
     limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)
     front = Front(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
     timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
-    run_server(make_app(front, name, token), front, batcher, listener, timing, f"serving {name} at")
+    connections = ConnectionLimits(
+        options.max_connections, options.max_per_address, options.head_seconds, options.idle_seconds
+    )
+    app = make_app(front, name, token, (options.host, *(options.allowed_hosts or ())))
+    run_server(app, front, batcher, listener, timing, f"serving {name} at", connections)
 
 
 main = serve.main

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is timed here is remembered for this run alone, so that all its trainings cut models alike.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mpi4dl-tests-")
+os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 
 from tests.pool.ranks import Ranks
 

@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpi4dl
-from mpi4dl.comm import Communicator
+from mpi4dl.checkpoints.manifest import checkpoints_in
+from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.options.parts import print_of
 from mpi4dl.train import train
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
@@ -68,7 +70,7 @@ def loss(outputs, labels):
 
 class Steps:
     def on_step_end(self, run, result):
-        if run.engine.num_steps == 3:
+        if run.engine.num_steps == 2:
             run.stop()
 
 def broken(num_classes):
@@ -147,8 +149,80 @@ def test_own_model_data_and_loss_train_as_plain_pytorch_does(ranks: Ranks, own: 
 
 def test_a_callback_hears_of_steps_and_ends_a_run(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     flags = [*flags_of(own, tmp_path / "run"), "--callbacks", f"{own}:Steps", "--epochs", "9"]
-    ranks(1).run(train, flags)
-    assert [each["step"] for each in read_metrics(tmp_path / "run") if each["phase"] == "train"] == [1, 2, 3]
+    for number, (num_ranks, plan) in enumerate(((1, ""), (2, "--tiles 1x2"))):
+        folder = tmp_path / str(number)
+        ranks(num_ranks).run(train, [*flags, *plan.split(), "--run-folder", str(folder)])
+        assert [each["step"] for each in read_metrics(folder) if each["phase"] == "train"] == [1, 2]
+        assert [path.name for path in checkpoints_in(folder / "checkpoints")] == ["step-00000002"]
+        assert "stopped by run.stop() at step 2 of 27" in (folder / "log.txt").read_text()
+
+
+AT_A_PROMPT = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, num_classes))
+    def forward(self, images):
+        return self.layers(images)
+
+class Images(torch.utils.data.Dataset):
+    classes = ("a", "b")
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.full((3, 16, 16), index / 8), index % 2
+
+class Optimizer(torch.optim.SGD):
+    pass
+
+class Metric:
+    higher_is_better = True
+    def __init__(self):
+        self.values = []
+    def update(self, predictions, targets):
+        self.values.append(predictions.mean())
+    def compute(self):
+        return torch.stack(self.values).mean()
+
+class Callback:
+    steps = 0
+    def on_step_end(self, run, result):
+        Callback.steps += 1
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+"""
+
+
+def test_parts_of_a_prompt_or_a_notebook_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their source is in no file, which Python's inspection calls an error for classes."""
+    typed: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(AT_A_PROMPT, "<stdin>", "exec"), typed)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    parts: dict[str, Any] = {"model": typed["Model"], "dataset": (typed["Images"](), typed["Images"]())}
+    parts |= {"optimizer": typed["Optimizer"], "loss": typed["loss"], "metrics": (typed["Metric"],)}
+    trainer = mpi4dl.Trainer(
+        comm=world(),
+        **parts,
+        callbacks=(typed["Callback"],),
+        image_size=(16, 16),
+        num_workers=0,
+        batch_size=4,
+        tensorboard=False,
+        run_folder=tmp_path / "run",
+    )
+    assert trainer.fit() is not None
+    assert typed["Callback"].steps == 2
+    model = typed["Model"]
+    again: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(AT_A_PROMPT.replace("num_classes))", "num_classes + 0))"), "<stdin>", "exec"), again)
+    assert print_of(typed["loss"]) == print_of(again["loss"]) is not None
+    assert print_of(model) != print_of(again["Model"]) is not None
+    found = mpi4dl.TrainedModel(tmp_path / "run", comm=world(), model=model)
+    assert found.classes == ("a", "b")
 
 
 REFUSED = [

@@ -136,3 +136,30 @@ def test_what_cannot_be_generated(
     with pytest.raises(Refusal) as caught:
         generate(world(), argv)
     assert complaint in str(caught.value)
+
+
+SPOIL = """
+import torch
+class Spoil:
+    def on_step_end(self, run, result):
+        if run.engine.num_steps == 2:
+            with torch.no_grad():
+                next(run.engine.held.parameters()).view(-1)[0] = float("nan")
+"""
+
+
+def test_checkpoints_with_nan_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their checksums are right: they were written so."""
+    (tmp_path / "spoil.py").write_text(SPOIL)
+    (tmp_path / "texts").mkdir()
+    for i in range(9):
+        (tmp_path / "texts" / f"{i}.txt").write_text("else: yield 1\n" * 9)
+    flags = [*TRAINED, "--text", str(tmp_path / "texts"), "--token-folder", str(tmp_path / "tokens")]
+    flags += ["--run-folder", str(tmp_path / "run"), "--save-every", "2", "--callbacks", f"{tmp_path}/spoil.py:Spoil"]
+    train(world(), [*flags, "--max-steps", "2"])
+    capsys.readouterr()
+    generate(world(), [str(tmp_path / "run"), "--max-tokens", "1"])
+    assert "NaN or infinite, the first in " in capsys.readouterr().err
+    with pytest.raises(Refusal):
+        train(world(), [*flags, "--max-steps", "3", "--resume", "auto"])
+    assert "NaN or infinite, the first in " in (tmp_path / "run" / "log.txt").read_text()

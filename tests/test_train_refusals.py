@@ -83,6 +83,7 @@ def test_an_image_that_is_cut_off_is_named(tmp_path: Path) -> None:
     ("flags", "pattern"),
     [
         (("--model", "resnet19"), r"model 'resnet19' is unknown; the nearest names are .*'resnet18'.*"),
+        (("--model", "gpt3", "--text", "stdlib"), r"model 'gpt3' is unknown; the nearest names are .*'gpt2'.*"),
         (
             ("--optimizer", "AdamWW"),
             r"--optimizer AdamWW: torch\.optim has no such class; did you mean AdamW\?",

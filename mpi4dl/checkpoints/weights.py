@@ -5,7 +5,7 @@ the first holder of each stage, or part      its elements, which the others that
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from mpi4dl._wording import counted
 from mpi4dl.checkpoints.manifest import AVERAGE, OPTIMIZER
 from mpi4dl.checkpoints.storage import Reader
 from mpi4dl.checkpoints.weight_files import WeightSource, open_weights
+from mpi4dl.comm import Communicator
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.parallel.replicas.average import SLOT
 
@@ -161,7 +162,30 @@ def load_weights(
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))
     assert matching is not None
     _hand_out(held, matching.pairs, stored)
-    return list(matching.remarks(origin))
+    parameters = {name for same in held.names_of.values() for name in same}
+    return [*matching.remarks(origin), *not_finite(comm, origin, held.own_state().items(), parameters)]
+
+
+def not_finite(
+    comm: Communicator, origin: str, values: Iterable[tuple[str, Tensor]], parameters: Set[str]
+) -> list[str]:
+    """A remark about the first of these values of a model that has NaN, or, if it is a parameter, infinities.
+
+    Each rank has its own values; the remark is the same on all. Masks in buffers may have infinities. Collective.
+    """
+    found = [
+        name
+        for name, value in values
+        if value.is_floating_point() and not (value.isfinite() if name in parameters else ~value.isnan()).all()
+    ]
+    names = sorted({name for rank in comm.all_gather_object(found) for name in rank})
+    if not names:
+        return []
+    more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return [
+        f"warning: {origin} has values that are NaN or infinite, the first in {names[0]}{more}: outputs of the model "
+        "are likely to be NaN; take an older checkpoint"
+    ]
 
 
 def _require(stored: WeightSource, matching: Matching, held: Held, strict: bool) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mpi4dl.comm.refusal import Refusal
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -77,8 +79,20 @@ class Meeting:
 
 @cache
 def meeting() -> Meeting:
-    """The meeting of all ranks. The first call starts MPI, and is collective."""
-    from mpi4py import MPI
+    """The meeting of all ranks. The first call starts MPI, and is collective. Raises Refusal if there is no MPI."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise Refusal(
+            f"MPI cannot be used: {error}. Run pip install '.[mpich]' in the source tree of mpi4dl, which brings "
+            "mpi4py and an MPI library; on a cluster that has its own MPI: pip install mpi4py"
+        ) from None
+    except RuntimeError as error:  # mpi4py is there, and the library is not
+        reason = str(error).strip().splitlines()[0]
+        raise Refusal(
+            f"mpi4py finds no MPI library: {reason}. Load the MPI of your cluster (module load), or run "
+            "pip install '.[mpich]' in the source tree of mpi4dl"
+        ) from None
 
     return Meeting(MPI.COMM_WORLD.Dup())
 

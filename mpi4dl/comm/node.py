@@ -53,6 +53,7 @@ class Node:
     wait_cpu_seconds: float = 0.0
     waits: Waits = field(default_factory=Waits)
     underway: list[Driven] = field(default_factory=list)
+    chose_threads: bool = False  # nobody said how many threads: the share of the cores was taken
 
     @classmethod
     def of(cls, comm: "MPI.Comm") -> "Node":
@@ -70,9 +71,14 @@ class Node:
     def oversubscribed(self) -> bool:
         return self.local_size > self.cores
 
-    def share_cores(self) -> None:
-        """Give every rank its part of the cores: PyTorch's default is all of them for each."""
-        torch.set_num_threads(self.threads)
+    def share_cores(self, asked: int | None = None) -> None:
+        """Compute with as many threads as are `asked` for, or OMP_NUM_THREADS says, or else this rank's share of cores.
+
+        PyTorch's default is all cores for each rank.
+        """
+        asked = asked or asked_threads()
+        self.chose_threads = asked is None
+        torch.set_num_threads(asked or self.threads)
 
     def device(self, kind: str = "auto") -> torch.device:
         """The device of this rank. Where there are more ranks than GPUs, they share them in turn.
@@ -125,6 +131,20 @@ class Node:
             if yields:
                 os.sched_yield()
         return False
+
+
+def asked_threads() -> int | None:
+    """How many threads the user's OMP_NUM_THREADS asks for; None if it says nothing."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first[:9]) or None if first.isdecimal() else None
+
+
+def core_wait_seconds() -> float | None:
+    """How long this thread could have run so far, and waited for a core instead; None where Linux does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def cores() -> int:

@@ -150,10 +150,10 @@ def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
     import torch
 
     from mpi4dl._memory import keep_freed_memory
-    from mpi4dl.comm.node import cores
+    from mpi4dl.comm.node import asked_threads, cores
 
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, cores() // num_ranks))
+    torch.set_num_threads(config.parallel.threads or asked_threads() or max(1, cores() // num_ranks))
     keep_freed_memory(config.parallel.keep_freed_memory)
     try:
         yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"

@@ -13,17 +13,17 @@ from mpi4dl.options.config import Config, ConfigError, parse
 from mpi4dl.options.models import hold_model
 from mpi4dl.parallel.pipeline.held import Held
 from mpi4dl.trainer.texts import TOKENIZER
-from mpi4dl.trainer.trained import find_weights, folder_of
+from mpi4dl.trainer.trained import find_weights, folder_of, with_own_model
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damaged checkpoints."""
+    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
 
     config: Config
     tokenizer: Tokenizer
     weights: Path
-    remarks: tuple[str, ...]
+    remarks: list[str]
     average: Path | None = None
 
     @property
@@ -37,14 +37,17 @@ class Trained:
         return self.tokenizer.end if self.config.data.document_mask else None
 
 
-def find_trained(comm: Communicator, source: Path, average: bool = True) -> Trained:
+def find_trained(
+    comm: Communicator, source: Path, average: bool = True, trust_code: bool = False
+) -> Trained:
     """What is in the folder of a run of mpi4dl.train, or one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
     `ema` it is their `average`.
 
     Raises:
-        Refusal: on all ranks: there is no such folder, it has no weights, or it is of a model that writes no text.
+        Refusal: on all ranks: there is no such folder, it has no weights, it is of a model that writes no text, or it
+            names code of others without `trust_code`.
     """
     folder = folder_of(comm, source)
     with comm.together((ValueError, OSError)):
@@ -54,8 +57,9 @@ def find_trained(comm: Communicator, source: Path, average: bool = True) -> Trai
             raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
         has_bytes = config.data.tokenizer == "bytes"
         tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
+    config = with_own_model(comm, config, folder, trust_code)
     found = find_weights(comm, source, average)
-    return Trained(config, tokenizer, found.weights, found.remarks, found.average)
+    return Trained(config, tokenizer, found.weights, list(found.remarks), found.average)
 
 
 def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
@@ -73,7 +77,7 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> Held:
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
         held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    load_weights(held, str(trained.weights), strict=True, average=trained.average)
+    trained.remarks.extend(load_weights(held, str(trained.weights), strict=True, average=trained.average)[1:])
     with comm.together((ValueError,)):
         lower_weights(held, ranks.precision)
     return held

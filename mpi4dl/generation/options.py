@@ -91,6 +91,9 @@ class Ranks:
         True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
     )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
+    trust_code: bool = option(
+        False, "load code that the run names as its model, though it is not signed by training of yours", BOOLEAN
+    )
 
     def plan(self) -> "Plan":
         """Raises ValueError for what cannot be."""

@@ -64,10 +64,10 @@ class SeeingModel:
         best = self.folder / BEST
         if comm.broadcast_object(best.is_file() and self.source.is_dir()):
             self.remarks.append(f"these are the newest weights; the best ones of this run are {best}")
+        self.about, ours = about, _ = description_of(comm, self.weights, self.folder)
         with comm.together((ValueError, OSError)):
-            self.about = about = description_of(self.weights, self.folder)
             owns = {name: getattr(chosen.inputs, name) for name in ("model", "transforms")}
-            config = about.config(str(self.weights), **owns)
+            config = about.config(str(self.weights), ours, chosen.inputs.trust_code, **owns)
             require_sight(config, about, str(source))
             prints = {f"the file of `{name}`": parts.print_of(part) for name, part in _own_parts(config).items()}
         comm.agree(None, **prints)
@@ -81,7 +81,7 @@ class SeeingModel:
         data = self.config.data
         comm.agree(self.plan.problem(comm.size, data.image_size, data.batch_size))
         self.remarks += [why] if why else []
-        comm.node.share_cores()
+        comm.node.share_cores(chosen.placing.threads)
         keep_freed_memory(True)
         self.patience = self._patience()
         try:
@@ -105,7 +105,7 @@ class SeeingModel:
             stream = stream_of(config, self.plan, about.num_outputs, about.channels, device)
             held = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
         held.eval().requires_grad_(False)
-        load_weights(held, str(self.weights), strict=True, average=self.average)
+        self.remarks += load_weights(held, str(self.weights), strict=True, average=self.average)[1:]
         self.patience.feed()
         optimizer = torch.optim.SGD(held.parameters(), lr=0.0)  # which makes no step
         precision, halo = config.training.precision, config.parallel.halo

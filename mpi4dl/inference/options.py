@@ -34,6 +34,9 @@ class Inputs:
         "in training, but no crop that nobody asked for, and masks by windows over whole images",
         choice("auto", "resize", "crop"),
     )
+    trust_code: bool = option(
+        False, "load code that the run or the weights name, though it is not signed by training of yours", BOOLEAN
+    )
     batch_size: int | None = option(
         None,
         "images at once, over all ranks together; none: as in training, and at least one for each of --data",
@@ -62,6 +65,7 @@ class Placing:
     memory_limit: int | None = like(Parallel, "memory_limit")
     no_rule: str = like(Parallel, "no_rule")
     precision: str = like(Training, "precision")
+    threads: int | None = like(Parallel, "threads")
     device: str = like(Parallel, "device")
     gpu_wire: str = like(Parallel, "gpu_wire")
     hang_timeout: float = like(Parallel, "hang_timeout")

@@ -85,6 +85,7 @@ REFUSALS: Mapping[str, str] = MappingProxyType(
     }
 )
 BACKBONE, TIMM, SMP = ".backbone", "timm/", "smp/"
+LOADING = ("pretrained", "checkpoint_path", "encoder_weights")  # options of theirs that read weights, some as pickles
 SMP_TIMM = "tu-"  # what encoders of timm are called by segmentation_models_pytorch
 
 
@@ -121,6 +122,12 @@ def takes_channels(name: str) -> bool:
     return name.startswith(SMP) or (name in OWN_MODELS and "in_channels" in _parameter_names(OWN_MODELS[name].builder))
 
 
+def without_loading(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options of a model that gets its weights from elsewhere: without those that make its package load some."""
+    loads = LOADING if name.startswith((TIMM, SMP)) else ()
+    return {option: value for option, value in options.items() if option not in loads}
+
+
 def build(name: str, num_classes: int | None = None, **options: object) -> nn.Module:
     """Build the model called `name`, with freshly drawn weights.
 
@@ -146,6 +153,19 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
         return _build_timm(name.removeprefix(TIMM), options)
     if name.startswith(SMP):
         return _build_smp(name.removeprefix(SMP), options)
+    require_known(name)
+    if name.endswith(BACKBONE):
+        return _build_torchvision(name.removesuffix(BACKBONE), options).get_submodule("backbone")
+    return _build_torchvision(name, options)
+
+
+def require_known(name: str) -> None:
+    """Raises ValueError for a name that is none of ours or of torchvision's, and for models that are not built.
+
+    What timm and segmentation_models_pytorch have, they find out when they build it.
+    """
+    if name in OWN_MODELS or name.startswith((TIMM, SMP)):
+        return
     known = names(torchvision=True)
     if name not in known and name in import_torchvision().models.list_models():
         raise ValueError(refusal(name))
@@ -155,9 +175,6 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
             f"model {name!r} is unknown; the nearest names are {_listed(nearest)} "
             "(mpi4dl.models.names(torchvision=True) lists all)"
         )
-    if name.endswith(BACKBONE):
-        return _build_torchvision(name.removesuffix(BACKBONE), options).get_submodule("backbone")
-    return _build_torchvision(name, options)
 
 
 def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Module:

@@ -253,6 +253,12 @@ class Parallel:
         "what to do with an operator that has no exact rule for tiles; gather: compute it whole on every rank",
         choice("error", "gather"),
     )
+    threads: int | None = option(
+        None,
+        "with how many threads each rank computes; none: as OMP_NUM_THREADS says, or its share of the cores",
+        optional(COUNT),
+        per_rank=True,
+    )
     device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
     gpu_wire: str = option(
         "auto",

@@ -19,7 +19,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
 from mpi4dl.models.aggregators import AGGREGATORS, headless
 from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
-from mpi4dl.models.registry import takes, takes_channels
+from mpi4dl.models.registry import require_known, takes, takes_channels
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
@@ -63,6 +63,7 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
         return model if config.model.patches is None else _of_patches(config, model, num_classes, channels)
     tokens, asked = takes(name) == "tokens", "`text`" if config.data.text is not None else "`images`"
     if tokens != (config.data.text is not None):
+        require_known(name)
         raise ConfigError(f"`model` {name} takes {takes(name)}, which {asked} {'have' if tokens else 'has'} not")
     if tokens:
         options = {"vocabulary": num_classes, "context": config.data.context, **options}

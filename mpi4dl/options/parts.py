@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from mpi4dl.comm.refusal import Refusal
@@ -55,19 +55,45 @@ def file_of(part: Any) -> str | None:
         file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
     else:
         try:
-            file = inspect.getsourcefile(part if inspect.isroutine(part) or inspect.isclass(part) else type(part))
-        except TypeError:
+            file = inspect.getsourcefile(_made_by(part))
+        except (TypeError, OSError):  # written in C, or as a class at a prompt
+            file = None
+        if file is not None and not Path(file).is_file():  # what a notebook calls its cells
             file = None
     return None if file is None else str(Path(file).expanduser().absolute())
 
 
 def print_of(part: Any) -> str | None:
-    """A digest of the file that an own part is written in, which all ranks must have alike; None if there is none."""
+    """A digest of the file that an own part is written in, which all ranks must have alike.
+
+    Of what is written at a prompt or in a notebook it is that of its byte code. None if there is neither.
+    """
     file = file_of(part)
     try:
-        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    except OSError:  # written at a prompt, or in a notebook
+        code = _byte_code(part) if file is None else Path(file).read_bytes()
+    except OSError:
         return None
+    return hashlib.sha256(code).hexdigest()[:16] if code else None
+
+
+def _made_by(part: Any) -> Any:
+    return part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
+
+
+def _byte_code(part: Any) -> bytes:
+    """The byte code of a function, or of the methods of a class, the same in all processes; empty of what has none."""
+    made = None if isinstance(part, str) else _made_by(part)
+    members = [value for _, value in sorted(vars(made).items())] if inspect.isclass(made) else [made]
+    functions = [getattr(member, "__func__", member) for member in members]
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    return repr([_plain(code) for code in codes]).encode() if codes else b""
+
+
+def _plain(value: Any) -> Any:
+    """A constant of byte code without addresses, and with sets in order."""
+    if isinstance(value, CodeType):
+        return value.co_name, value.co_code.hex(), value.co_names, [_plain(each) for each in value.co_consts]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def call(option: str, part: Any, *args: Any, known: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -1,8 +1,11 @@
 """The routes: completions, chats, models, health and metrics."""
 
 import hmac
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,32 +22,49 @@ OPEN_PATHS = ("/health",)
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 DEFAULT_TOKENS = 16  # of a completion that does not say how many, as OpenAI's
 NEXT_TURN = "\nuser:"  # a model that was never taught to chat goes on with the other side
+ASK_FOR_TOKEN = {"WWW-Authenticate": "Bearer"}
 CLIENT_GONE = 499  # nobody reads it: for the count
 
 
 class Door:
-    """What every request passes: the token, if one is asked for; each response is counted."""
+    """What every request passes: its Host, and the token, if one is asked for; each response is counted.
 
-    def __init__(self, app: ASGIApp, front: Front, token: str | None) -> None:
+    A page of any site can let a browser ask this server, once the site's name leads to this machine (DNS rebinding).
+    Such a request has that name as its Host. So names are answered that are known; addresses need none.
+    """
+
+    def __init__(self, app: ASGIApp, front: Front, token: str | None, hosts: Collection[str]) -> None:
         self._app, self._front = app, front
         self._token = None if token is None else token.encode()
+        here = socket.gethostname().lower()
+        self._hosts = ("localhost", here, here.partition(".")[0], *(host.lower() for host in hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = scope["path"]
+        path, headers = scope["path"], dict(scope["headers"])
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._front.statistics.responded(path if path in PATHS else "other", message["status"])
             await send(message)
 
-        if path in OPEN_PATHS or self._knows(dict(scope["headers"]).get(b"authorization", b"")):
+        host = host_of(headers.get(b"host", b"").decode("latin-1"))
+        if host and not self._is_known(host):
+            said = f"this server is not known as {quoted(host)}: --allowed-hosts adds names"
+            await ApiError(421, said, None, "unknown_host").response()(scope, receive, counted)
+        elif path in OPEN_PATHS or self._knows(headers.get(b"authorization", b"")):
             await self._app(scope, receive, counted)
         else:
-            headers = {"WWW-Authenticate": "Bearer"}
-            refusal = ApiError(401, "the token is missing or wrong", None, "invalid_api_key", headers)
+            refusal = ApiError(401, "the token is missing or wrong", None, "invalid_api_key", ASK_FOR_TOKEN)
             await refusal.response()(scope, receive, counted)
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            ip_address(host.partition("%")[0])
+        except ValueError:
+            return any(fnmatchcase(host, known) for known in self._hosts)
+        return True
 
     def _knows(self, authorization: bytes) -> bool:
         if self._token is None:
@@ -53,13 +73,23 @@ class Door:
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
 
 
+def host_of(header: str) -> str:
+    """The name or address in a Host header, without its port."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
+
+
 def chat_prompt(messages: Sequence[ChatMessage]) -> str:
     """The text that a model goes on with as the assistant: "role: content" on a line for each message."""
     return "".join(f"{message.role}: {message.text}\n" for message in messages) + "assistant: "
 
 
-def make_app(front: Front, model: str, token: str | None = None) -> ASGIApp:
-    """The application. `model`: the name that requests must ask for; `token`: what they must bear, if any."""
+def make_app(front: Front, model: str, token: str | None = None, hosts: Collection[str] = ()) -> ASGIApp:
+    """The application. `model`: the name that requests must ask for; `token`: what they must bear, if any; `hosts`:
+    names of this server beside localhost and the machine's own, such as "*.example.org".
+    """
     app = FastAPI(title="mpi4dl", docs_url=None, redoc_url=None, openapi_url=None)
     explain_errors(app)
     described = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "mpi4dl"}
@@ -109,7 +139,7 @@ def make_app(front: Front, model: str, token: str | None = None) -> ASGIApp:
         form = ChatForm(model, front.tokenizer, [""] * asked.n, asked.logprobs)
         return await _answer(request, front, asked, tokens, form, arrived, None, (NEXT_TURN,))
 
-    return Door(app, front, token)
+    return Door(app, front, token, hosts)
 
 
 def _must_be(name: str, model: str) -> None:

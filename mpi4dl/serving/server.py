@@ -10,18 +10,20 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from mpi4dl.comm.guard import Watchdog
 from mpi4dl.generation.batcher import Batcher
+from mpi4dl.serving.connections import BACKLOG, SWEEP_SECONDS, ConnectionLimits, Connections, LimitedConnection
 from mpi4dl.serving.front import Front
 from mpi4dl.trainer.stopping import StopSignals
 
 START_SECONDS, LOOK_SECONDS = 0.01, 0.1
 FEED_SECONDS = 1.0
-KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: one must not end just when it is used again
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 
@@ -70,6 +72,7 @@ class HttpThread(threading.Thread):
         signals: StopSignals,
         timing: Timing,
         greeting: str,
+        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
     ) -> None:
         super().__init__(name="http", daemon=True)
         self.error: BaseException | None = None
@@ -77,16 +80,22 @@ class HttpThread(threading.Thread):
         self._signals, self._timing, self._greeting = signals, timing, greeting
         self.watchdog = Watchdog(timing.hang_seconds)
         self._fed, self._steps = time.monotonic(), 0
+        self.connections = Connections(limits.within_files())
+        if self.connections.limits.most < limits.most:
+            most = self.connections.limits.most
+            print(f"connections: at most {most:,}, not {limits.most:,}, as files are limited (ulimit -n)", flush=True)
+        connection: Any = partial(LimitedConnection, self.connections)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=connection,
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="error",
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # it is only added to the time
             timeout_graceful_shutdown=LAST_WORDS_SECONDS,
         )
         self._server = uvicorn.Server(config)
@@ -100,6 +109,8 @@ class HttpThread(threading.Thread):
             self._batcher.stop(drain=False)
 
     async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.connections.on_loop_error)
+        sweeping = asyncio.create_task(self._sweep())
         serving = asyncio.create_task(self._server.serve([self._listener]))
         try:
             while not self._server.started and not serving.done():
@@ -112,6 +123,13 @@ class HttpThread(threading.Thread):
         finally:
             self._server.should_exit = True
             await serving
+            sweeping.cancel()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.connections.sweep()
+            self._say(self.connections.report())
 
     async def _watch(self, serving: "asyncio.Task[None]") -> None:
         """Until a signal: reports."""
@@ -142,22 +160,31 @@ class HttpThread(threading.Thread):
             self.watchdog.feed()
             self._fed, self._steps = time.monotonic(), steps
 
-    def report(self) -> None:
-        line = self._front.statistics.report()
+    def report(self, last: bool = False) -> None:
+        self._say(self.connections.report(last))
+        self._say(self._front.statistics.report())
+
+    def _say(self, line: str | None) -> None:
         if line is not None:
             print(line, flush=True)
 
 
 def run_server(
-    app: ASGIApp, front: Front, batcher: Batcher, listener: socket.socket, timing: Timing, greeting: str
+    app: ASGIApp,
+    front: Front,
+    batcher: Batcher,
+    listener: socket.socket,
+    timing: Timing,
+    greeting: str,
+    limits: ConnectionLimits,
 ) -> None:
     """Serve `app` until a signal asks for the end. On the main thread of rank 0; the others follow the batch."""
     with StopSignals() as signals:
-        thread = HttpThread(app, front, batcher, listener, signals, timing, greeting)
+        thread = HttpThread(app, front, batcher, listener, signals, timing, greeting, limits)
         thread.start()
         batcher.run()
         thread.join()
         thread.watchdog.stop()
         if thread.error is not None:
             raise thread.error
-        thread.report()
+        thread.report(last=True)

@@ -8,11 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpi4dl._memory import MemoryMeter
 from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
 from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
 from mpi4dl.checkpoints.randomness import put_back
+from mpi4dl.checkpoints.weights import not_finite
+from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.engine import Engine, Evaluation, NotFinite
 from mpi4dl.forecast.dry_run import explain, title, without_effect
 from mpi4dl.forecast.forecast import Forecast, WorkMeter, compared
@@ -40,6 +44,16 @@ from mpi4dl.trainer.stopping import Stopped, StopSignals
 from mpi4dl.trainer.texts import Texts
 from mpi4dl.trainer.writing import continued
 
+CROWDED = 0.15  # of the time that a rank waited for a core in its first steps
+
+
+def crowded(rank: int, share: float, threads: int) -> str:
+    """What there is to say of a rank that waited for a core for this share of the time."""
+    return (
+        f"rank {rank} waited {100 * share:.0f} % of the time for a core: other programs use the cores that its "
+        f"{threads} threads are for, and its threads wait for each other in each layer; `threads` 1 may be faster"
+    )
+
 
 class TrainingRun:
     """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
@@ -64,7 +78,7 @@ class TrainingRun:
         self.spell, self.argv = spell, argv
         self.callbacks: tuple[Any, ...] = ()
         self.remarks: tuple[str, ...] = ()
-        self.stopping = self.remembered = False
+        self.stopping = self.remembered = self.heeds_callbacks = False
         self.unfrozen: set[tuple[int, str]] = set()
         self.task: Task = Classify(num_classes)
         self.metrics: Mapping[str, Any] = {}
@@ -82,6 +96,8 @@ class TrainingRun:
         self.interval = self.new_interval()
         self.mixed = any(name.endswith(".router.weight") for name in engine.held.shapes)
         self.work = WorkMeter(engine.comm.node)
+        self.waited_for_cores: float | None = None  # until the first step
+        self.began_steps = 0.0
         self.evaluation: Evaluation | None = None
         later: Any = None  # until `open`
         self.reporter = self.painter = self.about = self.folder = self.checkpoints = self.signals = later
@@ -151,6 +167,9 @@ class TrainingRun:
         self.config = resuming.with_its_own(self.config, source, there)
         resuming.require_fit(source, there, self.schedule.scheduler, len(self.training))
         load(self.engine, source) if self.checkpoints is None else self.checkpoints.load(self.engine, source)
+        shards = [(shard.name, shard.value) for shard in self.engine.shards()]
+        parameters = {name for name, _ in shards}
+        more += not_finite(self.comm, str(source), [*shards, *self.engine.buffers().items()], parameters)
         self.epoch, self.batch, self.due = there.epoch, there.batch, there.due
         self.options |= {name: there.options[name] for name in resuming.FROM_CHECKPOINT if name in there.options}
         self.interval.losses = there.losses
@@ -209,7 +228,7 @@ class TrainingRun:
                 method(self, *told)
 
     def stop(self) -> None:
-        """End the run after this step, as a signal would. All ranks must call it."""
+        """End the run after this step, with a checkpoint, as a signal would. All ranks should call it."""
         self.stopping = True
 
     def say(self, line: str) -> None:
@@ -219,12 +238,17 @@ class TrainingRun:
     def all_epochs(self) -> None:
         """Train, save, validate; keep the weights at the end."""
         began, epochs = time.perf_counter(), self.config.training.epochs
+        # Ranks may have other callbacks: whether any has steps to look at, all know, so that all ask whether to stop.
+        listening = any(hasattr(callback, "on_step_end") for callback in self.callbacks)
+        self.waited_for_cores, self.began_steps = core_wait_seconds(), began
+        self.heeds_callbacks = bool(self.comm.all_reduce(torch.tensor(int(listening)), "max"))
         self.tell("on_fit_start")
         try:
             while self.due or (self.epoch < epochs and (self.batch or not self.finished)):
                 self.one_epoch()
         except Stopped:
-            self.say(f"stopped by {self.signals.caught or 'a signal'} at step {self.save_now()}")
+            asked = self.comm.all_gather_object(self.signals.caught or ("run.stop()" if self.stopping else None))
+            self.say(f"stopped by {next(filter(None, asked), 'a signal')} at step {self.save_now()}")
             return
         self.patience.begin("end")
         if self.checkpoints is not None:
@@ -327,7 +351,8 @@ class TrainingRun:
                     self.report()
                 if self.finished:
                     break
-                self.heed(reading.news)
+                asked = self.heeds_callbacks and News.of_all(self.comm, self.own_news()).stop
+                self.heed(reading.news._replace(stop=reading.news.stop or asked))
                 if self.saves_at(self.engine.num_steps) and self.batch < len(self.training):
                     self.save()
         self.report()
@@ -336,6 +361,7 @@ class TrainingRun:
         """Say how the steps went since the last report."""
         if not self.remembered and self.interval.losses:
             self.remembered = remember(self.painter, self.config, self.engine, self.meter)
+            self.look_at_cores()
         found = self.interval.report(self.epoch + 1, self.meter.peak_bytes())
         self.interval = self.new_interval()
         use = expert_use(self.engine) if self.mixed else None
@@ -345,6 +371,17 @@ class TrainingRun:
                 found = replace(found, router_entropy=use.entropy)
                 self.reporter.images("experts/load by layer and expert", use.picture(), found.step)
             self.reporter.step(found)
+
+    def look_at_cores(self) -> None:
+        """Say whether ranks had to wait for cores, though they took more threads than one by themselves. Collective."""
+        waited, threads = core_wait_seconds(), torch.get_num_threads()
+        chose = self.comm.node.chose_threads and threads > 1
+        share = 0.0
+        if chose and waited is not None and self.waited_for_cores is not None:
+            share = (waited - self.waited_for_cores) / (time.perf_counter() - self.began_steps)
+        worst, rank = max(zip(self.comm.all_gather_object(share), range(self.comm.size), strict=True))
+        if worst > CROWDED:
+            self.say(crowded(rank, worst, threads))
 
     def new_interval(self, losses: Sequence[float] = ()) -> LogInterval:
         data = self.config.data

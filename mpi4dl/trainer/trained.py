@@ -7,7 +7,7 @@ runs/mine/ema.safetensors           their average, of a run with --ema; checkpoi
 weights.safetensors, weights.pt     what mpi4dl.export wrote
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi4dl.checkpoints.checkpoints import refusing
@@ -16,8 +16,9 @@ from mpi4dl.checkpoints.saved import newest_whole
 from mpi4dl.checkpoints.weight_files import open_weights
 from mpi4dl.checkpoints.weights import average_of
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import ConfigError
-from mpi4dl.trainer.description import Description, described_by
+from mpi4dl.options.config import Config, ConfigError, shared_options
+from mpi4dl.options.parts import is_own
+from mpi4dl.trainer.description import FILE, Description, described_by, untrusted
 
 WEIGHTS = (".pt", ".pth", ".safetensors")
 RAW = "these are the weights of the last step"
@@ -90,12 +91,44 @@ def find_weights(comm: Communicator, source: Path, average: bool = True) -> Foun
     return FoundWeights(there, told) if there.name == AVERAGE else FoundWeights(weights, told, there)
 
 
-def description_of(weights: Path, folder: Path) -> Description:
-    """What weights are of, as they say themselves, or the run that they lie in. Raises ConfigError, OSError."""
-    told = open_weights(str(weights)).metadata.get(ABOUT)
-    found = described_by(folder) if told is None else Description.read(told, str(weights))
-    if found is None:
-        raise ConfigError(
-            f"{weights} does not say what it is of: name a run of mpi4dl.train, or weights of one by mpi4dl.export"
-        )
-    return found
+def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Description, bool]:
+    """What weights are of, as they say themselves, or the run that they lie in; and whether this user signed that.
+
+    Rank 0 reads it for all. Collective. Raises Refusal on all ranks.
+    """
+    found = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            told = open_weights(str(weights)).metadata.get(ABOUT)
+            about = described_by(folder) if told is None else Description.read(told, str(weights))
+            if about is None:
+                raise ConfigError(
+                    f"{weights} does not say what it is of: name a run of mpi4dl.train, or weights of one by "
+                    "mpi4dl.export"
+                )
+            found = about, about.is_ours()
+    answer: tuple[Description, bool] = comm.broadcast_object(found)
+    return answer
+
+
+def with_own_model(comm: Communicator, config: Config, folder: Path, asked: bool) -> Config:
+    """The configuration that a run's folder has, with its own model where that is now, if it is one.
+
+    The file of options is not signed: code that it names counts as the user's if the run's description, which is, names
+    it with the same options. Collective. Raises Refusal on all ranks for code that must not be loaded.
+    """
+    text = config.model.model
+    if not is_own(text):
+        return config
+    found = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            about, options, where = described_by(folder), shared_options(config), str(folder)
+            if about is None and not asked:
+                raise untrusted(where, "model", text)
+            if about is None:
+                found = text
+            else:
+                same = all(about.options.get(name) == options[name] for name in ("model", "model_options"))
+                found = about.part("model", text, str(folder / FILE), same and about.is_ours(), asked)
+    return replace(config, model=replace(config.model, model=comm.broadcast_object(found)))

@@ -96,7 +96,7 @@ class Trainer:
         with comm.together((ValueError,)):
             self.plan = plan = build.build_plan(config)
         comm.agree(plan.problem(comm.size, config.data.image_size, config.samples_per_step))
-        comm.node.share_cores()
+        comm.node.share_cores(config.parallel.threads)
         keep_freed_memory(config.parallel.keep_freed_memory)
         self._patience = patience = Patience(config.parallel.hang_timeout)
         with comm.together():

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.checkpoints.weight_files import open_weights
-from mpi4dl.checkpoints.weights import load_weights, match
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.checkpoints.weights import load_weights, match, not_finite
+from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.held import Held, split
@@ -178,3 +178,19 @@ def test_a_checkpoint_of_ours(ranks: Ranks, tmp_path: Path) -> None:
     assert [line.partition(":")[2] for line in remarks] == [f" {len(wanted)} values"]
     assert state is not None
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_weights_that_are_no_numbers_are_told(ranks: Ranks, tmp_path: Path, plan: Plan) -> None:
+    state = vit().state_dict()
+    first, second = sorted(state)[1:3]
+    state[first].view(-1)[-1], state[second].view(-1)[0] = float("nan"), float("inf")
+    torch.save(state, tmp_path / "weights.pt")
+    told = [remarks for remarks, _ in ranks(plan.num_ranks).run(load, plan, str(tmp_path / "weights.pt"), True)]
+    assert all(len(remarks) == 2 and f"first in {first}, and 1 more" in remarks[1] for remarks in told)
+
+
+def test_masks_may_have_infinities() -> None:
+    values = [("mask", torch.tensor([float("-inf")])), ("weight", torch.ones(1)), ("counter", torch.ones(1).long())]
+    assert not_finite(world(), "w", values, {"weight"}) == []
+    assert "mask" in not_finite(world(), "w", [("mask", torch.tensor([float("nan")]))], set())[0]

@@ -299,6 +299,15 @@ def test_an_error_at_the_prompt_is_shown_and_the_prompt_stays() -> None:
         assert job.stderr.count("ZeroDivisionError") == num_ranks
 
 
+@pytest.mark.parametrize("command", ["train", "predict", "doctor"])
+def test_without_mpi4py_there_is_one_message(command: str) -> None:
+    program = f"import sys; sys.modules['mpi4py'] = None; sys.argv[1:] = []; from mpi4dl.{command} import main; main()"
+    job = mpirun(1, "-c", program)
+    assert job.code != 0
+    assert len(job.stderr.strip().splitlines()) == 1
+    assert "pip install '.[mpich]'" in job.stderr
+
+
 def test_a_user_interrupt_is_no_traceback() -> None:
     job = mpirun(1, "-c", "from mpi4dl.comm import guard; guard.start(); raise KeyboardInterrupt")
     assert (job.code, job.stderr) == (130, "")

@@ -48,11 +48,18 @@ def test_more_ranks_than_cores_is_oversubscribed(size: int, cores: int, expected
     assert Node(0, size, cores, 1).oversubscribed is expected
 
 
-def test_threads_are_shared_out() -> None:
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("variable", "asked", "threads"), [("", None, 3), ("2", None, 2), ("2,1", 5, 5), ("many", None, 3), ("0", None, 3)]
+)
+def test_threads_are_shared_out_unless_the_user_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, variable: str, asked: int | None, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before, node = torch.get_num_threads(), Node(0, 2, 6, 3)
     try:
-        Node(0, 2, 6, 3).share_cores()
-        assert torch.get_num_threads() == 3
+        node.share_cores(asked)
+        assert torch.get_num_threads() == threads
+        assert node.chose_threads is (threads == 3)
     finally:
         torch.set_num_threads(before)
 

@@ -48,7 +48,7 @@ def train_nothing(
     config = from_keywords(Config, asked)
     model = build_model(config, len(classes), 3).eval()
     spread_outputs(model)
-    about = Description.of(config, Like(task, classes, images or Shown()), len(classes))
+    about = Description.of(config, Like(task, classes, images or Shown()), len(classes)).signed()
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config))
     about.write(folder)

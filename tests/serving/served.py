@@ -11,6 +11,7 @@ import openai
 
 from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.serving.app import make_app
+from mpi4dl.serving.connections import ConnectionLimits
 from mpi4dl.serving.front import Front, Limits
 from mpi4dl.serving.server import HttpThread, Timing, bind, url_of
 from mpi4dl.serving.statistics import ServingStatistics
@@ -24,14 +25,22 @@ PATIENCE_SECONDS = 60.0
 class Served:
     """A running server. `signals.caught = "SIGTERM"` is what a signal would do."""
 
-    def __init__(self, limits: Limits, token: str | None = None, timing: Timing = Timing()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        limits: Limits,
+        token: str | None = None,
+        timing: Timing = Timing(),  # noqa: B008
+        connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        hosts: tuple[str, ...] = (),
+    ) -> None:
         self.batch, self.signals = StandIn(limits.max_batch), StopSignals()
         batcher = self.batch.as_batcher()
         self.front = Front(batcher, ByteTokenizer(), limits, ServingStatistics(batcher))
         listener = bind("127.0.0.1", 0)
         self.url = url_of(listener)
-        app = make_app(self.front, "tiny", token)
-        self.thread = HttpThread(app, self.front, batcher, listener, self.signals, timing, "serving at")
+        app = make_app(self.front, "tiny", token, hosts)
+        about = (self.signals, timing, "serving at", connections)
+        self.thread = HttpThread(app, self.front, batcher, listener, *about)
         self.running = threading.Thread(target=self.batch.run, daemon=True)
 
     def client(self, token: str = "none") -> openai.OpenAI:
