@@ -14,10 +14,12 @@ rule raises `NoRule`. Its `shape` is the shape of the whole.
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -135,6 +137,10 @@ def find_rule(function: Any) -> Rule | None:
     if function in _rules:
         return _rules[function]
     return next((rule for choose in _fallbacks if (rule := choose(function)) is not None), None)
+
+
+class GatheredWarning(UserWarning):
+    """What tiles would have shared was gathered on every rank."""
 
 
 class SpatialTensor(Tensor):
@@ -282,6 +288,38 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))
+
+
+_ENTRY = SpatialTensor.__dict__["__torch_function__"].__func__.__code__
+HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # whose lines are none of a model's
+
+
+def tell_gathered(x: SpatialTensor, num_bytes: int) -> None:
+    """Warn, on rank 0 of the grid and once for each line of a model, that its operator has so much more on every rank.
+
+    What is gathered outside of operators, by the engine or by users themselves, is not told.
+    """
+    if x.layout.grid.rank != 0:
+        return
+    function = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _ENTRY:
+            function = frame.f_locals["function"]
+        elif function is not None and not frame.f_code.co_filename.startswith(HIDDEN):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if function is None or frame is None:
+        return
+    module = calling_module()
+    warnings.warn_explicit(
+        f"{function_name(function)}{f' in module {module}' if module else ''} gathers a tensor of shape "
+        f"{tuple(x.shape)}: {num_bytes:,} more bytes on every rank, which tiles do not save. The result is exact",
+        GatheredWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 @functools.cache

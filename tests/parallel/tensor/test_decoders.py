@@ -37,18 +37,18 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+PLAIN = (
+    "apertus arcee bitnet bloom cohere cohere2 diffllama ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 "
+    "gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite helium hunyuan_v1_dense llama mamba mistral nemotron olmo "
+    "olmo2 olmo3 openai-gpt persimmon phi qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma"
+)
+SPARSE = "gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe"
 DECODERS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        "apertus arcee bitnet bloom cohere cohere2 diffllama ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 "
-        "gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 "
-        "olmo3 openai-gpt persimmon phi qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma".split(),
-        {},
-    ),
-    **dict.fromkeys("gpt_oss granitemoe mixtral olmoe qwen2_moe qwen3_moe".split(), EXPERTS),
+    **{name: {} for name in PLAIN.split()},
+    **{name: EXPERTS for name in SPARSE.split()},
     "codegen": {"rotary_dim": 4, "n_ctx": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_heads": 4, "num_layers": 2},
     "gptj": {"rotary_dim": 4},
-    "mamba": {},
     "mpt": {"n_heads": 4},
     "opt": {"ffn_dim": 20, "word_embed_proj_dim": 24},
     "phi3": {"pad_token_id": 0},

@@ -164,18 +164,21 @@ def _common(function: str, dim: int, *tensors: Tensor) -> Layout:
 
 @register(*named("gather"))
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """Entries from anywhere along a dim, which is gathered if ranks share it; the result is spread as the index is."""
     dim = place_of(dim, input.dim())
-    input, index = _along_whole(input, dim), _along_whole(index, dim)
-    if not isinstance(input, SpatialTensor) and not isinstance(index, SpatialTensor):
-        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
-    layout = _common("torch.gather", dim, index, input)
+    axis = input.layout.axis(dim) if isinstance(input, SpatialTensor) else None
+    if isinstance(input, SpatialTensor) and axis is not None:
+        input = gather_axes(input, [axis])
+    index = _along_whole(index, dim)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
-    if not isinstance(index, SpatialTensor) and isinstance(input, SpatialTensor):
-        layout = input.layout.narrow
-    y = torch.gather(part(input, layout), dim, part(index, layout), sparse_grad=sparse_grad)
-    return wrap(y, layout)
+    lead = index if isinstance(index, SpatialTensor) else input
+    if not isinstance(lead, SpatialTensor):
+        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
+    layout = lead.layout.narrow
+    own = part(input, reduced_layout(layout, [dim], True))
+    return wrap(torch.gather(own, dim, part(index, layout), sparse_grad=sparse_grad), layout)
 
 
 @register(*named("take_along_dim"))
