@@ -109,6 +109,14 @@ LLAMA: Styles = MappingProxyType(
         "lm_head": "vocabulary",
     }
 )
+BLOOM: Styles = MappingProxyType(
+    {
+        "transformer.word_embeddings": "vocabulary",
+        "transformer.h.*.self_attention.query_key_value": "heads",
+        "transformer.h.*.self_attention.dense": "heads-row",
+        "lm_head": "vocabulary",
+    }
+)  # whose GELU is an autograd.Function of its own, which takes no parts: the layers around it stay whole
 BERT: Styles = MappingProxyType(
     {
         "bert.embeddings.word_embeddings": "vocabulary",
@@ -121,6 +129,12 @@ BERT: Styles = MappingProxyType(
         "cls.predictions.decoder": "vocabulary",
     }
 )
+ROBERTA: Styles = MappingProxyType(
+    {
+        **{name.replace("bert.", "roberta."): style for name, style in BERT.items() if name.startswith("bert.")},
+        "lm_head.decoder?": "vocabulary",
+    }
+)  # with whatever head
 OWN: Styles = MappingProxyType(
     {
         **{f"blocks.*.attention.{name}": "heads" for name in ("query", "key", "value")},
@@ -196,12 +210,18 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ResNet": RESNET,
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
+        "BloomForCausalLM": BLOOM,
         "MixtralForCausalLM": MIXTRAL,
         "OlmoeForCausalLM": MIXTRAL,
         "GraniteMoeForCausalLM": GRANITE_MOE,
         "Qwen2MoeForCausalLM": SPARSE_LLAMA,
         "Qwen3MoeForCausalLM": SPARSE_LLAMA,
         "BertForMaskedLM": BERT,
+        **{
+            f"{family}For{task}": ROBERTA
+            for family in ("Roberta", "XLMRoberta")
+            for task in ("MaskedLM", "CausalLM", "SequenceClassification", "TokenClassification")
+        },
         "VisionTransformer": VISION_TRANSFORMER,
         "SwinTransformer": SWIN,
         "ViTForImageClassification": HF_VIT,
@@ -336,7 +356,7 @@ def _plainly_linear(module: nn.Module) -> bool:
 
 def _experts(modules: Mapping[str, nn.Module], num_ranks: int) -> dict[str, str]:
     """Styles of layers of experts that have the parameters of Mixtral's, as most models of transformers."""
-    found = {}
+    found: dict[str, str] = {}
     for path, module in modules.items():
         parameters = dict(module.named_parameters())
         if set(parameters) != {"gate_up_proj", "down_proj"} or getattr(module, "is_transposed", False):

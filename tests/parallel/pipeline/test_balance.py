@@ -153,8 +153,8 @@ def test_atoms_that_look_at_values_are_counted():
         lambda: torch.arange(5, device="meta"),
         lambda: torch.full((2, 3), 4.0, device="meta").T.contiguous()[1:],
         lambda: torch.empty(3, device="meta", dtype=torch.int64).fill_(2).cumsum(0),
-        lambda: torch.ones(4, device="meta").tril().bool().logical_not(),
-        lambda: torch.tensor([3, 1, 2], device="meta").sort().indices,
+        lambda: torch.ones(4, 4, device="meta").tril().bool().logical_not(),
+        lambda: torch.arange(3, device="meta").flip(0).sort().indices,
         lambda: torch.arange(6, device="meta").view(2, 3)[:, torch.arange(3, device="meta") > 0].add_(1),
     ],
 )

@@ -33,7 +33,7 @@ from mpi4dl.parallel.spatial.tensor import (
 # Pointwise too, but composed of others or not computing anything, so that PyTorch does not tag them.
 UNTAGGED = (
     "softsign tanhshrink logsigmoid hardswish clone detach contiguous float double half bfloat16 int long bool type "
-    "cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ resolve_conj resolve_neg"
+    "cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ conj resolve_conj resolve_neg"
 ).split()
 SPELLED = {
     "truediv": "div",
@@ -291,7 +291,8 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         rest = [x for x in args if x is not other]
         named_rest = {name: x for name, x in kwargs.items() if x is not other}
         return input.to(other.device, other.dtype, *rest, **named_rest)
-    return pointwise(Tensor.to)(input, *args, **kwargs)  # type: ignore[no-any-return]
+    moved: Tensor = pointwise(Tensor.to)(input, *args, **kwargs)
+    return moved
 
 
 @register(torch.where, flat=True)
