@@ -14,7 +14,7 @@ from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, chosen, modules
 from tests.pool.ranks import Ranks
-from tests.training import assert_close
+from tests.training import EXACT, assert_close
 
 
 class ChannelsLast(nn.Module):
@@ -190,7 +190,7 @@ def learn_of_one_image(comm: Communicator, plan: Plan) -> None:
     state = expected.state_dict()
     for name, value in held.own_state().items():
         if not name.startswith("norm.running") and not name.endswith("tracked"):
-            assert_close(value, state[name])
+            assert_close(value, state[name], EXACT, name)
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(((1, 1), (1, 1))), Plan(((1, 2),))], ids=str)
