@@ -261,6 +261,7 @@ PLANNED_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
 PLANNED_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
 PLANNED_TABLES = ("embedding_rowwise", "vocab_parallel_rowwise")
 # Names of layers in attentions and feed-forward layers of models that carry no plan.
+IN_BLOCKS = re.compile(r"\.\d+\.")
 QUERIES = frozenset("q k v q_proj k_proj v_proj query key value query_key_value".split())
 FUSED = frozenset("Wqkv qkv qkv_proj c_attn".split())
 ATTENDED = frozenset("o_proj out_proj dense c_proj o".split())
@@ -282,12 +283,10 @@ def planned_styles(model: nn.Module, num_ranks: int) -> Styles:
             style = _style_of_planned(planned)
             if style is not None:
                 found[path] = style
-    if not any(".layers." in f".{path}" or re.search(r"\.\d+\.", path) for path in found):
+    if not any(IN_BLOCKS.search(path) for path in found):
         found |= _by_names(modules)
-    for module, style in ((_embeddings(model, "input"), "vocabulary"), (_embeddings(model, "output"), "vocabulary")):
-        path = next((path for path, each in modules.items() if each is module), None)
-        if path is not None:
-            found[path] = style
+    words = [_embeddings(model, which) for which in ("input", "output")]
+    found |= {path: "vocabulary" for path, module in modules.items() if any(module is each for each in words)}
     chosen = {path: fitting for path, style in found.items() if (fitting := _fitting(path, modules, style, num_ranks))}
     return chosen | _experts(modules, num_ranks)
 
@@ -305,7 +304,7 @@ def _by_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     found = {}
     for path in modules:
         above, _, leaf = path.rpartition(".")
-        if not re.search(r"\.\d+\.", path):
+        if not IN_BLOCKS.search(path):
             continue
         if _in_attention(path, modules):
             style = "column" if leaf in QUERIES | FUSED else "row" if leaf in ATTENDED else None
@@ -335,18 +334,16 @@ def _fitting(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not _plainly_linear(module):
         return None
-    styles = [style]
     if style in ("column", "row") and _in_attention(path, modules):
         fused = path.rpartition(".")[2] in FUSED
-        styles = ["fused-heads"] if fused else ["heads" if style == "column" else "heads-row"]
-    for each in styles:
-        try:
-            list(_cuts(path, modules, each, num_ranks))
-        except ValueError:
-            continue
-        if each != "fused-heads" or max(weight.shape) == 3 * min(weight.shape):
-            return each
-    return None
+        style = "heads-row" if style == "row" else "fused-heads" if fused else "heads"
+        if style == "fused-heads" and max(weight.shape) != 3 * min(weight.shape):
+            return None
+    try:
+        list(_cuts(path, modules, style, num_ranks))
+    except ValueError:
+        return None
+    return style
 
 
 def _plainly_linear(module: nn.Module) -> bool:
