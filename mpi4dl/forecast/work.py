@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mpi4dl.parallel.costs.meter import SavedTensors, TensorMeter
+from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, TensorMeter
 from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
@@ -45,7 +45,7 @@ def count_work(
     found = []
     for stage, atoms in zip(stages, names, strict=True):
         saved, meter = SavedTensors([*stage.parameters(), *stage.buffers()]), TensorMeter()
-        with torch.enable_grad(), meter:
+        with torch.enable_grad(), KnownValues(), meter:
             with saved.counting(), FlopCounter() as counter:
                 results = stage(*values)
             last = stage is stages[-1]

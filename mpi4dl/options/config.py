@@ -187,7 +187,7 @@ class Parallel:
     )
     tensor_styles: str | None = option(
         None,
-        'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: by the table for the model',
+        'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: as the model\'s table or plan says',
         optional(NAME),
     )
     experts: int = option(1, "how many ranks share experts, and the batch as those of --data do", COUNT)

@@ -1,10 +1,12 @@
 """Bytes of atoms as they will be kept: on the tile that a rank of their stage has, with its padded copies.
 
-Counted on meta tensors, on one rank of a grid of which no other need exist. Nothing is computed, nothing allocated.
+Counted on meta tensors, on one rank of a grid of which no other need exist. Nothing is computed, nothing allocated, but
+for an atom that looks at values, such as a router's: it runs once on the CPU, with made-up ones.
 """
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -13,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.parallel.costs.fused import FusedAttention
-from mpi4dl.parallel.costs.meter import SavedTensors, TensorMeter
+from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, TensorMeter, made_up_part, needs_values
 from mpi4dl.parallel.costs.timing import Site, as_received, cut_at, imagined, input_at, local_part
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
+from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
 class AtomBytes(NamedTuple):
@@ -53,25 +57,21 @@ class StageBytes(NamedTuple):
 
 def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
     """The bytes of every atom at a site, with the last one the loss of tokens. What two keep counts for the first."""
-    grid = imagined(site)
-    model = cuttable.model
+    grid, model = imagined(site), cuttable.model
     empty = shapes_of(model)
-    values: tuple[Any, ...] = (input_at(site, grid, model, torch.device("meta")),)
     saved = SavedTensors(empty.values())
     found: list[AtomBytes] = []
     handed_on: list[list[torch.UntypedStorage]] = []
-    for i in range(len(cuttable)):
-        atom = cut_at(site, deepcopy(cuttable.atom(i), {**empty}).train(), grid)
+
+    def count(atom: Stage, received: tuple[Any, ...], with_loss: bool) -> tuple[AtomBytes, list[Tensor], Any]:
         saved.disregard(atom.parameters())
-        saved.turn = i
-        before, received, summed = saved.num_bytes, map_leaves(as_received, values), grid.comm.counts["over_features"]
+        before, summed = saved.num_bytes, grid.comm.counts["over_features"]
         meter = TensorMeter()
         grid.foresight.begin()
         with torch.enable_grad(), meter, FusedAttention():
             with saved.counting():
                 results = atom(*received)
-                if i == len(cuttable) - 1 and of_tokens(site.image):
-                    results = _with_loss(results)
+                results = _with_loss(results) if with_loss else results
                 grid.foresight.pay()
             tensors = [local_part(t) for t in pack((results,))[0]]
             kept, handed = saved.num_bytes - before, sum(tensor.nbytes for tensor in tensors)
@@ -86,20 +86,53 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
         grid.foresight.settle()
         beside = max(0, forward - kept), max(0, backward - kept)
         summed = grid.comm.counts["over_features"] - summed
-        found.append(AtomBytes(kept, handed, 0, *beside, meter.largest_bytes, summed))
-        handed_on.append([tensor.untyped_storage() for tensor in tensors])
-        values = map_leaves(as_received, results)
+        return AtomBytes(kept, handed, 0, *beside, meter.largest_bytes, summed), tensors, results
+
+    with KnownValues() as known:
+        values: tuple[Any, ...] = (input_at(site, grid, model, torch.device("meta")),)
+        for i in range(len(cuttable)):
+            saved.turn = i
+            with_loss = i == len(cuttable) - 1 and of_tokens(site.image)
+            atom = cut_at(site, deepcopy(cuttable.atom(i), {**empty}).train(), grid)
+            try:
+                bytes_of, tensors, results = count(atom, map_leaves(as_received, values), with_loss)
+                values = map_leaves(as_received, results)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if not needs_values(error) and not of_tokens(site.image):
+                    raise
+                with torch.random.fork_rng(devices=[]):
+                    torch.default_generator.manual_seed(0)
+                    stage = deepcopy(cuttable.atom(i), {**empty})
+                    atom = cut_at(site, made_up_stage(stage, torch.device("cpu")), grid)
+                    made = map_leaves(partial(_made_up, known), values)
+                    bytes_of, tensors, results = count(atom, made, with_loss)
+                values = map_leaves(_on_meta, results)
+            found.append(bytes_of)
+            handed_on.append([tensor.untyped_storage() for tensor in tensors])
     return tuple(
         atom._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
         for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
     )
 
 
+def _made_up(known: KnownValues, leaf: Any) -> Any:
+    if isinstance(leaf, SpatialTensor):
+        return SpatialTensor(made_up_part(known.value, leaf.local), leaf.layout)
+    return made_up_part(known.value, leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _on_meta(leaf: Any) -> Any:
+    """What the next atom receives of an atom that ran on the CPU."""
+    if isinstance(leaf, SpatialTensor):
+        return SpatialTensor(_on_meta(leaf.local), leaf.layout)
+    return leaf.detach().to("meta").requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
 def _with_loss(outputs: Any) -> Any:
     """The loss of logits for each token, which for many kinds of tokens takes more than a block; others as they are."""
     if not isinstance(outputs, Tensor) or outputs.dim() != 3:
         return outputs
-    targets = torch.zeros(outputs.shape[:2], dtype=torch.int64, device="meta")
+    targets = torch.zeros(outputs.shape[:2], dtype=torch.int64, device=outputs.device)
     return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
 
 

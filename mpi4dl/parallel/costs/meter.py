@@ -1,7 +1,7 @@
-"""Counts the bytes of tensors as they come and go, without the memory for them: on the meta device too."""
+"""What counts the cost of a forward pass on the meta device: bytes as they come and go, and the few values it needs."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,3 +88,140 @@ class SavedTensors:
             self.num_bytes += storage.nbytes()
             self._storages.append(storage)
         return tensor
+
+
+class KnownValues(TorchDispatchMode):
+    """Meta tensors that follow from numbers alone have values within it, so that a forward may look at them.
+
+    A mask is made of positions, which are made of sizes: `torch.arange(n) < n`. Such tensors, of up to `MOST_VALUES`
+    elements, are computed on the CPU too. What follows from parameters or inputs has a shape alone.
+
+        values of     torch.arange, torch.full, ..., and of what is computed of such tensors
+        no values of  parameters, inputs, random numbers, and what is computed of them
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, torch.UntypedStorage] = {}  # by the address of the storage on the meta device
+
+    def value(self, x: Tensor) -> Tensor | None:
+        """A tensor's value on the CPU, which shares memory with those of its views; None if it is not known."""
+        if not x.is_meta:
+            return x.detach()
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return None
+        known = self._values.get(x.untyped_storage()._cdata)
+        if known is None:
+            return None
+        return torch.empty(0, dtype=x.dtype).set_(known, x.storage_offset(), x.size(), x.stride())
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        if not any(x.is_meta for x in given) and (device is None or torch.device(device).type != "meta"):
+            return function(*args, **kwargs)
+        changes = function._schema.is_mutable
+        aliases = any(result.alias_info is not None for result in function._schema.returns)
+        if aliases and not changes:
+            return function(*args, **kwargs)
+        name = function._overloadpacket.__name__
+        operands = self._operands(name, args, kwargs)
+        if changes:
+            result = function(*args, **kwargs)
+            if operands is None:
+                self._forget(function, args, kwargs)
+            else:
+                function(*operands[0], **operands[1])
+            return result
+        if operands is None:
+            return function(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in function.tags or name.startswith(("empty", "new_empty")):
+            return function(*args, **kwargs)
+        if not any(size in function.tags for size in DECIDED_BY_VALUES):
+            shapes = function(*args, **kwargs)
+            leaves = [leaf for leaf in pytree.tree_leaves(shapes) if isinstance(leaf, Tensor)]
+            if any(not leaf.is_meta or leaf.numel() > MOST_VALUES for leaf in leaves):
+                return shapes
+            values = function(*operands[0], **self._on_cpu(function, operands[1]))
+            for shape, value in zip(leaves, pytree.tree_leaves(values), strict=True):
+                self._know(shape, value)
+            return shapes
+        values = function(*operands[0], **self._on_cpu(function, operands[1]))
+        if device is not None and torch.device(device).type != "meta":
+            return values
+        return pytree.tree_map_only(Tensor, self._shown, values)
+
+    def _operands(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The arguments with values for tensors; None if one of them has none."""
+        fills = name in ("fill_", "zero_", "copy_")
+        shape_counts = name.startswith("new_") or name.endswith("_like")
+        missing = False
+
+        def known(place: int, x: Tensor) -> Tensor:
+            nonlocal missing
+            value = self.value(x)
+            if value is not None or type(x) not in (Tensor, torch.nn.Parameter):
+                missing = missing or value is None
+                return x if value is None else value
+            small = x.numel() <= MOST_VALUES
+            if place == 0 and small and shape_counts:
+                return torch.empty(x.shape, dtype=x.dtype)
+            storage = x.untyped_storage()
+            if place == 0 and small and fills and x.numel() * x.itemsize == storage.nbytes() and not x.requires_grad:
+                return self._know(x, torch.empty(x.shape, dtype=x.dtype).as_strided(x.size(), x.stride()))
+            missing = True
+            return x
+
+        leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+        others = [known(i, x) if i and isinstance(x, Tensor) else x for i, x in enumerate(leaves)]
+        if missing or not leaves:
+            return None if missing else (tuple(args), kwargs)
+        if isinstance(leaves[0], Tensor):
+            others[0] = known(0, leaves[0])
+        return None if missing else pytree.tree_unflatten(others, structure)
+
+    def _on_cpu(self, function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        device = kwargs.get("device")
+        return kwargs if device is None else {**kwargs, "device": torch.device("cpu")}
+
+    def _know(self, x: Tensor, value: Tensor) -> Tensor:
+        """Keep the value of a new meta tensor as long as its storage lives. Returns the value as it is kept."""
+        storage = x.untyped_storage()
+        kept = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        place = storage._cdata
+        self._values[place] = kept
+        weakref.finalize(storage, self._values.pop, place, None)
+        own = torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.size(), x.stride())
+        return own.copy_(value)
+
+    def _shown(self, value: Tensor) -> Tensor:
+        shape = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        self._know(shape, value)
+        return shape
+
+    def _forget(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What is written has values no more, because what is written there has none."""
+        for argument, x in zip(function._schema.arguments, args, strict=False):
+            if isinstance(x, Tensor) and x.is_meta and argument.alias_info is not None and argument.alias_info.is_write:
+                self._values.pop(x.untyped_storage()._cdata, None)
+
+
+MOST_VALUES = 1 << 22
+DECIDED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether this is what PyTorch says where a forward on the meta device looks at a value."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).partition("\n")[0].lower()
+
+
+def made_up_part(known: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor:
+    """Values on the CPU for a meta tensor: its own if they are known; else zeros of integers, and random numbers."""
+    value = known(x)
+    if value is None:
+        made = torch.zeros(x.shape, dtype=x.dtype)
+        value = made.normal_(std=0.1) if x.is_floating_point() else made.fill_(x.dtype == torch.bool)
+    return value.clone().requires_grad_(x.requires_grad)

@@ -10,7 +10,6 @@ many tokens      likewise with fewer samples, each as long as it is: attention g
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable
-from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid, rank_in_the_middle
@@ -207,7 +206,7 @@ def _measure(
     found = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for i in range(len(cuttable)):
-            atom = cut_at(site, _copied_to(device, cuttable.atom(i)), grid)
+            atom = cut_at(site, made_up_stage(cuttable.atom(i), device), grid)
             seconds, values = _time(atom, values, grid, clock, repeats)
             found.append(seconds)
     return tuple(found)
@@ -258,19 +257,6 @@ def input_at(site: Site, grid: Grid, model: nn.Module, device: torch.device) -> 
         return made_up(model, site.image, site.image, device)
     layout = even_layout(grid, site.image)
     return SpatialTensor(made_up(model, layout.local_shape(site.image), site.image, device), layout)
-
-
-def _copied_to(device: torch.device, stage: Stage) -> Stage:
-    values = [*stage.parameters(), *stage.buffers()]
-    if not any(value.is_meta for value in values):
-        return deepcopy(stage).to(device).train()
-    copied = deepcopy(stage).to_empty(device=device).train()
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.normal_(std=0.02)
-        for buffer in copied.buffers():
-            buffer.fill_(1)
-    return copied
 
 
 def local_part(t: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ costs of the atoms    seconds timed | counted FLOPs | bytes that training keeps 
 partition             costs of every atom on every stage -> number of atoms of each stage
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpi4dl.parallel.costs.meter import SavedTensors
+from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, made_up_part, needs_values
+from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
-from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
 
 Costs = list[float]
 
@@ -83,49 +85,67 @@ def by_hand(cuttable: Cuttable, counts: Sequence[int], stages: int) -> tuple[int
 def count_flops(cuttable: Cuttable, *inputs: Any) -> Costs:
     """Floating-point operations of each atom's forward pass: convolutions and matrix products, as PyTorch counts them.
 
-    `inputs` are the model's, of which only shapes matter: nothing is computed.
+    `inputs` are the model's, of which only shapes matter: nothing is computed, but in atoms that look at values.
     """
-    costs = []
-    with torch.no_grad():
-        for run in _each_atom_on_meta(cuttable, inputs):
-            with FlopCounter() as counter:
-                run()
-            costs.append(counter.total)
-    return costs
+
+    def measure(stage: Stage, values: tuple[Any, ...]) -> tuple[float, Any]:
+        with torch.no_grad(), FlopCounter() as counter:
+            results = stage(*values)
+        return counter.total, results
+
+    return _of_each_atom(cuttable, inputs, measure)
 
 
 def count_bytes(cuttable: Cuttable, *inputs: Any) -> Costs:
     """Bytes that training keeps for each atom: parameters, and what autograd saves of the forward pass.
 
-    What two atoms save counts for the first, and so does a tied parameter. Nothing is computed.
+    What two atoms save counts for the first, and so does a tied parameter. Nothing is computed, but in atoms that look
+    at values.
     """
-    saved, costs = SavedTensors(), []
-    for run in _each_atom_on_meta(cuttable, inputs):
+    saved = SavedTensors()
+
+    def measure(stage: Stage, values: tuple[Any, ...]) -> tuple[float, Any]:
         before = saved.num_bytes
-        for parameter in run.stage.parameters():
+        for parameter in stage.parameters():
             saved.keep(parameter)
         with torch.enable_grad(), saved.counting():
-            run()
-        costs.append(float(saved.num_bytes - before))
+            results = stage(*values)
+        return float(saved.num_bytes - before), results
+
+    return _of_each_atom(cuttable, inputs, measure)
+
+
+Measure = Callable[[Stage, tuple[Any, ...]], tuple[float, Any]]  # the cost of an atom, and what it makes
+
+
+def _of_each_atom(cuttable: Cuttable, inputs: tuple[Any, ...], measure: Measure) -> Costs:
+    """The cost of each atom, on the meta device in training mode, with the values of the one before.
+
+    An atom that looks at values which do not follow from shapes, such as one that routes tokens, or that calls what has
+    no meta kernel for its dtype, is measured on the CPU with made-up values.
+    """
+    empty, costs = shapes_of(cuttable.model), []
+    with KnownValues() as known:
+        values = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
+        for i in range(len(cuttable)):
+            stage = deepcopy(cuttable.atom(i), {**empty}).train()
+            try:
+                cost, values = measure(stage, values)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if not needs_values(error) and not of_tokens(inputs[0].shape):
+                    raise
+                with torch.random.fork_rng(devices=[]):
+                    torch.default_generator.manual_seed(0)
+                    made = map_leaves(partial(_made_up, known), values)
+                    cost, results = measure(made_up_stage(stage, torch.device("cpu")), made)
+                values = map_leaves(_shape_of, results)
+            costs.append(cost)
     return costs
 
 
-class _Run:
-    """One atom and what it receives; running it notes what the next one receives."""
-
-    def __init__(self, stage: Stage, values: tuple[Any, ...]) -> None:
-        self.stage = stage
-        self.values = values
-
-    def __call__(self) -> None:
-        self.values = self.stage(*self.values)
+def _made_up(known: KnownValues, leaf: Any) -> Any:
+    return made_up_part(known.value, leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _each_atom_on_meta(cuttable: Cuttable, inputs: tuple[Any, ...]) -> Iterator[_Run]:
-    """Each atom, on the meta device in training mode, with the values of the one before."""
-    empty = shapes_of(cuttable.model)
-    values = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
-    for i in range(len(cuttable)):
-        run = _Run(deepcopy(cuttable.atom(i), {**empty}).train(), values)
-        yield run
-        values = run.values
+def _shape_of(leaf: Any) -> Any:
+    return leaf.detach().to("meta").requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -24,6 +24,7 @@ from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
+from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.streaming.opening import StreamOptions
 from mpi4dl.parallel.streaming.opening import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
@@ -104,6 +105,9 @@ class Held(nn.Module):
                     grid.foresight.steps = True
                     part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
                     self.parts[direction, stage] = part
+        for part in self.parts.values():
+            if part.plain:
+                right_gradients(part.module)
         # Those who hold a stage, in either direction, hold the same parameters.
         # Ranks of both directions come to the ends of their stages in opposite orders.
         ordered = not plan.bidirectional

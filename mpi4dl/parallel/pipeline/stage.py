@@ -5,6 +5,7 @@ the model's inputs                 -> first stage           last stage -> the mo
 """
 
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -179,3 +180,17 @@ def enter(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return seen[id(leaf)]
 
     return map_leaves(part, values)
+
+
+def made_up_stage(stage: Stage, device: torch.device) -> Stage:
+    """A copy of a stage in training mode on this device; with made-up values if it has none."""
+    values = [*stage.parameters(), *stage.buffers()]
+    if not any(value.is_meta for value in values):
+        return deepcopy(stage).to(device).train()
+    copied = deepcopy(stage).to_empty(device=device).train()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.normal_(std=0.02)
+        for buffer in copied.buffers():
+            buffer.fill_(1)
+    return copied

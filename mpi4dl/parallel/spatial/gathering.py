@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpi4dl.parallel.spatial.flattening import cut_out
-from mpi4dl.parallel.spatial.halo import gather
+from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.memory import same_memory
 from mpi4dl.parallel.spatial.tensor import (
+    GatheredWarning,
     NoRule,
     Rule,
     SpatialTensor,
@@ -38,10 +39,6 @@ OF_THE_TENSOR_ITSELF = frozenset(
     "__reduce_ex__ __reduce__ __dlpack__ __set__ backward share_memory_ is_shared pin_memory is_set_to".split()
 )
 VALUES_OF_ATTRIBUTES = frozenset("T H mH real imag".split())
-
-
-class GatheredWarning(UserWarning):
-    """An operator without a rule was computed whole on every rank."""
 
 
 class _Whole(NamedTuple):
@@ -132,7 +129,7 @@ class _Substitute:
 
 
 def _gathered(x: SpatialTensor) -> _Whole:
-    whole = gather(x)
+    whole = gather_axes(x, x.layout.grid.axes, tell=False)
     if whole.is_inference():  # such tensors do not count how often they are written to
         with torch.inference_mode(False), torch.no_grad():
             whole = whole.clone()

@@ -19,7 +19,7 @@ from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, wi
 from mpi4dl.parallel.spatial.flattening import close_dims, cut_out, open_dims, opened
 from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, tell_gathered, wrap
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
@@ -167,22 +167,33 @@ def gather(x: Tensor) -> Tensor:
     return gather_axes(x, x.layout.grid.axes) if isinstance(x, SpatialTensor) else x
 
 
-def gather_axes(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
-    """x with all of these axes on every rank."""
+TOLD_BYTES = 16 << 20  # more that an operator gathers is told
+
+
+def gather_axes(x: SpatialTensor, axes: Sequence[int], tell: bool = True) -> Tensor:
+    """x with all of these axes on every rank. Where an operator needs that, and it is much, users are told."""
+    y = _gathered(x, axes)
+    more = (y.local if isinstance(y, SpatialTensor) else y).nbytes - x.local.nbytes
+    if tell and more >= TOLD_BYTES and list(axes) != [x.layout.grid.features]:
+        tell_gathered(x, more)
+    return y
+
+
+def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     layout, tiling = x.layout, x.layout.tiling
     layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
     if layout.flat:
         carried = [factor.axis for flat in layout.flat for factor in flat.factors if factor.axis is not None]
         # A prefix is cut along other axes, such as the batch, as the rest is: those come once it is in front of it.
         first = carried if any(flat.prefix for flat in layout.flat) else [*axes, *carried]
-        bare = gather_axes(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), first)
+        bare = _gathered(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), first)
         left = replace(layout, flat=()).with_dims(
             None if axis in first else dim for axis, dim in enumerate(layout.dims)
         )
         local = bare.local if isinstance(bare, SpatialTensor) else bare
         y = wrap(_behind_prefix(x, close_dims(local, layout, layout.tiling.whole)), left)
         rest = [axis for axis in axes if axis not in first]
-        return gather_axes(y, rest) if rest and isinstance(y, SpatialTensor) else y
+        return _gathered(y, rest) if rest and isinstance(y, SpatialTensor) else y
     for axis in axes:
         if layout.dims[axis] is not None:
             split = tiling.splits[axis]

@@ -14,10 +14,12 @@ rule raises `NoRule`. Its `shape` is the shape of the whole.
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,10 +36,25 @@ Rule = Callable[..., Any]
 RuleT = TypeVar("RuleT", bound=Rule)
 
 _rules: dict[Any, Rule] = {}
+_own_rules: set[Any] = set()  # the functions that were registered by this name
 _of_flat: set[Any] = set()  # the functions whose rules know of flat dims
 _fallbacks: list[Callable[[Any], Rule | None]] = []
 open_flat_dims: list[Callable[[Any], Tensor]] = []  # set by `halo`: a tensor with its flat dims gathered
 substitutes: list[Callable[..., Any]] = []  # the last one is called with a function, its rule, and their arguments
+
+# Other names that PyTorch has for its functions, and those by which rules know them.
+ALIASES = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
+    "fix": "trunc", "ger": "outer", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "moveaxis": "movedim", "multiply": "mul", "negative": "neg", "not_equal": "ne", "row_stack": "vstack",
+    "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "true_divide": "div", "expit": "sigmoid",
+    "psi": "digamma", "gammaln": "lgamma", "gammainc": "igamma", "gammaincc": "igammac",
+    "erf": "erf", "erfc": "erfc", "erfinv": "erfinv", "exp2": "exp2", "expm1": "expm1", "log1p": "log1p",
+    "log_softmax": "log_softmax", "logit": "logit", "logsumexp": "logsumexp", "round": "round", "sinc": "sinc",
+    "softmax": "softmax", "xlogy": "xlogy", "i0": "i0", "polygamma": "polygamma", "mvlgamma": "mvlgamma",
+    "multigammaln": "mvlgamma", "matmul": "matmul",
+}  # fmt: skip
 
 NOT_DIFFERENTIATED = "the gradient of a custom function would not reach the local tensors behind it"
 
@@ -54,17 +71,39 @@ def register(*functions: Any, flat: bool = False) -> Callable[[RuleT], RuleT]:
     computes must be what PyTorch would have computed on the whole image; exchanges must be differentiable.
 
     A rule that knows nothing of flat dims (`Layout.flat`) gets tensors that have some with these dims gathered.
+
+    Functions that PyTorch has under several names (`ALIASES`) have the same rule under each, unless one has its own.
     """
 
     def add(rule: RuleT) -> RuleT:
         for function in functions:
-            _rules[function] = _of_spread_first(rule, function)
-            if flat:
-                _of_flat.add(function)
+            for alias in aliases_of(function):
+                if alias not in _own_rules:
+                    _add(alias, rule, flat)
+            _own_rules.add(function)
+            _add(function, rule, flat)
         find_rule.cache_clear()
         return rule
 
     return add
+
+
+def _add(function: Any, rule: Rule, flat: bool) -> None:
+    _rules[function] = _of_spread_first(rule, function)
+    (_of_flat.add if flat else _of_flat.discard)(function)
+
+
+def aliases_of(function: Any) -> Iterator[Any]:
+    """The same function under its other names in torch, torch.special, torch.linalg and Tensor."""
+    name = getattr(function, "__name__", "")
+    suffix = "_" * (name.endswith("_") and not name.endswith("__"))
+    base = name.removesuffix(suffix).removeprefix("special_").removeprefix("linalg_")
+    of_tensor = getattr(Tensor, name, None) is function
+    for place in (Tensor,) if of_tensor else (torch, torch.special, torch.linalg):
+        for alias in (alias for alias, known in ALIASES.items() if known == base):
+            found = getattr(place, f"{alias}{suffix}", None)
+            if found is not None and found is not function:
+                yield found
 
 
 def _of_spread_first(rule: Rule, function: Any) -> Rule:
@@ -98,6 +137,10 @@ def find_rule(function: Any) -> Rule | None:
     if function in _rules:
         return _rules[function]
     return next((rule for choose in _fallbacks if (rule := choose(function)) is not None), None)
+
+
+class GatheredWarning(UserWarning):
+    """What tiles would have shared was gathered on every rank."""
 
 
 class SpatialTensor(Tensor):
@@ -245,6 +288,38 @@ class SpatialTensor(Tensor):
         cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise refusal(str(function))
+
+
+_ENTRY = SpatialTensor.__dict__["__torch_function__"].__func__.__code__
+HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # whose lines are none of a model's
+
+
+def tell_gathered(x: SpatialTensor, num_bytes: int) -> None:
+    """Warn, on rank 0 of the grid and once for each line of a model, that its operator has so much more on every rank.
+
+    What is gathered outside of operators, by the engine or by users themselves, is not told.
+    """
+    if x.layout.grid.rank != 0:
+        return
+    function = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _ENTRY:
+            function = frame.f_locals["function"]
+        elif function is not None and not frame.f_code.co_filename.startswith(HIDDEN):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if function is None or frame is None:
+        return
+    module = calling_module()
+    warnings.warn_explicit(
+        f"{function_name(function)}{f' in module {module}' if module else ''} gathers a tensor of shape "
+        f"{tuple(x.shape)}: {num_bytes:,} more bytes on every rank, which tiles do not save. The result is exact",
+        GatheredWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 @functools.cache

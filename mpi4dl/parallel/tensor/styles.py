@@ -109,6 +109,14 @@ LLAMA: Styles = MappingProxyType(
         "lm_head": "vocabulary",
     }
 )
+BLOOM: Styles = MappingProxyType(
+    {
+        "transformer.word_embeddings": "vocabulary",
+        "transformer.h.*.self_attention.query_key_value": "heads",
+        "transformer.h.*.self_attention.dense": "heads-row",
+        "lm_head": "vocabulary",
+    }
+)  # whose GELU is an autograd.Function of its own, which takes no parts: the layers around it stay whole
 BERT: Styles = MappingProxyType(
     {
         "bert.embeddings.word_embeddings": "vocabulary",
@@ -121,6 +129,12 @@ BERT: Styles = MappingProxyType(
         "cls.predictions.decoder": "vocabulary",
     }
 )
+ROBERTA: Styles = MappingProxyType(
+    {
+        **{name.replace("bert.", "roberta."): style for name, style in BERT.items() if name.startswith("bert.")},
+        "lm_head.decoder?": "vocabulary",
+    }
+)  # with whatever head
 OWN: Styles = MappingProxyType(
     {
         **{f"blocks.*.attention.{name}": "heads" for name in ("query", "key", "value")},
@@ -196,12 +210,18 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ResNet": RESNET,
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
+        "BloomForCausalLM": BLOOM,
         "MixtralForCausalLM": MIXTRAL,
         "OlmoeForCausalLM": MIXTRAL,
         "GraniteMoeForCausalLM": GRANITE_MOE,
         "Qwen2MoeForCausalLM": SPARSE_LLAMA,
         "Qwen3MoeForCausalLM": SPARSE_LLAMA,
         "BertForMaskedLM": BERT,
+        **{
+            f"{family}For{task}": ROBERTA
+            for family in ("Roberta", "XLMRoberta")
+            for task in ("MaskedLM", "CausalLM", "SequenceClassification", "TokenClassification")
+        },
         "VisionTransformer": VISION_TRANSFORMER,
         "SwinTransformer": SWIN,
         "ViTForImageClassification": HF_VIT,
@@ -209,15 +229,140 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
 )  # by the name of the model's class
 
 
-def styles_of(model: nn.Module) -> Styles:
-    """The table for models of this class. Raises ValueError if there is none."""
+def styles_of(model: nn.Module, num_ranks: int = 2) -> Styles:
+    """The styles for models of this class: by its table; for models of transformers, by the plan that they carry.
+
+    Raises:
+        ValueError: there is neither, or nothing of the model can be cut over so many ranks.
+    """
     name = type(model).__name__
-    if name not in TABLES:
+    if name in TABLES:
+        return TABLES[name]
+    if not _of_transformers(model):
         raise ValueError(
-            f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}: pass styles, such as "
-            "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+            f"there is no table of how parameters of {name} are cut, only of {', '.join(TABLES)}, and of models of "
+            "transformers: pass styles, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
         )
-    return TABLES[name]
+    found = planned_styles(model, num_ranks)
+    if not found:
+        raise ValueError(
+            f"{name} carries no plan that says how its parameters are cut, and has no layers of known names that "
+            f"{num_ranks} ranks can share: pass styles, such as {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
+        )
+    return found
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+# What the plans of transformers call layers that are cut by outputs, or by inputs. Any cut is exact: others stay whole.
+PLANNED_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
+PLANNED_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
+PLANNED_TABLES = ("embedding_rowwise", "vocab_parallel_rowwise")
+# Names of layers in attentions and feed-forward layers of models that carry no plan.
+IN_BLOCKS = re.compile(r"\.\d+\.")
+QUERIES = frozenset("q k v q_proj k_proj v_proj query key value query_key_value".split())
+FUSED = frozenset("Wqkv qkv qkv_proj c_attn".split())
+ATTENDED = frozenset("o_proj out_proj dense c_proj o".split())
+WIDENING = frozenset("fc1 fc_in c_fc up_proj gate_proj wi w1 w3 dense_h_to_4h lin1".split())
+NARROWING = frozenset("fc2 fc_out c_proj down_proj wo w2 dense_4h_to_h lin2".split())
+
+
+def planned_styles(model: nn.Module, num_ranks: int) -> Styles:
+    """Styles of a model of transformers, by module: from the plan that it carries, or from the names of its layers.
+
+    Layers whose heads so many ranks cannot share stay whole, and so do experts of another form than a table knows.
+    """
+    modules = dict(model.named_modules())
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    found: dict[str, str] = {}
+    for pattern, planned in plan.items():
+        parts = _matching(pattern)
+        for path in filter(parts.fullmatch, modules):
+            style = _style_of_planned(planned)
+            if style is not None:
+                found[path] = style
+    if not any(IN_BLOCKS.search(path) for path in found):
+        found |= _by_names(modules)
+    words = [_embeddings(model, which) for which in ("input", "output")]
+    found |= {path: "vocabulary" for path, module in modules.items() if any(module is each for each in words)}
+    chosen = {path: fitting for path, style in found.items() if (fitting := _fitting(path, modules, style, num_ranks))}
+    return chosen | _experts(modules, num_ranks)
+
+
+def _style_of_planned(planned: str) -> str | None:
+    if planned in PLANNED_COLUMNS:
+        return "column"
+    if planned in PLANNED_ROWS:
+        return "row"
+    return {"packed_colwise": "gated-column", **dict.fromkeys(PLANNED_TABLES, "vocabulary")}.get(planned)
+
+
+def _by_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Styles by what layers in the blocks of decoders are called."""
+    found = {}
+    for path in modules:
+        above, _, leaf = path.rpartition(".")
+        if not IN_BLOCKS.search(path):
+            continue
+        if _in_attention(path, modules):
+            style = "column" if leaf in QUERIES | FUSED else "row" if leaf in ATTENDED else None
+        else:
+            style = "column" if leaf in WIDENING else "row" if leaf in NARROWING else None
+        if style is not None and not any(isinstance(p, nn.ModuleList) for p in modules[above].children()):
+            found[path] = style
+    return found
+
+
+def _in_attention(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    around = type(modules[path.rpartition(".")[0]]).__name__.lower()
+    return "attention" in around or "attn" in around
+
+
+def _embeddings(model: nn.Module, which: str) -> nn.Module | None:
+    try:
+        found = getattr(model, f"get_{which}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Embedding | nn.Linear) else None
+
+
+def _fitting(path: str, modules: Mapping[str, nn.Module], style: str, num_ranks: int) -> str | None:
+    """The style by which a layer is cut, between heads if it is an attention's; None if it stays whole."""
+    module = modules[path]
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not _plainly_linear(module):
+        return None
+    if style in ("column", "row") and _in_attention(path, modules):
+        fused = path.rpartition(".")[2] in FUSED
+        style = "heads-row" if style == "row" else "fused-heads" if fused else "heads"
+        if style == "fused-heads" and max(weight.shape) != 3 * min(weight.shape):
+            return None
+    try:
+        list(_cuts(path, modules, style, num_ranks))
+    except ValueError:
+        return None
+    return style
+
+
+def _plainly_linear(module: nn.Module) -> bool:
+    """Whether this is a layer of PyTorch's, or of transformers', whose weight is (out, in), or (in, out) of Conv1D."""
+    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
+
+
+def _experts(modules: Mapping[str, nn.Module], num_ranks: int) -> dict[str, str]:
+    """Styles of layers of experts that have the parameters of Mixtral's, as most models of transformers."""
+    found: dict[str, str] = {}
+    for path, module in modules.items():
+        parameters = dict(module.named_parameters())
+        if set(parameters) != {"gate_up_proj", "down_proj"} or getattr(module, "is_transposed", False):
+            continue
+        number, gated, down = getattr(module, "num_experts", None), parameters["gate_up_proj"], parameters["down_proj"]
+        alike = gated.dim() == down.dim() == 3 and gated.shape[0] == down.shape[0] == number
+        if alike and gated.shape[1] == 2 * down.shape[2] and down.shape[2] >= num_ranks:
+            found |= {path: "experts", f"{path}.gate_up_proj": "gated-column", f"{path}.down_proj": "row"}
+    return found
 
 
 # What attentions call their numbers of heads: first those of keys and values, which are the fewest.
@@ -227,7 +372,8 @@ HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_head
 def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cutting:
     """How each parameter of a model is cut, by its name; those that are not there stay whole.
 
-    Without `styles` they are those of the table for its class, without which a model has none but whole parameters.
+    Without `styles` they are those of the table for its class, or of the plan that a model of transformers carries;
+    without either a model has none but whole parameters.
 
     Raises:
         ValueError: a style or a pattern that fits nothing; heads, features or experts that cannot be shared by so many
@@ -235,7 +381,7 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
     """
     if styles is None and degrees.features == degrees.experts == 1 and type(model).__name__ not in TABLES:
         return Cutting()
-    styles = styles_of(model) if styles is None else styles
+    styles = styles_of(model, degrees.features) if styles is None else styles
     modules = dict(model.named_modules())
     layers: dict[str, int] = {}
     for pattern, style in styles.items():

@@ -1,16 +1,19 @@
 """The partition is the best there is, and costs are what the layers' formulas say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
+from mpi4dl.parallel.costs.meter import KnownValues
 from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -105,6 +108,84 @@ def test_tied_parameters_count_once():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
     model[2].weight = model[0].weight
     assert count_bytes(Cuttable(model), torch.empty(1, 3)) == [4 * (9 + 3), 4 * 3, 0]
+
+
+class Positions(nn.Module):
+    """Looks at values that follow from sizes, as the masks of language models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        seen = torch.zeros_like(places, dtype=torch.bool)
+        seen[:, 1:] = places.diff(dim=1) == 1
+        if not seen[:, 1:].all() or bool(seen[0, 0]):
+            raise AssertionError("places are not those of the whole")
+        return x[:, seen[0].nonzero()[0, 0] :]  # type: ignore[no-any-return]
+
+
+class Router(nn.Module):
+    """Looks at values that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.sum(-1) > float(x.mean())
+        return torch.where(first.unsqueeze(-1), *(expert(x) for expert in self.experts))
+
+
+def test_atoms_that_look_at_values_are_counted():
+    cuttable = Cuttable(nn.Sequential(Positions(), nn.Linear(4, 4, bias=False), Router(), nn.Linear(4, 4)).to("meta"))
+    x = torch.empty(2, 6, 4, device="meta")
+    with torch.random.fork_rng():
+        state = torch.get_rng_state()
+        assert count_flops(cuttable, x) == [0, 2 * 10 * 16, 2 * 2 * 10 * 16, 2 * 10 * 16]
+        kept = count_bytes(cuttable, x)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert kept[1] == 4 * (2 * 5 * 4 + 16)
+    assert kept[3] == 4 * (2 * 5 * 4 + 16 + 4)
+    assert kept[2] >= 4 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(5, device="meta"),
+        lambda: torch.full((2, 3), 4.0, device="meta").T.contiguous()[1:],
+        lambda: torch.empty(3, device="meta", dtype=torch.int64).fill_(2).cumsum(0),
+        lambda: torch.ones(4, 4, device="meta").tril().bool().logical_not(),
+        lambda: torch.arange(3, device="meta").flip(0).sort().indices,
+        lambda: torch.arange(6, device="meta").view(2, 3)[:, torch.arange(3, device="meta") > 0].add_(1),
+    ],
+)
+def test_meta_tensors_made_of_numbers_have_values(make: Callable[[], Tensor]):
+    expected = eval_on_cpu(make)
+    with KnownValues() as known:
+        found = known.value(make())
+    assert found is not None
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def eval_on_cpu(make: Callable[[], Tensor]) -> Tensor:
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if kwargs.get("device") == "meta":
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+    with OnCpu():
+        return make()
+
+
+def test_what_follows_from_inputs_or_chance_has_no_values():
+    x = torch.empty(3, device="meta")
+    with KnownValues() as known:
+        written = torch.zeros(3, device="meta")
+        assert known.value(written) is not None
+        written.add_(x)
+        assert [known.value(y) for y in (x, x + 1, torch.rand(3, device="meta"), written)] == [None] * 4
 
 
 OPTIONS = {"amoebanetd": {"num_layers": 3, "num_filters": 16}, "vit_b_16": {"image_size": 32}}

@@ -31,6 +31,11 @@ def labels(x: Tensor) -> Tensor:
     return torch.randint(4, (x.shape[0], *x.shape[2:]), generator=torch.Generator().manual_seed(5))
 
 
+def rows(x: Tensor) -> Tensor:
+    """A row for each pixel, the same on every rank."""
+    return torch.randint(x.shape[2], x.shape, generator=torch.Generator().manual_seed(7))
+
+
 def target(x: Tensor) -> Tensor:
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(6))
 
@@ -42,6 +47,9 @@ CASES = {
             "gather by spread indices": lambda x: x.gather(1, x.detach().argsort(1)),
             "gather, sizes differ": lambda x: torch.gather(x, 1, labels(x)[:, None, :4, 1:5]),
             "gather from a plain tensor": lambda x: target(x).gather(1, x.argmax(1, keepdim=True)) * x,
+            "gather along rows": lambda x: x.gather(2, rows(x)),
+            "gather along rows by spread indices": lambda x: x.gather(2, (x.detach() > 0) * 3),
+            "gather along columns, sizes differ": lambda x: x.gather(3, rows(x)[:, :2, :3, :7]),
             "take_along_dim": lambda x: x.take_along_dim(x.detach().argmax(1, keepdim=True), 1),
             "take_along_dim that broadcasts": lambda x: torch.take_along_dim(
                 x, torch.tensor([2, 1]).view(1, 2, 1, 1), 1

@@ -40,7 +40,21 @@ def with_token(x: Tensor) -> Tensor:
     return torch.cat([token, x], 1)
 
 
+def bags(x: Tensor) -> Tensor:
+    """Attention over patches as it is written for slides (Ilse et al. 2018), by permute and reshape."""
+    n, c, h, w = x.shape
+    patches = x.permute(0, 2, 3, 1).reshape(-1, c)
+    weights = F.linear(
+        torch.tanh(F.linear(patches, WEIGHT)) * torch.sigmoid(F.linear(patches, WEIGHT)),
+        torch.ones(1, 5, dtype=x.dtype),
+    )
+    weights = weights.reshape(n, 1, h * w).softmax(-1)
+    return torch.bmm(weights, patches.reshape(n, h * w, c)).squeeze(1)
+
+
 SPREAD: dict[str, Function] = {
+    "softmax of all tokens": lambda x: tokens(x).softmax(1) * tokens(x),
+    "log_softmax of all tokens": lambda x: F.log_softmax(x.flatten(2), -1),
     "tokens": tokens,
     "tokens and back": lambda x: F.avg_pool2d(image(tokens(x) * 2), 3, 1, 1),
     "reshape": lambda x: x.reshape(3, 4, H * W),
@@ -73,6 +87,7 @@ SPREAD: dict[str, Function] = {
     ),
 }
 WHOLE: dict[str, Function] = {
+    "attention over patches": bags,
     "token": lambda x: F.linear(with_token(tokens(x)), WEIGHT)[:, 0],
     "mean of tokens": lambda x: tokens(x).mean(1),
     "mean with a token": lambda x: with_token(tokens(x)).mean(1),

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
+from mpi4dl.geometry import GridShape
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.meter import SavedTensors
+from mpi4dl.parallel.spatial.imaginary import imaginary_grid
+from mpi4dl.parallel.spatial.sharding import even_layout
 from tests.parallel.spatial.comparing import (
     SOME_ARRANGEMENTS,
     Arrangement,
@@ -198,3 +203,54 @@ def copy_there_and_back(comm: Communicator) -> None:
 
 def test_a_spread_tensor_is_copied_into_a_plain_one_and_spread_again(ranks: Ranks) -> None:
     ranks(2).run(copy_there_and_back)
+
+
+class Pool(nn.Module):
+    """Attention over the patches of an image; `padded`: with some of them twice, as they fill a square."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        self.padded = padded
+        self.encoder, self.score = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.encoder(x).permute(0, 2, 3, 1).reshape(x.shape[0], -1, 16)
+        if self.padded:
+            patches = torch.cat([patches, patches[:, :7]], 1)
+        weights = self.score(torch.tanh(patches)).softmax(1)
+        return (weights * patches).sum(1)  # type: ignore[no-any-return]
+
+
+def kept_of_plain(model: nn.Module, side: int) -> float:
+    """The share of what plain PyTorch keeps for backward that a rank of 2x2 keeps."""
+    shape, grid = (1, 3, side, side), imaginary_grid(GridShape(1, 2, 2), 0)
+    layout = even_layout(grid, shape)
+    tile = spatial.SpatialTensor(torch.empty(layout.local_shape(shape), device="meta"), layout)
+    kept = []
+    for image in (tile, torch.empty(shape, device="meta")):
+        saved = SavedTensors(model.parameters())
+        with saved.counting():
+            model(image)
+        kept.append(saved.num_bytes)
+    return kept[0] / kept[1]
+
+
+def test_attention_over_patches_stays_spread() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept_of_plain(Pool(padded=False).to("meta"), 1024) < 0.3
+
+
+def test_much_that_is_gathered_is_told_once_for_each_line() -> None:
+    model = Pool(padded=True).to("meta")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        kept_of_plain(model, 64)
+        assert not caught
+        for _ in range(2):
+            kept_of_plain(model, 1024)
+    (told,) = [each for each in caught if "torch.cat" in str(each.message)]
+    assert issubclass(told.category, spatial.GatheredWarning)
+    assert Path(told.filename) == Path(__file__)
+    assert "Pool" in str(told.message)
+    assert f"{3 * 4 * 16 * 1024**2 // 4:,} more bytes" in str(told.message)

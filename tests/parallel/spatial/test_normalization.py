@@ -5,11 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.plan import Plan
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, chosen, modules
 from tests.pool.ranks import Ranks
+from tests.training import EXACT, assert_close
 
 
 class ChannelsLast(nn.Module):
@@ -140,3 +145,54 @@ def group_channels_that_do_not_divide(comm: Communicator) -> None:
 
 def test_groups_that_do_not_divide_the_channels_are_refused(ranks: Ranks) -> None:
     ranks(2).run(group_channels_that_do_not_divide)
+
+
+class TokensOfOneImage(nn.Module):
+    """What PyTorch's batch norm on CPUs has wrong gradients for; `by_formula`: without that kernel."""
+
+    def __init__(self, by_formula: bool = False) -> None:
+        super().__init__()
+        self.by_formula = by_formula
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        if not self.by_formula:
+            return self.norm(x)  # type: ignore[no-any-return]
+        centred = x - x.mean((0, 2, 3), keepdim=True)
+        y = centred / (centred.square().mean((0, 2, 3), keepdim=True) + self.norm.eps).sqrt()
+        return y * self.norm.weight.view(-1, 1, 1) + self.norm.bias.view(-1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(self.normalized(self.conv(x)).flatten(2).transpose(1, 2))).mean(1)
+
+
+def one_image(by_formula: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return TokensOfOneImage(by_formula).double()
+
+
+def learn_of_one_image(comm: Communicator, plan: Plan) -> None:
+    image, target = torch.rand(1, 3, 6, 8, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([2])
+    if plan.num_stages == 1:
+        held = Held.whole(one_image(), plan, comm)
+    else:
+        held = split(one_image, plan, comm, balance=(2, 5), image=image.shape)
+    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    boxes = [each.box for each in engine.reads(1, (6, 8))]
+    tiles = [image[(slice(*box[0]), slice(None), *(slice(*side) for side in box[1:]))] for box in boxes]
+    expected = one_image(by_formula=True)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(expected(image), target).backward()
+        optimizer.step()
+        engine.step(tiles, target, (6, 8))
+    state = expected.state_dict()
+    for name, value in held.own_state().items():
+        if not name.startswith("norm.running") and not name.endswith("tracked"):
+            assert_close(value, state[name], EXACT, name)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(((1, 1), (1, 1))), Plan(((1, 2),))], ids=str)
+def test_gradients_of_one_image_are_right_where_the_kernel_of_cpus_is_not(ranks: Ranks, plan: Plan) -> None:
+    ranks(plan.num_ranks).run(learn_of_one_image, plan)

@@ -1,10 +1,13 @@
 """Operators that treat every pixel alike, in place and broadcast too, give on tiles what they give on the image."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpi4dl.parallel.spatial.tensor import ALIASES, find_rule, function_name
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
 from tests.pool.ranks import Ranks
 
@@ -110,6 +113,14 @@ CASES = {
             "int and bool": lambda x: (3 * x).to(torch.int64) * (x > 0),
             "to": lambda x: x.to(torch.float32).to(dtype=torch.float64),
             "to as": lambda x: x.half().type_as(x) + x.float().to(x),
+            "a plain tensor to this": lambda x: torch.arange(4, device=x.device).view(1, 4, 1, 1).to(x) * x,
+            "a plain tensor of its type": lambda x: torch.arange(3.0).view(3, 1, 1, 1).float().type_as(x) * x,
+            "other names": lambda x: (
+                torch.multiply(x, x).subtract(2).divide(3).absolute().negative() + torch.clip(x, 0)
+            ),
+            "other names in place": lambda x: (x * 1).multiply_(2).subtract_(x).clip_(-1, 1),
+            "other names of comparisons": lambda x: torch.greater(x, 0) | x.less_equal(-1) | x.not_equal(2),
+            "other names of functions": lambda x: torch.special.expit(x) + torch.arctan2(x, 2 + x) + x.arcsinh(),
             "zeros_like": lambda x: torch.zeros_like(x) + torch.ones_like(x[:, :1]) + torch.full_like(x, 2.0),
             "clone and detach": lambda x: x.clone() + x.detach(),
             "dropout without training": lambda x: F.dropout(x, 0.5, training=False),
@@ -127,3 +138,30 @@ CASES = {
 @pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
 def test_pointwise_operators_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
+
+
+def _rules_differ(function: Any, alias: Any) -> bool:
+    return function is not None and alias is not None and bool(find_rule(function)) and find_rule(alias) is None
+
+
+def test_functions_have_rules_by_all_their_names() -> None:
+    pairs = [
+        (getattr(place, name + suffix, None), getattr(place, alias + suffix, None))
+        for place in (torch, Tensor)
+        for alias, name in ALIASES.items()
+        for suffix in ("", "_")
+    ]
+    assert not [alias for function, alias in pairs if _rules_differ(function, alias)]
+
+
+@pytest.mark.exhaustive
+def test_names_of_functions_are_all_that_pytorch_has() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    pairs = [
+        (getattr(op, kind), getattr(alias, kind))
+        for op in op_db
+        for alias in op.aliases
+        for kind in ("op", "method_variant", "inplace_variant")
+    ]
+    assert not [function_name(alias) for function, alias in pairs if _rules_differ(function, alias)]

@@ -47,6 +47,10 @@ from transformers import (  # noqa: E402
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
 )
 
 pytestmark = pytest.mark.exhaustive
@@ -61,7 +65,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **COMMON)),
-    "bert": lambda: BertForMaskedLM(BertConfig(max_position_embeddings=16, **SIZES, **NO_DROPOUT, **COMMON)),
+    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**BERT_SIZES | {"pad_token_id": 1})),
+    "xlm-roberta": lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**BERT_SIZES | {"pad_token_id": 1})),
+    "bert": lambda: BertForMaskedLM(BertConfig(**BERT_SIZES)),
 }
 MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SPARSE)),
@@ -72,12 +78,18 @@ MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(num_local_experts=4, head_dim=6, sliding_window=4, **SPARSE)),
 }
 COMMON = WORDS | {"use_cache": False}
+BERT_SIZES: dict[str, Any] = SIZES | NO_DROPOUT | COMMON | {"max_position_embeddings": 16}
 SPARSE: dict[str, Any] = SIZES | COMMON | {
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 12
 }  # fmt: skip
 WHOLE_EXPERTS = {"model.layers.*.mlp.experts": "experts"}  # of gpt-oss, whose experts have no style in parts
 STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS | {k: v for k, v in LLAMA.items() if ".mlp." not in k}}
-BLOCKS = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
+BLOCKS = {
+    "gpt2": "transformer.h.1",
+    "bert": "bert.encoder.layer.1",
+    "roberta": "roberta.encoder.layer.1",
+    "xlm-roberta": "roberta.encoder.layer.1",
+}
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),

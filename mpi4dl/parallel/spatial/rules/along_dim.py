@@ -37,9 +37,11 @@ DIM_POSITION = {"topk": 1, "kthvalue": 1}
 DEFAULT_DIM = {**dict.fromkeys(("glu", "topk", "sort", "argsort", "mode", "kthvalue"), -1), "msort": 0}
 
 
-def along_dim(function: Any, shared: Shared | None = None) -> Callable[..., Any]:
+def along_dim(function: Any, shared: Shared | None = None, of_flat: bool = False) -> Callable[..., Any]:
     """The rule of a function along one dim. Where ranks share that dim, or it works along all dims at once, `shared` is
     called with the dim (or None) and the function's own arguments; without it that is refused.
+
+    With `of_flat` that may be a dim that several axes became; without it such a dim is gathered.
     """
     name = function_name(function)
     short = name.rsplit(".", 1)[-1].removeprefix("linalg_")
@@ -47,7 +49,8 @@ def along_dim(function: Any, shared: Shared | None = None) -> Callable[..., Any]
     def rule(input: SpatialTensor, *args: Any, **kwargs: Any) -> Any:
         position = DIM_POSITION.get(short, 0)
         dim = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIM.get(short))
-        if any(not isinstance(dim, int) or place_of(dim, input.dim()) == flat.dim for flat in input.layout.flat):
+        found = [f for f in input.layout.flat if not isinstance(dim, int) or place_of(dim, input.dim()) == f.dim]
+        if found and not (of_flat and isinstance(dim, int) and not found[0].prefix):
             return function(gather_axes(input, ()), *args, **kwargs)
         if isinstance(dim, list | tuple) and len(dim) == 1:
             dim = dim[0]
@@ -177,7 +180,7 @@ def _softmax(function: Any, sign: int, logarithm: bool) -> Shared:
 
 for name, sign, logarithm in (("softmax", 1, False), ("softmin", -1, False), ("log_softmax", 1, True)):
     for function in named(name):
-        register(function, flat=True)(along_dim(function, _softmax(function, sign, logarithm)))
+        register(function, flat=True)(along_dim(function, _softmax(function, sign, logarithm), of_flat=True))
 
 
 @register(*named("logsumexp"))

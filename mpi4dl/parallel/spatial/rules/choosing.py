@@ -15,11 +15,13 @@ from mpi4dl.parallel.spatial.halo import gather_axes, part
 from mpi4dl.parallel.spatial.rules.contraction import contract
 from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.rearranging import choose
+from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     copied,
     function_name,
     named,
+    owned,
     place_of,
     refusal,
     register,
@@ -145,6 +147,13 @@ def one_hot(input: SpatialTensor, num_classes: int = -1) -> Tensor:
     return wrap(F.one_hot(input.local, num_classes), input.layout)
 
 
+def _along_whole(x: Tensor, dim: int) -> Tensor:
+    """x, with `dim` as an ordinary dim if it is an axis of the image that no ranks share."""
+    if not isinstance(x, SpatialTensor) or x.layout.axis(dim) is None or x.layout.cut(dim) or x.layout.flat:
+        return x
+    return wrap(owned(x), reduced_layout(x.layout.narrow, [dim], True))
+
+
 def _common(function: str, dim: int, *tensors: Tensor) -> Layout:
     """The layout in which the others come to the first one that is spread; none may be cut along `dim`."""
     spread = [x for x in tensors if isinstance(x, SpatialTensor)]
@@ -155,15 +164,21 @@ def _common(function: str, dim: int, *tensors: Tensor) -> Layout:
 
 @register(*named("gather"))
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """Entries from anywhere along a dim, which is gathered if ranks share it; the result is spread as the index is."""
     dim = place_of(dim, input.dim())
-    layout = _common("torch.gather", dim, index, input)
+    axis = input.layout.axis(dim) if isinstance(input, SpatialTensor) else None
+    if isinstance(input, SpatialTensor) and axis is not None:
+        input = gather_axes(input, [axis])
+    index = _along_whole(index, dim)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
-    if not isinstance(index, SpatialTensor) and isinstance(input, SpatialTensor):
-        layout = input.layout.narrow
-    y = torch.gather(part(input, layout), dim, part(index, layout), sparse_grad=sparse_grad)
-    return wrap(y, layout)
+    lead = index if isinstance(index, SpatialTensor) else input
+    if not isinstance(lead, SpatialTensor):
+        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
+    layout = lead.layout.narrow
+    own = part(input, reduced_layout(layout, [dim], True))
+    return wrap(torch.gather(own, dim, part(index, layout), sparse_grad=sparse_grad), layout)
 
 
 @register(*named("take_along_dim"))
@@ -186,6 +201,12 @@ def _scatter(function: Any) -> Any:
         tensors = [x for x in (input, index, written) if isinstance(x, Tensor) and x.dim()]
         if in_place and not isinstance(input, SpatialTensor):
             return function(input, dim, gather_whole(index), _whole(written), *rest, **more)
+        if not in_place:
+            input, index = _along_whole(input, dim), _along_whole(index, dim)
+            written = _along_whole(written, dim) if isinstance(written, Tensor) and written.dim() else written
+            tensors = [x for x in (input, index, written) if isinstance(x, Tensor) and x.dim()]
+            if not any(isinstance(x, SpatialTensor) for x in tensors):
+                return function(input, dim, index, written, *rest, **more)
         layout = _common(name, dim, *tensors)
         for other, size in enumerate(input.shape):
             if other in layout.dims and any(x.shape[other] != size for x in tensors):

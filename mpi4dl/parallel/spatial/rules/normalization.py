@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpi4dl.geometry import BATCH, Tiling, widest
 from mpi4dl.parallel.spatial.foresight import Source
@@ -252,3 +253,20 @@ def _last_dims(x: Tensor, normalized_shape: Sequence[int]) -> range:
 
 def _by_root_mean_square(x: Tensor, dims: Sequence[int], eps: float) -> Tensor:
     return x * ((x * x).mean(tuple(dims), True) + eps).rsqrt()
+
+
+def right_gradients(model: nn.Module) -> None:
+    """Let batch norms on plain tensors hand their kernel gradients that it reads right.
+
+    On CPUs PyTorch's kernel misreads the gradient of one image whose strides say that its channels come last, as behind
+    `flatten(2).transpose(1, 2)` and a linear layer. A copy in the usual order is read right.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and _of_one_image not in module._forward_hooks.values():
+            module.register_forward_hook(_of_one_image)
+
+
+def _of_one_image(module: nn.Module, inputs: Any, output: Any) -> None:
+    plain = isinstance(output, Tensor) and not isinstance(output, SpatialTensor)
+    if plain and output.dim() > 2 and output.shape[0] == 1 and output.requires_grad and output.device.type == "cpu":
+        output.register_hook(Tensor.contiguous)

@@ -31,6 +31,14 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
     if not any(pad):
         return x.clone()
     assert isinstance(x, SpatialTensor)
+    if mode != "constant":
+        ordinary = {dim: pair for dim, pair in amounts.items() if x.layout.axis(dim) is None}
+        amounts = {dim: pair for dim, pair in amounts.items() if dim not in ordinary}
+        for dim, pair in ordinary.items():
+            x = wrap(_pad_ordinary(x.local, dim, *pair, mode), x.layout)
+            assert isinstance(x, SpatialTensor)
+        if not any(any(pair) for pair in amounts.values()):
+            return x
     if mode == "circular":
         return _repeated(x, amounts)
     edges = _at_edges(x, amounts, mode, value)
@@ -56,6 +64,16 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
     return _mirrored(x, dim, axis, window, mode)
+
+
+def _pad_ordinary(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
+    """Mirrored, repeated or cropped along a dim of which every rank has all, such as channels."""
+    size = x.shape[dim]
+    if mode != "replicate":
+        _check_limit(max(before, after), size - (mode == "reflect"), size, mode)
+    shown = range(-before, size + after)
+    rows = [row % size if mode == "circular" else _source(row, size, mode) for row in shown]
+    return x.index_select(dim, torch.tensor(rows, dtype=torch.int64, device=x.device))
 
 
 def _axis(x: SpatialTensor, dim: int, mode: str) -> int | None:

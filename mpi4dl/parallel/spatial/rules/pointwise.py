@@ -17,6 +17,7 @@ from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_fl
 from mpi4dl.parallel.spatial.memory import writes
 from mpi4dl.parallel.spatial.sums import share_alike
 from mpi4dl.parallel.spatial.tensor import (
+    ALIASES,
     Rule,
     SpatialTensor,
     function_name,
@@ -31,8 +32,8 @@ from mpi4dl.parallel.spatial.tensor import (
 
 # Pointwise too, but composed of others or not computing anything, so that PyTorch does not tag them.
 UNTAGGED = (
-    "softsign tanhshrink logsigmoid hardswish clone detach contiguous to float double half bfloat16 int long bool type "
-    "type_as cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ resolve_conj resolve_neg"
+    "softsign tanhshrink logsigmoid hardswish clone detach contiguous float double half bfloat16 int long bool type "
+    "cpu cuda zeros_like ones_like full_like empty_like positive isclose copy_ conj resolve_conj resolve_neg"
 ).split()
 SPELLED = {
     "truediv": "div",
@@ -55,7 +56,8 @@ def _is_pointwise(function: Any) -> bool:
         name = name.strip("_")
         names = [name, name[1:] if name[0] in "ir" else name, SPELLED.get(name, name)]
     else:
-        names = [name.strip("_")]
+        name = name.strip("_").removeprefix("special_")
+        names = [name, ALIASES.get(name, name)]
     return any(_tagged(known) for known in names if known.isidentifier())
 
 
@@ -278,6 +280,19 @@ for function in named(*UNTAGGED):
 
 for function in (Tensor.__floordiv__, Tensor.__rfloordiv__, *named("floor_divide")):
     register(function, flat=True)(pointwise(function))
+
+
+@register(Tensor.to, Tensor.type_as, flat=True)
+def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In the type and on the device of another tensor, whose shape does not matter; or as the arguments say."""
+    given = [*args, *kwargs.values()]
+    other = next((x for x in given if isinstance(x, Tensor)), None)
+    if other is not None:
+        rest = [x for x in args if x is not other]
+        named_rest = {name: x for name, x in kwargs.items() if x is not other}
+        return input.to(other.device, other.dtype, *rest, **named_rest)
+    moved: Tensor = pointwise(Tensor.to)(input, *args, **kwargs)
+    return moved
 
 
 @register(torch.where, flat=True)

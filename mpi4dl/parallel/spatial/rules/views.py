@@ -33,6 +33,23 @@ def mT(input: SpatialTensor) -> Tensor:
     return transpose(input, -2, -1)
 
 
+@register(Tensor.T.__get__, flat=True)  # type: ignore[attr-defined]
+def T(input: SpatialTensor) -> Tensor:
+    return permute(input, list(range(input.dim()))[::-1])
+
+
+@register(*named("t"), flat=True)
+def t(input: SpatialTensor) -> Tensor:
+    if input.dim() > 2:
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.dim()}D")
+    return T(input)
+
+
+@register(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"), flat=True)  # type: ignore[attr-defined]
+def mH(input: SpatialTensor) -> Tensor:
+    return transpose(input, -2, -1).conj()
+
+
 @register(*named("movedim", "moveaxis"), flat=True)
 def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
     places = torch.empty(tuple(range(2, 2 + input.dim())), device="meta").movedim(source, destination).shape
