@@ -224,6 +224,8 @@ def split(
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
     options = stream(cuttable, counts) if callable(stream) else stream
+    shared = cuttable.shared(counts)
+    cuttable.require_one_owner(counts, shared)
     if options is not None and plan.bidirectional and options.norms != "exact":
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
@@ -236,9 +238,7 @@ def split(
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(
-        modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts), device
-    )
+    return Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
 
 
 class Counts(NamedTuple):
