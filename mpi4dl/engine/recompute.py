@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.blocks import rows_of
+from mpi4dl.parallel.pipeline.decisions import attributes_of, drawn_again, generator_states
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -48,8 +49,10 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
+    drawn = generator_states()
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _frozen_statistics(block)
+        return nullcontext(), _as_at_first(block, drawn)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]
@@ -76,11 +79,19 @@ def _norms(block: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
     return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
 
 
-def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which parameters and buffers a block has, batch norms' aside, and how often they were written to."""
+def _versions(block: nn.Module) -> dict[str, Any]:
+    """Which parameters and buffers a block has, batch norms' aside, how often they were written to; its attributes."""
     known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
     values = [*block.named_parameters(), *block.named_buffers()]
-    return {name: (id(value), value._version) for name, value in values if id(value) not in known}
+    versions = {name: (id(value), value._version) for name, value in values if id(value) not in known}
+    return attributes_of(block) | versions
+
+
+@contextmanager
+def _as_at_first(block: nn.Module, drawn: tuple[Any, Any]) -> Iterator[None]:
+    """The second run of a block draws what the first did, also in Python and NumPy, and leaves statistics alone."""
+    with drawn_again(drawn), _frozen_statistics(block):
+        yield
 
 
 @contextmanager

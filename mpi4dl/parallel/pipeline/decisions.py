@@ -206,6 +206,31 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+@contextmanager
+def drawn_again(state: tuple[Any, Any]) -> Iterator[None]:
+    """Within this context Python and NumPy draw what they drew when `generator_states()` were these."""
+    with kept_generators():
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        yield
+
+
+def generator_states() -> tuple[Any, Any]:
+    """The states of the generators of Python and NumPy."""
+    return random.getstate(), np.random.get_state()
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
+    return {
+        f"{path}.{name}" if path else name: fingerprint(value, 1)
+        for path, each in module.named_modules()
+        if not type(each).__module__.startswith(("torch.nn.", f"{__package__}."))
+        for name, value in vars(each).items()
+        if name not in INTERNAL and is_data(value)
+    }
+
+
 class Draws:
     """Which opened modules draw random numbers in Python: `uniform` by `rand`, whose value is chosen, `others` as ever.
 
@@ -334,10 +359,11 @@ def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ..
     return tuple(chain), value
 
 
-def written_by_all(modules: Sequence[nn.Module]) -> Found:
-    """What the code of these modules, and of all within them, reads and writes."""
+def written_by_all(modules: Sequence[nn.Module], within: bool = True) -> Found:
+    """What the code of these modules reads and writes, and of all `within` them."""
     found = Found()
-    for module in {id(each): each for outer in modules for each in outer.modules()}.values():
+    every = {id(each): each for outer in modules for each in (outer.modules() if within else (outer,))}
+    for module in every.values():
         if type(module).__module__.startswith("torch.nn."):
             continue
         one = scan(module)

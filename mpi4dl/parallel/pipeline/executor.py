@@ -24,7 +24,6 @@ from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
 from mpi4dl.parallel.pipeline.decisions import kept_generators, seed_generators
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
@@ -139,8 +138,7 @@ class Executor:
 
     def _refuse_changes(self) -> None:
         """Stages are right as long as what their model's forward read of attributes and globals is as it was."""
-        stages = (module for module in self.held.modules_of.values() if isinstance(module, Stage))
-        change = next((change for stage in stages for change in stage.changes()), None)
+        change = next(self.held.changes(), None)
         if change is not None:
             raise Refusal(change)
 

@@ -281,13 +281,14 @@ class Cuttable:
                 known[path] = written_by_all([module]) if path not in known else known[path]
         for k, named in stages.items():
             for path, module in named.items():
-                several = any(len(of_module[id(each)]) > 1 for each in module.modules())
-                if several and known[path].attributes_written:
-                    raise ValueError(
-                        f"{path} is used in several stages and writes its attribute "
-                        f"{next(iter(known[path].attributes_written))} as it runs, of which each would have its own: "
-                        "keep count in a buffer, or put all that uses it into one stage"
-                    )
+                for each in module.modules():
+                    written = written_by_all([each], within=False).attributes_written
+                    names = [name for name in written if name not in (*each._buffers, *each._parameters)]
+                    if names and len(of_module[id(each)]) > 1:
+                        raise ValueError(
+                            f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of which "
+                            "each would have its own: keep count in a buffer, or put all that uses it into one stage"
+                        )
                 for name in known[path].globals_written:
                     for other, theirs in stages.items():
                         for beside in theirs:
