@@ -113,7 +113,7 @@ class Reads:
                 found.setdefault(id(module), {})[name] = None
             return value
 
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -160,7 +160,7 @@ class Attributes:
         for path, before in self.prints.items():
             if path not in modules:
                 continue
-            own = vars(modules[path])
+            own = modules[path].__dict__
             inner = {key: own[key] for key in ("_parameters", "_buffers", "_modules")}
             now = self._prints(own, inner)
             values = {**own, **inner["_parameters"], **inner["_buffers"], **inner["_modules"]}
@@ -173,19 +173,19 @@ class Attributes:
         for path, (own, inner) in self.before.items():
             if path in modules:
                 module = modules[path]
-                vars(module).clear()
-                vars(module).update(own)
+                module.__dict__.clear()
+                module.__dict__.update(own)
                 for key, values in inner.items():
-                    vars(module)[key].clear()
-                    vars(module)[key].update(values)
+                    module.__dict__[key].clear()
+                    module.__dict__[key].update(values)
         for value, was in self.contents:
             value.clear()
             value.extend(was) if isinstance(value, list | deque) else value.update(was)
 
 
 def _states() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (kind, keys.tobytes(), *rest)
+    numpy = (part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state(legacy=True))
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), *numpy
 
 
 @contextmanager

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.parallel.inputs import of_tokens, shape_only
-from mpi4dl.parallel.pipeline.decisions import hidden_tensors, written_by_all
-from mpi4dl.parallel.pipeline.program import Attribute, Value, references
+from mpi4dl.parallel.pipeline.aliasing import Aliasing
+from mpi4dl.parallel.pipeline.decisions import Found, hidden_tensors, written_by_all
+from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
-from mpi4dl.parallel.pipeline.trace import INPLACE, trace
+from mpi4dl.parallel.pipeline.trace import trace
 
 
 class Cuttable:
@@ -57,6 +58,9 @@ class Cuttable:
                 self._needed[leaf.name] = len(self.names)
             else:
                 self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
+        self._aliasing = Aliasing(self.model, self.program)
+        for path, atoms in self._aliasing.written.items():
+            self._paths.setdefault(path, set()).update(atoms)
         self._names, self._users = self._storages()
         self._paths |= self._aliases()
 
@@ -217,6 +221,7 @@ class Cuttable:
             self._refuse_unshareable(names, atoms)
             found[names[0]] = tuple(dict.fromkeys(stages))
         self._refuse_shared_state(bounds)
+        self._refuse_parted_views(bounds)
         return found
 
     def _refuse_unshareable(self, names: Sequence[str], atoms: Sequence[int]) -> None:
@@ -237,31 +242,26 @@ class Cuttable:
                         "each stage would train a copy: register it as a parameter or a submodule, or put atoms "
                         f"{atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
                     )
-        writer = self._writer(names)
-        if writer is not None:
+        written = [i for name in names for i in self._aliasing.written.get(name, ())]
+        if written:
             raise ValueError(
-                f"{writer} changes {names[0]} in place, which several stages use, so that their copies would differ: "
-                f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                f"{self.names[written[0]]} changes {names[0]} in place, which several stages use, so that their copies "
+                f"would differ: put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
             )
 
-    def _writer(self, names: Collection[str]) -> str | None:
-        """The call that changes a tensor of these names in place, itself or as a view of it; None if none does."""
-        views: set[str] = set()
-        for atom in self.program.atoms:
-            for call in atom.calls:
-                firsts = [args[0] for args, _ in (call.training, call.evaluation) if args]
-                if not any(
-                    (isinstance(first, Value) and first.name in views)
-                    or (isinstance(first, Attribute) and first.path in names)
-                    for first in firsts
-                ):
-                    continue
-                name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
-                if call.target in INPLACE or (name.endswith("_") and not name.endswith("__")):
-                    return call.name
-                if call.kind != "call_module":
-                    views.add(call.name)
-        return None
+    def _refuse_parted_views(self, bounds: Sequence[int]) -> None:
+        """Refuse cuts behind which a tensor is changed in place, and a view of it is used, which is a copy there."""
+        for i, changed, views in self._aliasing.changes:
+            start = max(bound for bound in bounds if bound <= i)
+            for view in views:
+                both_came = self._made[changed] < start and self._made[view] < start
+                if both_came and self._needed.get(view, -1) >= i:
+                    low = min(self._made[changed], self._made[view])
+                    raise ValueError(
+                        f"{self.names[i]} changes {changed} in place, and {view}, which is used later, is in the same "
+                        f"memory, but stages have copies: put atoms {max(low, 0)} to {i} (counted from 0) into the "
+                        "same stage, or clone it"
+                    )
 
     def _refuse_shared_state(self, bounds: Sequence[int]) -> None:
         """Refuse modules that are kept whole and keep count in Python of what several stages do."""
@@ -275,7 +275,7 @@ class Cuttable:
                         stages.setdefault(k, {})[call.target] = module
                         for each in module.modules():
                             of_module.setdefault(id(each), {})[k] = call.target
-        known = {}
+        known: dict[str, Found] = {}
         for named in stages.values():
             for path, module in named.items():
                 known[path] = written_by_all([module]) if path not in known else known[path]
@@ -286,8 +286,8 @@ class Cuttable:
                     names = [name for name in written if name not in (*each._buffers, *each._parameters)]
                     if names and len(of_module[id(each)]) > 1:
                         raise ValueError(
-                            f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of which "
-                            "each would have its own: keep count in a buffer, or put all that uses it into one stage"
+                            f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of "
+                            "which each has its own: keep count in a buffer, or put all that uses it into one stage"
                         )
                 for name in known[path].globals_written:
                     for other, theirs in stages.items():

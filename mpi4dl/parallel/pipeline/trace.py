@@ -19,7 +19,6 @@ auxiliary heads do:
 """
 
 import inspect
-import operator
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
+from mpi4dl.parallel.pipeline.aliasing import INPLACE
 from mpi4dl.parallel.pipeline.decisions import (
     QUANTILES,
     Attributes,
@@ -51,7 +51,6 @@ from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Context, Pro
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Shape = tuple[int, ...] | None
-INPLACE = [getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow and or xor".split()]
 DECIDES = (
     "which would be the same ones forever (put the code that draws into a module of its own, which is kept whole and "
     "draws each time)"
@@ -135,6 +134,10 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def scope(self) -> str:
+        """The path of the opened module whose forward runs."""
+        return self.opened[-1]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         return path in self.whole or not _opens(module)
@@ -362,7 +365,7 @@ class _Reading:
             try:
                 with ExitStack() as stack:
                     stack.enter_context(kept_whole(self.functions, tracer.note))
-                    stack.enter_context(draws.chosen(lambda tracer=tracer: tracer.opened[-1]))
+                    stack.enter_context(draws.chosen(tracer.scope))
                     stack.enter_context(tracer.noting_contexts())
                     stack.enter_context(self.reads.noted())
                     graph = tracer.trace(self.model)
