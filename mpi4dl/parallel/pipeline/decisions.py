@@ -41,7 +41,7 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, (*PLAIN, np.generic, itertools.count)):
         return kind, repr(value)
     if isinstance(value, Tensor):
-        return kind, id(value), value._version
+        return kind, id(value), 0 if value.is_inference() else value._version
     if isinstance(value, nn.Module | ModuleType | type | FunctionType | MethodType | fx.Proxy):
         return kind, id(value)
     if isinstance(value, random.Random):
@@ -80,13 +80,37 @@ class Watch:
 
     def now(self, place: Any = None) -> Any:
         """The fingerprint of the value as it is now; None if it is gone."""
-        value = self.place if place is None else place
-        for name in self.names:
-            try:
-                value = value[name] if isinstance(value, dict) else getattr(value, name)
-            except (AttributeError, KeyError):
-                return None
-        return fingerprint(value)
+        try:
+            return fingerprint(self._at(self.names, self.place if place is None else place))
+        except (AttributeError, KeyError, ValueError):
+            return None
+
+    def keep(self) -> Callable[[], None]:
+        """What sets the value again to what it is now."""
+        value, holder = self._at(self.names, self.place), self._at(self.names[:-1], self.place)
+        contents = value.copy() if isinstance(value, list | dict | set | deque) else None
+
+        def restore() -> None:
+            if isinstance(holder, dict):
+                holder[self.names[-1]] = value
+            else:
+                setattr(holder, self.names[-1], value)
+            if contents is not None:
+                refill(value, contents)
+
+        return restore
+
+    @staticmethod
+    def _at(names: Sequence[str], value: Any) -> Any:
+        for name in names:
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        return value
+
+
+def refill(value: Any, contents: Any) -> None:
+    """Give a list, dict, set or deque these contents."""
+    value.clear()
+    value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
 
 
 def changed(watch: Watch) -> str:
@@ -179,8 +203,7 @@ class Attributes:
                     module.__dict__[key].clear()
                     module.__dict__[key].update(values)
         for value, was in self.contents:
-            value.clear()
-            value.extend(was) if isinstance(value, list | deque) else value.update(was)
+            refill(value, was)
 
 
 def _states() -> tuple[Any, ...]:

@@ -306,14 +306,21 @@ class _Reading:
     def __init__(self, model: nn.Module, functions: Collection[Global], image: Shape, attributes: Attributes) -> None:
         self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
         self.reads = Reads()
+        self._scanned: dict[str, dict[Any, Watch]] = {}
 
-    def watches(self, whole: Collection[str]) -> list[Watch]:
-        """What the code of all opened modules reads of the globals, and the attributes that were read."""
+    def globals(self, whole: Collection[str]) -> list[Watch]:
+        """What the code of all opened modules reads of globals."""
         found: dict[Any, Watch] = {}
         modules = dict(self.model.named_modules())
         for path in opened_paths(self.model, lambda module, path: path in whole or not _opens(module)):
-            found |= scan(modules[path], path).reads
-        return [*found.values(), *self.reads.watches(self.model)]
+            if path not in self._scanned:
+                self._scanned[path] = scan(modules[path], path).reads
+            found |= self._scanned[path]
+        return list(found.values())
+
+    def watches(self, whole: Collection[str]) -> tuple[Watch, ...]:
+        """The globals and the attributes that were read."""
+        return (*self.globals(whole), *self.reads.watches(self.model))
 
     def record(self, whole: Collection[str], training: bool, inner: bool) -> _Record:
         """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all as it was.
@@ -334,18 +341,25 @@ class _Reading:
     ) -> tuple[_Record, Draws]:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
+        watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
         try:
             for module in model.modules():
                 module.training = inner
             model.training = training
             tracer, graph = self._answered(whole, draws)
             written = self._written()
+            for watch, before, _ in watched:
+                if watch.now() != before:
+                    written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
         except _Untraceable:
             raise
         except Exception as error:
             raise _Untraceable("", reason_of(error), culprit(error, model)) from error
         finally:
             self.attributes.restore()
+            for watch, before, restore in watched:
+                if watch.now() != before:
+                    restore()
         if draws.others:
             raise _Untraceable(
                 max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
@@ -413,7 +427,6 @@ def _is_in_place(node: fx.Node, path: str) -> bool:
 
 def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str], reading: _Reading) -> Program:
     """Read the forward in both modes, and group its calls to atoms."""
-    watched = [watch for watch in reading.watches(kept) if watch.place is not None]
     record = partial(reading.record, kept)
     training, evaluation = (record(mode, mode) for mode in (True, False))
     mixed = (evaluation, training)
@@ -423,9 +436,6 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
         for pair in ((training, mixed[0]), (mixed[1], evaluation)):
             if pair[0].skeleton != pair[1].skeleton:
                 raise _other_path(*pair)
-    for watch in watched:
-        if watch.now() != watch.found:
-            raise _Untraceable(watch.path, f"it changes {watch.words} as it runs, which no stage would do")
     forms = (training, *mixed, evaluation)
     calls: list[Call] = []
     starts: list[int] = []  # where atoms start, as numbers of calls
@@ -449,7 +459,7 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
     inputs = tuple(training.names[node] for node in training.nodes if node.op == "placeholder")
     results = (training.filled(training.result), evaluation.filled(evaluation.result))
     named = {f"{each.module}.{each.name}": reason for each, reason in functions.items()}
-    return Program(inputs, atoms, results, {**kept, **named}, tuple(reading.watches(kept)))
+    return Program(inputs, atoms, results, {**kept, **named}, reading.watches(kept))
 
 
 def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
@@ -360,3 +360,27 @@ MANY = 4  # models in one case
 def test_random_models_train_as_in_plain_pytorch_or_are_refused(ranks: Ranks, name: str, first: int) -> None:
     seeds = [1000 * list(PLANS).index(name) + first + i for i in range(MANY)]
     assert ranks(PLANS[name].num_ranks).run(problems_of, PLANS[name], seeds)[0] == []
+
+
+def change(comm: Communicator) -> list[str]:
+    """What is said when something that the model's forward read changes between steps, and when it changes back."""
+    held = split(
+        partial(build, Spec("own", ("block",), (("call", 0), ("temperature", 0)))), TWO, comm, image=(BATCH, 3)
+    )
+    engine = Engine(held, TWO, torch.optim.SGD(held.parameters(), lr=0.1), loss_of, comm=comm)
+    said = []
+    for temperature in (0.9, 0.5, 0.9):
+        held.temperature = temperature
+        try:
+            tokens, targets = batch_of(0)
+            engine.step([tokens for _ in engine.reads(BATCH, (LENGTH,))], targets, (LENGTH,))
+            said.append("")
+        except Refusal as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def test_an_attribute_that_is_annealed_between_steps_is_refused(ranks: Ranks) -> None:
+    for first, second, third in ranks(2).run(change):
+        assert first == third == ""
+        assert second.startswith("the attribute temperature of Model has changed since the model was cut")
