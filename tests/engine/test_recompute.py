@@ -67,7 +67,11 @@ class Chance(nn.Module):
 
 
 class Drawing(nn.Sequential):
+    calls = 0
+
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = x * self.calls
         return super().forward(x) * random.random() if np.random.rand() < 0.7 else x + random.random() * x
 
 
@@ -198,17 +202,9 @@ class Shrinking(nn.Conv2d):
         return super().forward(x)
 
 
-class Counting(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls = getattr(self, "calls", 0) + 1
-        return super().forward(x)
-
-
 @pytest.mark.parametrize(
     ("conv", "name"),
     [
-        (Counting(3, 3, 1), "0.calls"),
         (nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 3, 1)), "parametrizations.weight.0._u"),
         (Shrinking(3, 3, 1), "0.weight"),
     ],
@@ -219,3 +215,23 @@ def test_a_block_that_changes_what_it_has_is_refused(conv: nn.Module, name: str)
     model.eval()(torch.randn(2, 3, 4, 4))
     with pytest.raises(Refusal, match=f"the model changes {name} as it runs"):
         model.train()(torch.randn(2, 3, 4, 4))
+
+
+class Noting(nn.Conv2d):
+    """Notes its calls in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, 1)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x)
+
+
+def test_a_block_that_would_note_each_call_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Sequential(Noting(), nn.BatchNorm2d(3)), nn.Flatten())
+    recompute_blocks(model)
+    outputs = model(torch.randn(2, 3, 4, 4))
+    with pytest.raises(Refusal, match="changes its attribute 0.seen as it runs"):
+        outputs.sum().backward()

@@ -243,6 +243,38 @@ def generator_states() -> tuple[Any, Any]:
     return random.getstate(), np.random.get_state()
 
 
+Numbers = list[tuple[dict[str, Any], dict[str, Any]]]  # the attributes of a module, and those that are numbers
+
+
+def numbers_of(module: nn.Module) -> Numbers:
+    """The numbers and texts that modules of other libraries than PyTorch have as attributes: counters, say."""
+    every = (each.__dict__ for each in module.modules() if not type(each).__module__.startswith("torch.nn."))
+    return [(own, {name: own[name] for name in _numbers(own)}) for own in every]
+
+
+def _numbers(own: dict[str, Any]) -> list[str]:
+    return [name for name, value in own.items() if name not in INTERNAL and isinstance(value, PLAIN)]
+
+
+@contextmanager
+def counted_again(numbers: Numbers) -> Iterator[None]:
+    """Within this context the numbers are these, and behind it what they were."""
+
+    def restore(values: Numbers) -> None:
+        for own, known in values:
+            for name in _numbers(own):
+                if name not in known:
+                    del own[name]
+            own.update(known)
+
+    now: Numbers = [(own, {name: own[name] for name in _numbers(own)}) for own, _ in numbers]
+    restore(numbers)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
     return {
