@@ -100,14 +100,16 @@ def _as_at_first(block: nn.Module, drawn: tuple[Any, Any], numbers: Numbers) -> 
     Raises Refusal if it changes what cannot be taken back, such as a list of its own.
     """
     before = attributes_of(block)
-    with drawn_again(drawn), counted_again(numbers), _frozen_statistics(block):
-        yield
-    changed = next((name for name, value in attributes_of(block).items() if before.get(name) != value), None)
-    if changed is not None:
-        raise Refusal(
-            f"the model changes its attribute {changed} as it runs, and did so twice for a block that was computed "
-            "again; leave out `recompute`"
-        )
+    try:
+        with drawn_again(drawn), counted_again(numbers), _frozen_statistics(block):
+            yield
+    finally:  # PyTorch ends the run by an exception once it has what it needs
+        changed = next((name for name, value in attributes_of(block).items() if before.get(name) != value), None)
+        if changed is not None:
+            raise Refusal(
+                f"the model changes its attribute {changed} as it runs, and did so twice for a block that was computed "
+                "again; leave out `recompute`"
+            )
 
 
 @contextmanager

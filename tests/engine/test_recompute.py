@@ -233,5 +233,5 @@ def test_a_block_that_would_note_each_call_twice_is_refused() -> None:
     model = nn.Sequential(nn.Sequential(Noting(), nn.BatchNorm2d(3)), nn.Flatten())
     recompute_blocks(model)
     outputs = model(torch.randn(2, 3, 4, 4))
-    with pytest.raises(Refusal, match="changes its attribute 0.seen as it runs"):
+    with pytest.raises(Refusal, match=r"changes its attribute 0\.seen as it runs"):
         outputs.sum().backward()

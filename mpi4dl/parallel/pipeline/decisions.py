@@ -359,6 +359,10 @@ def _is_hidden(code: CodeType) -> bool:
     return bool(set(HIDDEN) & parents) or (STANDARD in parents and LIBRARIES not in code.co_filename)
 
 
+def _is_library(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in ("torch", "numpy", "math")
+
+
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
@@ -407,7 +411,7 @@ def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ..
         if isinstance(value, (nn.Module, Tensor, *PLAIN, *CONTAINERS)):
             break
         inner = getattr(value, "__dict__", {})
-        if name not in inner:
+        if name not in inner or (isinstance(value, ModuleType) and _is_library(value)):
             break
         chain.append(name)
         value = inner[name]

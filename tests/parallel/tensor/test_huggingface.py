@@ -39,6 +39,8 @@ from transformers import (  # noqa: E402
     GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -63,6 +65,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES, **COMMON)),
     "bert": lambda: BertForMaskedLM(BertConfig(max_position_embeddings=16, **SIZES, **NO_DROPOUT, **COMMON)),
 }
+TIED: dict[str, Callable[[], nn.Module]] = {  # and their last stage asks for the type of what is tied
+    "mamba": lambda: MambaForCausalLM(MambaConfig(hidden_size=24, num_hidden_layers=2, state_size=4, **COMMON)),
+}
 MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SPARSE)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(num_experts=4, **SPARSE)),
@@ -77,7 +82,7 @@ SPARSE: dict[str, Any] = SIZES | COMMON | {
 }  # fmt: skip
 WHOLE_EXPERTS = {"model.layers.*.mlp.experts": "experts"}  # of gpt-oss, whose experts have no style in parts
 STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS | {k: v for k, v in LLAMA.items() if ".mlp." not in k}}
-BLOCKS = {"gpt2": "transformer.h.1", "bert": "bert.encoder.layer.1"}
+BLOCKS = {"gpt2": "transformer.h.1", "mamba": "backbone.layers.1", "bert": "bert.encoder.layer.1"}
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
@@ -117,7 +122,7 @@ def precise(model: nn.Module) -> Iterator[None]:
 def build(name: str, balanced: bool = False) -> nn.Module:
     """`balanced`: the loss has a penalty of a batch's routing, which is another one of microbatches."""
     torch.manual_seed(0)
-    model = (MODELS | MODELS_OF_EXPERTS)[name]().double()
+    model = (MODELS | MODELS_OF_EXPERTS | TIED)[name]().double()
     if name in MODELS_OF_EXPERTS:
         model.set_experts_implementation("eager")  # the others have no float64
         model.config.output_router_logits = balanced and name == "mixtral"
@@ -183,3 +188,8 @@ def test_five_steps_of_experts(ranks: Ranks, name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps(ranks: Ranks, name: str, plan: str) -> None:
     ranks(PLANS[plan].num_ranks).run(train, name, PLANS[plan])
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_five_steps_of_words_that_are_tied_and_looked_at(ranks: Ranks, name: str) -> None:
+    ranks(2).run(train, name, TWO)
