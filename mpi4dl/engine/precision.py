@@ -7,6 +7,8 @@ rank: where stages differ, ranks would skip different steps.
 import torch
 from torch import nn
 
+from mpi4dl.parallel.pipeline.stage import Stage
+
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 INITIAL_SCALE = 65536.0
 SMALLEST_SCALE = 2.0**-24
@@ -18,6 +20,9 @@ NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def lower_precision(module: nn.Module, dtype: torch.dtype) -> None:
     """Turn the float32 parameters of all but normalization layers, few and sensitive, into `dtype`."""
     for part in module.modules():
+        if isinstance(part, Stage):
+            for looked in part.looked.values():
+                looked.lower(dtype)
         if not isinstance(part, NORMS):
             for p in part.parameters(recurse=False):
                 if p.dtype is torch.float32:

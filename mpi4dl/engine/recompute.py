@@ -15,6 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Refusal
 from mpi4dl.parallel.blocks import rows_of
+from mpi4dl.parallel.pipeline.decisions import (
+    Numbers,
+    attributes_of,
+    counted_again,
+    drawn_again,
+    generator_states,
+    numbers_of,
+)
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -48,8 +56,10 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
+    drawn, numbers = generator_states(), numbers_of(block)
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _frozen_statistics(block)
+        return nullcontext(), _as_at_first(block, drawn, numbers)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]
@@ -81,6 +91,25 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
     values = [*block.named_parameters(), *block.named_buffers()]
     return {name: (id(value), value._version) for name, value in values if id(value) not in known}
+
+
+@contextmanager
+def _as_at_first(block: nn.Module, drawn: tuple[Any, Any], numbers: Numbers) -> Iterator[None]:
+    """The second run of a block finds what the first did, and leaves all as it is: statistics, generators, counters.
+
+    Raises Refusal if it changes what cannot be taken back, such as a list of its own.
+    """
+    before = attributes_of(block)
+    try:
+        with drawn_again(drawn), counted_again(numbers), _frozen_statistics(block):
+            yield
+    finally:  # PyTorch ends the run by an exception once it has what it needs
+        changed = next((name for name, value in attributes_of(block).items() if before.get(name) != value), None)
+        if changed is not None:
+            raise Refusal(
+                f"the model changes its attribute {changed} as it runs, and did so twice for a block that was computed "
+                "again; leave out `recompute`"
+            )
 
 
 @contextmanager

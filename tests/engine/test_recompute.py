@@ -1,9 +1,11 @@
 """mpi4dl.engine.recompute: blocks run twice, keep less, and change no number."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,7 +55,28 @@ class Cell(nn.Module):
         return self.drop(self.norm(self.conv(x))) + self.instance(skip), x
 
 
+class Chance(nn.Module):
+    """Blocks that decide by numbers that Python and NumPy draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Drawing(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Drawing(nn.Sequential):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = x * self.calls
+        return super().forward(x) * random.random() if np.random.rand() < 0.7 else x + random.random() * x
+
+
 MODELS: dict[str, tuple[Make, int]] = {
+    "chance": (Chance, 3),
     "small_resnet": (lambda: models.build("small_resnet", 3, num_filters=4), 8),
     "resnet_v2": (lambda: models.build("resnet_v2", 3, depth=20, num_filters=4), 7),
     "unet": (lambda: models.build("unet", 3, num_filters=4, depth=2), 4),
@@ -67,6 +90,8 @@ MODELS: dict[str, tuple[Make, int]] = {
 def gradients_and_state(model: nn.Module) -> dict[str, Tensor]:
     """Of two training steps' worth of forward and backward passes, and the outputs' sum."""
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     found = {}
     for step in range(2):
         x = torch.randn(4, 3, 33, 37, dtype=torch.float64, requires_grad=True)
@@ -80,7 +105,7 @@ def gradients_and_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("make", "count"), MODELS.values(), ids=MODELS.keys())
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_every_number_is_what_it_was(make: Make, count: int) -> None:
     torch.manual_seed(0)
     plain = make().double().train()
@@ -190,3 +215,23 @@ def test_a_block_that_changes_what_it_has_is_refused(conv: nn.Module, name: str)
     model.eval()(torch.randn(2, 3, 4, 4))
     with pytest.raises(Refusal, match=f"the model changes {name} as it runs"):
         model.train()(torch.randn(2, 3, 4, 4))
+
+
+class Noting(nn.Conv2d):
+    """Notes its calls in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, 1)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x)
+
+
+def test_a_block_that_would_note_each_call_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Sequential(Noting(), nn.BatchNorm2d(3)), nn.Flatten())
+    recompute_blocks(model)
+    outputs = model(torch.randn(2, 3, 4, 4))
+    with pytest.raises(Refusal, match=r"changes its attribute 0\.seen as it runs"):
+        outputs.sum().backward()

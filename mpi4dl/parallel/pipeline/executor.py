@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.comm.profiling import as_event
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
+from mpi4dl.parallel.pipeline.decisions import kept_generators, seed_generators
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.pipeline.statistics import RunningStatistics
@@ -105,6 +106,7 @@ class Executor:
         Of a microbatch that the feed has not, the batch having lost it, nothing is done but that all who hold a stage
         still make as many backward passes.
         """
+        self._refuse_changes()
         row = undivided(table[self.comm.rank % self.plan.ranks_per_replica])
         training = any(action.kind in GRADIENTS for action in row)
         ends = {action.stage: position for position, action in enumerate(row) if action.kind in GRADIENTS}
@@ -134,6 +136,12 @@ class Executor:
         for boundary in (*self.before.values(), *self.behind.values()):
             boundary.forget()
 
+    def _refuse_changes(self) -> None:
+        """Stages are right as long as what their model's forward read of attributes and globals is as it was."""
+        change = next(self.held.changes(), None)
+        if change is not None:
+            raise Refusal(change)
+
     def _copies(self, stage: int) -> RunningStatistics:
         speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
         return RunningStatistics(self.held.modules_of[stage], self.held.groups[stage], speaks)
@@ -157,8 +165,11 @@ class Executor:
         return [self.held.device] if self.held.device.type == "cuda" else []
 
     def _own_randomness(self) -> AbstractContextManager[None]:
-        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
-        return torch.random.fork_rng(self._generators, enabled=self.plan.num_stages > 1)
+        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are.
+
+        So do those of Python and NumPy.
+        """
+        return kept_generators(self._generators) if self.plan.num_stages > 1 else nullcontext()
 
     def print_of_randomness(self) -> int:
         """16 bits that differ, nearly always, where the states of the process's generators do."""
@@ -180,6 +191,8 @@ class Executor:
     def _seed(self, stream: Any) -> None:
         seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.held.device
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
+        if self.plan.num_stages > 1:
+            seed_generators(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
 

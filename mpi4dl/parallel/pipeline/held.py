@@ -18,6 +18,7 @@ from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
 from mpi4dl.parallel.costs.timing import planned_cuts
 from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline import balance as costs
+from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.sharing import names_by_first, sharing
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
@@ -79,6 +80,7 @@ class Held(nn.Module):
             raise Refusal(plan.wrong_world(comm.size))
         self.plan, self.comm, self.counts, self.names, self.prices = plan, comm, counts, names, prices
         self.stream = stream
+        self.watched: list[tuple[Watch, Any]] = []
         self.modules_of = dict(modules)
         self.stages = nn.ModuleList(modules.values())
         if next(self.parameters(), None) is None:
@@ -172,6 +174,20 @@ class Held(nn.Module):
             )
         return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
 
+    def watch(self, model: nn.Module, watched: Sequence[Watch]) -> None:
+        """Have those attributes of a model that its forward read, so that whoever changes them here is refused."""
+        for watch in watched:
+            if watch.place is None and not watch.path and not hasattr(self, watch.names[0]):
+                setattr(self, watch.names[0], getattr(model, watch.names[0]))
+                self.watched.append((watch, watch.now(self)))
+
+    def changes(self) -> Iterator[str]:
+        """What is said of values of Python that are others than those by which the model was cut."""
+        yield from (changed(watch) for watch, found in self.watched if watch.now(self) != found)
+        for module in self.modules_of.values():
+            if isinstance(module, Stage):
+                yield from module.changes()
+
     def part(self, action: Action) -> Part:
         return self.parts[action.direction, action.stage]
 
@@ -228,6 +244,8 @@ def split(
     if plan.num_stages > 1:
         counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
     options = stream(cuttable, counts) if callable(stream) else stream
+    shared = cuttable.shared(counts)
+    cuttable.require_one_owner(counts, shared)
     if options is not None and plan.bidirectional and options.norms != "exact":
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
@@ -240,9 +258,9 @@ def split(
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    return Held(
-        modules, model, plan, comm, counts, cuttable.names, prices, options, styles, cuttable.shared(counts), device
-    )
+    held = Held(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
+    held.watch(model, cuttable.program.watched)
+    return held
 
 
 class Counts(NamedTuple):

@@ -6,13 +6,18 @@ stage = materialize(stage, build, device, seed)          # with the values of it
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.parallel.inputs import of_tokens, shape_only
+from mpi4dl.parallel.pipeline.aliasing import Aliasing
+from mpi4dl.parallel.pipeline.decisions import Found, hidden_tensors, written_by_all
 from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import trace
@@ -39,17 +44,24 @@ class Cuttable:
         self._made = {name: -1 for name in self.program.inputs}
         self._needed: dict[str, int] = {}
         self._paths: dict[str, set[int]] = {}
+        self._looks: dict[str, set[int]] = {}
         for i, atom in enumerate(self.program.atoms):
             for call in atom.calls:
                 self._made[call.name] = i
                 self._needed.update(dict.fromkeys(call.reads, i))
                 for path in call.attributes:
                     self._paths.setdefault(path, set()).add(i)
+                for path in call.looks:
+                    self._looks.setdefault(path, set()).add(i)
         for leaf in references(self.program.output):
             if isinstance(leaf, Value):
                 self._needed[leaf.name] = len(self.names)
             else:
                 self._paths.setdefault(leaf.path, set()).add(len(self.names) - 1)
+        self._aliasing = Aliasing(self.model, self.program)
+        for path, atoms in self._aliasing.written.items():
+            self._paths.setdefault(path, set()).update(atoms)
+        self._names, self._users = self._storages()
         self._paths |= self._aliases()
 
     def __len__(self) -> int:
@@ -116,6 +128,9 @@ class Cuttable:
             if name not in kept:
                 forget[i].append(name)
         holds = {path for path, users in self._paths.items() if any(first <= user < end for user in users)}
+        if is_last:
+            holds |= self._unused()
+        looked = {path for path, users in self._looks.items() if any(first <= user < end for user in users)}
         return Recipe(
             index,
             num_stages,
@@ -124,8 +139,10 @@ class Cuttable:
             calls,
             tuple(map(tuple, forget)),
             self.program.output if is_last else None,
-            frozenset(holds | self._unused() if is_last else holds),
+            frozenset(holds),
             frozenset(outputs) - self._sources(),
+            frozenset(path for path in looked if path not in holds and not _below(path, holds)),
+            self.program.watched,
         )
 
     def _sources(self) -> set[str]:
@@ -141,16 +158,31 @@ class Cuttable:
         yield from self.model.named_parameters(remove_duplicate=False)
         yield from self.model.named_buffers(remove_duplicate=False)
 
-    def _user(self, name: str) -> str:
-        """The path by which the forward pass uses this parameter or buffer; empty if it does not."""
-        while name and name not in self._paths:
-            name = name.rpartition(".")[0]
-        return name
+    def _storages(self) -> tuple[dict[int, list[str]], dict[int, set[int]]]:
+        """By the storage of each parameter and buffer all its names, and the atoms that use it, by whatever name."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self._tensors():
+            names.setdefault(_storage(tensor), []).append(name)
+        users: dict[int, set[int]] = {key: set() for key in names}
+        for path, atoms in self._paths.items():
+            found = attrgetter(path)(self.model)
+            within = [found]
+            if isinstance(found, nn.Module):
+                within = [*found.parameters(), *found.buffers(), *hidden_tensors(found)]
+            for tensor in within:
+                if isinstance(tensor, Tensor) and _storage(tensor) in users:
+                    users[_storage(tensor)] |= atoms
+        return names, users
 
     def _aliases(self) -> dict[str, set[int]]:
         """Names that the forward pass does not use of tensors that it uses by other names: they go where those go."""
-        users = {id(tensor): self._paths[path] for name, tensor in self._tensors() if (path := self._user(name))}
-        return {name: users[id(t)] for name, t in self._tensors() if id(t) in users and not self._user(name)}
+        used = set(self._paths)
+        found = {}
+        for key, atoms in self._users.items():
+            for name in self._names[key] if atoms else ():
+                if name not in used and not _below(name, used):
+                    found[name] = atoms
+        return found
 
     def _unused(self) -> set[str]:
         """Paths of modules, parameters and buffers that the forward pass does not use: the last stage keeps them."""
@@ -168,31 +200,134 @@ class Cuttable:
         """The stages of each parameter that several use, by the first of its names in the model.
 
         Raises:
-            ValueError: several stages use one buffer, whose copies would drift apart.
+            ValueError: several stages use one buffer, whose copies would drift apart, or what else they cannot share.
         """
         self.check(counts)
         bounds = [0, *accumulate(counts)]
-        users: dict[int, dict[str, set[int]]] = {}
-        first: dict[int, str] = {}
-        for name, tensor in self._tensors():
-            first.setdefault(id(tensor), name)
-            if path := self._user(name):
-                users.setdefault(id(tensor), {})[name] = self._paths[path]
-        parameters = {id(parameter) for parameter in self.model.parameters()}
+        parameters = {_storage(parameter) for parameter in self.model.parameters()}
         found: dict[str, tuple[int, ...]] = {}
-        for key, names in users.items():
-            atoms = sorted(set().union(*names.values()))
+        for key, users in self._users.items():
+            atoms = sorted(users)
             stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in atoms]
-            if stages[0] == stages[-1]:
+            if not stages or stages[0] == stages[-1]:
                 continue
+            names = self._names[key]
             if key not in parameters:
                 uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(atoms, stages, strict=True))
                 raise ValueError(
                     f"{' = '.join(names)} is used by {uses}, but a buffer can only be in one stage: "
                     f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
                 )
-            found[first[key]] = tuple(dict.fromkeys(stages))
+            self._refuse_unshareable(names, atoms)
+            found[names[0]] = tuple(dict.fromkeys(stages))
+        self._refuse_shared_state(bounds)
+        self._refuse_parted_views(bounds)
         return found
+
+    def _refuse_unshareable(self, names: Sequence[str], atoms: Sequence[int]) -> None:
+        """Refuse a parameter of several stages that has other tensors in its memory, or hides, or is written to."""
+        tensors = dict(self._tensors())
+        if len({id(tensors[name]) for name in names}) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are different tensors in the same memory, which several stages use: make them "
+                f"one parameter, or put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+            )
+        key = _storage(tensors[names[0]])
+        for i in atoms:
+            for call in self.program.atoms[i].calls:
+                module = self.model.get_submodule(call.target) if call.kind == "call_module" else None
+                if module is not None and key in map(_storage, hidden_tensors(module)):
+                    raise ValueError(
+                        f"{call.target} uses {names[0]} of another stage by an attribute that is no submodule, so that "
+                        "each stage would train a copy: register it as a parameter or a submodule, or put atoms "
+                        f"{atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                    )
+        written = [i for name in names for i in self._aliasing.written.get(name, ())]
+        if written:
+            raise ValueError(
+                f"{self.names[written[0]]} changes {names[0]} in place, which several stages use, so that their copies "
+                f"would differ: put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+            )
+
+    def _refuse_parted_views(self, bounds: Sequence[int]) -> None:
+        """Refuse cuts behind which a tensor is changed in place, and a view of it is used, which is a copy there."""
+        for i, changed, views in self._aliasing.changes:
+            start = max(bound for bound in bounds if bound <= i)
+            for view in views:
+                both_came = self._made[changed] < start and self._made[view] < start
+                if both_came and self._needed.get(view, -1) >= i:
+                    low = min(self._made[changed], self._made[view])
+                    raise ValueError(
+                        f"{self.names[i]} changes {changed} in place, and {view}, which is used later, is in the same "
+                        f"memory, but stages have copies: put atoms {max(low, 0)} to {i} (counted from 0) into the "
+                        "same stage, or clone it"
+                    )
+
+    def _refuse_shared_state(self, bounds: Sequence[int]) -> None:
+        """Refuse modules that are kept whole and keep count in Python of what several stages do."""
+        stages: dict[int, dict[str, nn.Module]] = {}
+        of_module: dict[int, dict[int, str]] = {}
+        for k, (low, high) in enumerate(pairwise(bounds)):
+            for atom in self.program.atoms[low:high]:
+                for call in atom.calls:
+                    if call.kind == "call_module":
+                        module = self.model.get_submodule(call.target)
+                        stages.setdefault(k, {})[call.target] = module
+                        for each in module.modules():
+                            of_module.setdefault(id(each), {})[k] = call.target
+        known: dict[str, Found] = {}
+        for named in stages.values():
+            for path, module in named.items():
+                known[path] = written_by_all([module]) if path not in known else known[path]
+        for k, named in stages.items():
+            for path, module in named.items():
+                for each in module.modules():
+                    written = written_by_all([each], within=False).attributes_written
+                    names = [name for name in written if name not in (*each._buffers, *each._parameters)]
+                    if names and len(of_module[id(each)]) > 1:
+                        raise ValueError(
+                            f"{path} is used in several stages and writes its attribute {names[0]} as it runs, of "
+                            "which each has its own: keep count in a buffer, or put all that uses it into one stage"
+                        )
+                for name in known[path].globals_written:
+                    for other, theirs in stages.items():
+                        for beside in theirs:
+                            read = {watch.names[0] for watch in known[beside].reads.values()}
+                            if other != k and (name in read or name in known[beside].globals_written):
+                                raise ValueError(
+                                    f"{path} (stage {k}) writes the global {name}, which {beside} (stage {other}) uses "
+                                    "too, but each rank has its own: keep count in a buffer, or put both into one stage"
+                                )
+
+    def require_one_owner(self, counts: Sequence[int], shared: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless each parameter and buffer is in just those stages that are known to share it.
+
+        It looks at the stages as they are made, by whatever names they have what they hold.
+        """
+        holders: dict[int, set[int]] = {key: set() for key in self._names}
+        bounds = [0, *accumulate(counts)]
+        for k, (low, high) in enumerate(pairwise(bounds)):
+            stage = Stage(self._recipe(low, high, k, len(counts)), self.model)
+            hidden = (tensor for child in stage.children() for tensor in hidden_tensors(child))
+            for tensor in [*stage.parameters(), *stage.buffers(), *hidden]:
+                holders.setdefault(_storage(tensor), set()).add(k)
+        for key, names in self._names.items():
+            known = set(next((shared[name] for name in names if name in shared), ()))
+            if holders[key] != known and (known or len(holders[key]) != 1):
+                raise ValueError(
+                    f"{' = '.join(names)} is in stages {sorted(holders[key])}, but stages {sorted(known)} share it: "
+                    "this is an error of the splitting, please report the model; until then train it in one stage"
+                )
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tensors have in common that are one in memory, on the meta device too."""
+    if nn.parameter.is_lazy(tensor):
+        return id(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse ones have none
+        return id(tensor)
 
 
 def _below(path: str, others: Collection[str]) -> bool:
@@ -217,10 +352,23 @@ def outline(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def shapes_of(model: nn.Module) -> dict[int, Tensor]:
-    """By the id of each tensor of a model one on the meta device, for `deepcopy` to take: tied ones stay tied."""
+    """By the id of each tensor of a model one on the meta device, for `deepcopy` to take: tied ones stay tied.
+
+    Tensors in the same memory are in the same memory there.
+    """
+    values = [*model.parameters(), *model.buffers()]
+    many = {key for key, count in Counter(map(_storage, values)).items() if count > 1}
+    storages: dict[int, Any] = {}
     shapes: dict[int, Tensor] = {}
-    for value in [*model.parameters(), *model.buffers()]:
+    for value in values:
         shape = torch.empty_like(value, device="meta")
+        if (key := _storage(value)) in many:
+            if key not in storages:
+                storages[key] = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+            place = storages[key].untyped_storage()
+            shape = torch.empty(0, dtype=value.dtype, device="meta").set_(
+                place, value.storage_offset(), value.size(), value.stride()
+            )
         shapes[id(value)] = nn.Parameter(shape, value.requires_grad) if isinstance(value, nn.Parameter) else shape
     return shapes
 

@@ -4,15 +4,18 @@ values alive before the first atom -> stage -> values alive after the last atom
 the model's inputs                 -> first stage           last stage -> the model's output
 """
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.handover import map_leaves
 from mpi4dl.parallel.pipeline.program import Attribute, Call, Value
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -25,7 +28,9 @@ class Recipe:
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
     `result` is what the last stage returns in training and in evaluation, with a `Value` for each tensor, and None for
     other stages. `holds` are the paths of the model's modules, parameters and buffers that are the stage's. `aside` are
-    outputs from which nothing comes into the model's result: they have no gradient, as in the model.
+    outputs from which nothing comes into the model's result: they have no gradient, as in the model. `looks` are paths
+    of tensors of other stages at whose shape or type the stage looks, and `watched` the values of Python on which the
+    calls depend.
     """
 
     index: int
@@ -37,6 +42,8 @@ class Recipe:
     result: Any
     holds: frozenset[str]
     aside: frozenset[str] = frozenset()
+    looks: frozenset[str] = frozenset()
+    watched: tuple[Watch, ...] = field(default=(), compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -45,6 +52,23 @@ class Recipe:
     @property
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
+
+
+class Looked:
+    """Stands for a tensor of another stage: of its shape, type and device, in the memory of one number."""
+
+    def __init__(self, original: Tensor, follows: bool) -> None:
+        self.shape, self.follows = original.shape, follows
+        self.one = torch.empty((), dtype=original.dtype, device=original.device)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.one.expand(self.shape)
+
+    def lower(self, dtype: torch.dtype) -> None:
+        """Be of this type if the original is: float32 parameters of layers that are no norms."""
+        if self.follows and self.one.dtype is torch.float32:
+            self.one = self.one.to(dtype)
 
 
 class Opening(Protocol):
@@ -68,6 +92,27 @@ class Stage(nn.Module):
         self.training = model.training
         self.opening: Opening | None = None
         _adopt(self, model, recipe.holds)
+        norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+        self.looked: dict[str, Looked] = {}
+        for path in sorted(recipe.looks):
+            owner, original = model.get_submodule(path.rpartition(".")[0]), attrgetter(path)(model)
+            self.looked[path] = Looked(original, isinstance(original, nn.Parameter) and not isinstance(owner, norms))
+        self._watched = [(watch, *_seen(watch, model, self)) for watch in recipe.watched if watch.place is None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Stage":
+        super()._apply(fn, recurse)
+        for each in self.looked.values():
+            each.one = fn(each.one)
+        return self
+
+    def changes(self) -> Iterator[str]:
+        """What is said of values of Python that are others than those by which the model was cut."""
+        for watch in self.recipe.watched:
+            if watch.place is not None and watch.now() != watch.found:
+                yield changed(watch)
+        for watch, found, *owners in self._watched:
+            if any(owner is not None and watch.now(owner) != found for owner in (each() for each in owners)):
+                yield changed(watch)
 
     def forward(self, *values: Any) -> Any:
         recipe = self.recipe
@@ -92,7 +137,18 @@ class Stage(nn.Module):
         )
 
     def _result(self, call: Call, known: dict[str, Any]) -> Any:
-        args, kwargs = self._filled(call.training if self._trains(call) else call.evaluation, known)
+        trains = self._trains(call)
+        args, kwargs = self._filled(call.training if trains else call.evaluation, known)
+        contexts = call.contexts[not trains]
+        if not contexts:
+            return self._made(call, args, kwargs)
+        with ExitStack() as stack:
+            for kind, *how in contexts:
+                within = torch.autocast(how[0], how[1], how[2]) if kind == "autocast" else torch.set_grad_enabled(*how)
+                stack.enter_context(within)
+            return self._made(call, args, kwargs)
+
+    def _made(self, call: Call, args: Any, kwargs: Any) -> Any:
         if call.kind == "call_module":
             return self.get_submodule(call.target)(*args, **kwargs)
         if call.kind == "call_method":
@@ -113,7 +169,9 @@ class Stage(nn.Module):
         def part(leaf: Any) -> Any:
             if isinstance(leaf, Value):
                 return known[leaf.name]
-            return attrgetter(leaf.path)(self) if isinstance(leaf, Attribute) else leaf
+            if not isinstance(leaf, Attribute):
+                return leaf
+            return self.looked[leaf.path].tensor if leaf.path in self.looked else attrgetter(leaf.path)(self)
 
         return map_leaves(part, arguments)
 
@@ -122,6 +180,22 @@ class Stage(nn.Module):
         return (
             f"{recipe.index} of {recipe.num_stages}: {', '.join(recipe.inputs)} -> {', '.join(recipe.outputs) or 'out'}"
         )
+
+
+def _seen(watch: Watch, model: nn.Module, stage: Stage) -> tuple[Any, ...]:
+    """The value that is watched, and whose attribute it is: of the model's module, and of its folder in the stage."""
+    original = model.get_submodule(watch.path)
+    found = watch.now(original)
+    owners: list[Any] = [weakref.ref(original)]
+    name = watch.names[0]
+    try:
+        folder = stage.get_submodule(watch.path)
+    except AttributeError:
+        return found, *owners
+    if folder is not stage and folder is not original and name not in vars(folder) and name in vars(original):
+        vars(folder)[name] = vars(original)[name]  # for whoever looks for it to change it
+        owners.append(weakref.ref(folder))
+    return found, *owners
 
 
 def _adopt(folder: nn.Module, original: nn.Module, wanted: Collection[str], prefix: str = "") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.microbatches import Microbatch
+from mpi4dl.parallel.pipeline.decisions import attributes_of
 
 Norm = nn.modules.batchnorm._NormBase
 
@@ -20,8 +21,7 @@ class RunningStatistics:
     """Those of one stage, whose copies are on the ranks of `comm`; `speaks[direction]`: this rank tells the others."""
 
     def __init__(self, module: nn.Module, comm: Communicator, speaks: dict[int, bool]) -> None:
-        self.comm = comm
-        self.speaks = speaks
+        self.module, self.comm, self.speaks = module, comm, speaks
         self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
         norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
         self.others = [(name, b) for name, b in module.named_buffers() if id(b) not in norms]
@@ -30,7 +30,7 @@ class RunningStatistics:
     @contextmanager
     def collect(self, direction: int, number: int) -> Iterator[None]:
         """Keep what this microbatch adds to the statistics, and leave them as they are."""
-        versions = [b._version for _, b in self.others]
+        versions, attributes = [b._version for _, b in self.others], attributes_of(self.module)
         before = [(m.momentum, dict(m._buffers)) for m in self.norms]
         for m in self.norms:
             m.momentum = 1.0  # so that the statistics become those of this microbatch
@@ -57,6 +57,14 @@ class RunningStatistics:
                     f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies in both "
                     "directions would differ; leave out `bidirectional`"
                 )
+        changed = next(
+            (name for name, value in attributes_of(self.module).items() if attributes.get(name) != value), None
+        )
+        if changed is not None:
+            raise Refusal(
+                f"the model changes its attribute {changed} as it runs: its copies in both directions would differ; "
+                "leave out `bidirectional`"
+            )
         self._found[direction, number] = row
 
     @torch.no_grad()

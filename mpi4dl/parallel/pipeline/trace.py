@@ -9,9 +9,10 @@ torch.fx runs the model's forward on placeholders and notes what it calls. How d
 
 What is kept whole runs as it is, so it may do what it likes. An opened module is replaced by the calls that it
 makes. It must make the same ones on every input: it may not ask for values, and not for `isinstance(x, Tensor)`,
-because a placeholder is none. The model itself may ask for sizes (see `facts`). It is traced in training and in
-evaluation mode. An opened module may only differ in the
-arguments; the model itself may also make other calls and return something else, as those with auxiliary heads do:
+because a placeholder is none. It may not decide by random numbers, nor write attributes or globals (see `decisions`).
+The model itself may ask for sizes (see `facts`). It is traced in training and in evaluation mode. An opened module may
+only differ in the arguments; the model itself may also make other calls and return something else, as those with
+auxiliary heads do:
 
     training      conv1 ... inception4a   aux1   inception4b ... fc     -> GoogLeNetOutputs(fc, aux2, aux1)
     evaluation    conv1 ... inception4a          inception4b ... fc     -> fc
@@ -20,22 +21,40 @@ arguments; the model itself may also make other calls and return something else,
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import zip_longest
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, fx, nn
 
+from mpi4dl.parallel.pipeline.aliasing import INPLACE
+from mpi4dl.parallel.pipeline.decisions import (
+    QUANTILES,
+    Attributes,
+    Draws,
+    Reads,
+    Watch,
+    kept_generators,
+    opened_paths,
+    scan,
+)
 from mpi4dl.parallel.pipeline.facts import Question, answer, expect, is_fact, only_picks
 from mpi4dl.parallel.pipeline.functions import Global, culprit, is_opaque, kept_whole, line_of, reason_of
 from mpi4dl.parallel.pipeline.handover import map_leaves
-from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Program, Value, references
+from mpi4dl.parallel.pipeline.program import Atom, Attribute, Call, Context, Program, Value, references
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Shape = tuple[int, ...] | None
+DECIDES = (
+    "which would be the same ones forever (put the code that draws into a module of its own, which is kept whole and "
+    "draws each time)"
+)
 
 
 def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) -> Program:
@@ -54,11 +73,18 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) ->
     for path in whole:
         if not path or path not in paths:
             raise ValueError(f"whole={path!r} is not the path of a module in {type(model).__name__}")
+    if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+        raise ValueError(
+            f"cannot split {type(model).__name__}: it has forward hooks, or a forward that is no method of its class, "
+            "which no stage would call. Register hooks on modules in it, or override the method in a subclass"
+        )
     kept = dict.fromkeys(whole, "as asked")
     functions: dict[Global, str] = {}
+    reading = _Reading(model, functions, image, Attributes(model))
     while True:
         try:
-            return _program(model, kept, functions, image)
+            with kept_generators():
+                return _program(model, kept, functions, reading)
         except _Untraceable as failure:
             if failure.function is not None and failure.function not in functions:
                 functions[failure.function] = failure.reason
@@ -78,18 +104,40 @@ class _Untraceable(Exception):
         self.path, self.reason, self.function = path, reason, function
 
 
+class _Proxy(fx.Proxy):
+    """Is changed by `x += 1`, as a tensor is; fx would make another value, and leave x and what is an alias of it."""
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda proxy, other: proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
+
+
+for _function in INPLACE:
+    setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
+
+
 class _Tracer(fx.Tracer):
-    """Opens what shall be opened, and remembers in which opened module each call stands."""
+    """Opens what shall be opened, and remembers in which opened module each call stands, and in which contexts."""
 
     proxy_buffer_attributes = True
 
-    def __init__(self, whole: Collection[str], answers: Sequence[bool]) -> None:
+    def __init__(self, whole: Collection[str], answers: Sequence[bool], draws: Draws) -> None:
         super().__init__()
         self.whole = whole
         self.answers = iter(answers)
+        self.draws = draws
         self.opened = [""]
         self.scopes: dict[fx.Node, str] = {}
+        self.contexts: dict[fx.Node, Context] = {}
+        self.autocast: list[Context] = []
         self.result: Any = None
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def scope(self) -> str:
+        """The path of the opened module whose forward runs."""
+        return self.opened[-1]
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
         return path in self.whole or not _opens(module)
@@ -98,9 +146,12 @@ class _Tracer(fx.Tracer):
         path = self.path_of_module(module)
         if self.is_leaf_module(module, path):
             return super().call_module(module, forward, args, kwargs)
+        self.draws.mark(self.opened[-1])
         self.opened.append(path)
         try:
-            return super().call_module(module, forward, args, kwargs)
+            found = super().call_module(module, forward, args, kwargs)
+            self.draws.mark(path)
+            return found
         except _Untraceable:
             raise
         except Exception as error:
@@ -111,7 +162,29 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         self.scopes[node] = self.opened[-1]
+        self.contexts[node] = (*(() if torch.is_grad_enabled() else (("grad", False),)), *self.autocast)
         return node
+
+    @contextmanager
+    def noting_contexts(self) -> Iterator[None]:
+        """Within this context `torch.no_grad()` and `torch.autocast()` are seen when a forward enters them."""
+        kind = torch.amp.autocast_mode.autocast
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def noted_enter(context: Any) -> Any:
+            self.autocast.append(("autocast", context.device, context.fast_dtype, context._enabled))
+            return enter(context)
+
+        def noted_leave(context: Any, *error: Any) -> Any:
+            self.autocast.pop()
+            return leave(context, *error)
+
+        with (
+            torch.enable_grad(),
+            patch.object(kind, "__enter__", noted_enter),
+            patch.object(kind, "__exit__", noted_leave),
+        ):
+            yield
 
     def create_arg(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not self._is_registered(value):
@@ -190,6 +263,13 @@ class _Record:
     scopes: dict[fx.Node, str]
     names: dict[fx.Node, str]
     result: Any
+    contexts: dict[fx.Node, Context] = field(default_factory=dict)
+
+    @property
+    def everything(self) -> list[Any]:
+        """The calls with all their arguments; then the result."""
+        calls = [(n.op, n.target, self.names[n], self.arguments(n), self.contexts[n]) for n in self.nodes]
+        return [*calls, self.filled(self.result)]
 
     @property
     def skeleton(self) -> list[Any]:
@@ -220,49 +300,134 @@ class _Record:
 Forms = tuple[_Record, _Record, _Record, _Record]
 
 
-def _record(
-    model: nn.Module, whole: Collection[str], functions: Collection[Global], image: Shape, training: bool, inner: bool
-) -> _Record:
-    """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all in their own modes."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
-            module.training = inner
-        model.training = training
-        tracer, graph = _read(model, whole, functions, image)
-    except _Untraceable:
-        raise
-    except Exception as error:
-        raise _Untraceable("", reason_of(error), culprit(error, model)) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    nodes = [node for node in graph.nodes if node.op != "output"]
-    return _Record(nodes, tracer.scopes, _names(nodes, tracer.scopes), tracer.result)
+class _Reading:
+    """Reads the forward of one model in the modes that are asked for."""
 
+    def __init__(self, model: nn.Module, functions: Collection[Global], image: Shape, attributes: Attributes) -> None:
+        self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
+        self.reads = Reads()
+        self._scanned: dict[str, dict[Any, Watch]] = {}
 
-def _read(
-    model: nn.Module, whole: Collection[str], functions: Collection[Global], image: Shape
-) -> tuple[_Tracer, fx.Graph]:
-    """Trace the model as it is, again and again, until all questions are answered that it asks about sizes."""
-    answers: list[bool] = []
-    while True:
-        tracer = _Tracer(whole, answers)
+    def globals(self, whole: Collection[str]) -> list[Watch]:
+        """What the code of all opened modules reads of globals."""
+        found: dict[Any, Watch] = {}
+        modules = dict(self.model.named_modules())
+        for path in opened_paths(self.model, lambda module, path: path in whole or not _opens(module)):
+            if path not in self._scanned:
+                self._scanned[path] = scan(modules[path], path).reads
+            found |= self._scanned[path]
+        return list(found.values())
+
+    def watches(self, whole: Collection[str]) -> tuple[Watch, ...]:
+        """The globals and the attributes that were read."""
+        return (*self.globals(whole), *self.reads.watches(self.model))
+
+    def record(self, whole: Collection[str], training: bool, inner: bool) -> _Record:
+        """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all as it was.
+
+        What it draws by `rand` is chosen: it may draw, such as to leave out layers with a probability of zero, but must
+        do the same with all numbers.
+        """
+        record, draws = self._drawing(whole, training, inner, {})
+        for scope in sorted(draws.uniform, key=len, reverse=True):
+            for quantile in QUANTILES:
+                other, _ = self._drawing(whole, training, inner, {scope: quantile})
+                if repr(other.everything) != repr(record.everything):
+                    raise _Untraceable(scope, f"it decides by random numbers that it draws in Python, {DECIDES}")
+        return record
+
+    def _drawing(
+        self, whole: Collection[str], training: bool, inner: bool, drawn: Mapping[str, float]
+    ) -> tuple[_Record, Draws]:
+        model = self.model
+        draws = Draws(lambda scope: drawn.get(scope, 0.5))
+        watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
         try:
-            with kept_whole(functions, tracer.note):
-                return tracer, tracer.trace(model)
-        except Question as error:
-            if image is None or culprit(error, model) is not None:
-                raise
-            found = answer(error.node, model, image)
-            if found is None:
-                raise
-            answers.append(found)
+            for module in model.modules():
+                module.training = inner
+            model.training = training
+            tracer, graph = self._answered(whole, draws)
+            written = self._written()
+            for watch, before, _ in watched:
+                if watch.now() != before:
+                    written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
+        except _Untraceable:
+            raise
+        except Exception as error:
+            raise _Untraceable("", reason_of(error), culprit(error, model)) from error
+        finally:
+            self.attributes.restore()
+            for watch, before, restore in watched:
+                if watch.now() != before:
+                    restore()
+        if draws.others:
+            raise _Untraceable(
+                max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
+            )
+        if written is not None:
+            path, words = written
+            raise _Untraceable(self._opened_above(path, whole), words)
+        nodes = [node for node in graph.nodes if node.op != "output"]
+        names = _names(nodes, tracer.scopes)
+        return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
+
+    def _answered(self, whole: Collection[str], draws: Draws) -> tuple[_Tracer, fx.Graph]:
+        """Trace the model as it is, again and again, until all questions are answered that it asks about sizes."""
+        answers: list[bool] = []
+        while True:
+            tracer = _Tracer(whole, answers, draws)
+            try:
+                with ExitStack() as stack:
+                    stack.enter_context(kept_whole(self.functions, tracer.note))
+                    stack.enter_context(draws.chosen(tracer.scope))
+                    stack.enter_context(tracer.noting_contexts())
+                    stack.enter_context(self.reads.noted())
+                    graph = tracer.trace(self.model)
+                    draws.mark("")
+                    return tracer, graph
+            except Question as error:
+                if self.image is None or culprit(error, self.model) is not None:
+                    raise
+                found = answer(error.node, self.model, self.image)
+                if found is None:
+                    raise
+                answers.append(found)
+                draws.mark("")
+
+    def _written(self) -> tuple[str, str] | None:
+        """Which module has an attribute that was written, if any has, and what to say of it."""
+        for path, name, value in self.attributes.written():
+            where = f"{path}.{name}" if path else name
+            if not (isinstance(value, fx.Proxy) and _is_in_place(value.node, where)):
+                advice = "add to a buffer in place" if isinstance(value, fx.Proxy | Tensor) else "count in a buffer"
+                return path, (
+                    f"it changes the attribute {where} as it runs, which no stage would do ({advice}, or move what "
+                    "does so into a module of its own, which is kept whole)"
+                )
+        return None
+
+    def _opened_above(self, path: str, whole: Collection[str]) -> str:
+        opened = opened_paths(self.model, lambda module, path: path in whole or not _opens(module))
+        while path not in opened:
+            path = path.rpartition(".")[0]
+        return path
 
 
-def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str], image: Shape) -> Program:
+def _is_in_place(node: fx.Node, path: str) -> bool:
+    """Whether the value of a node is the buffer of this path, changed in place."""
+    while (node.op == "call_function" and node.target in INPLACE) or (
+        node.op == "call_method" and str(node.target).endswith("_")
+    ):
+        first = node.args[0]
+        if not isinstance(first, fx.Node):
+            return False
+        node = first
+    return node.op == "get_attr" and str(node.target) == path
+
+
+def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Global, str], reading: _Reading) -> Program:
     """Read the forward in both modes, and group its calls to atoms."""
-    record = partial(_record, model, kept, functions, image)
+    record = partial(reading.record, kept)
     training, evaluation = (record(mode, mode) for mode in (True, False))
     mixed = (evaluation, training)
     if training.skeleton != evaluation.skeleton:
@@ -294,7 +459,7 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
     inputs = tuple(training.names[node] for node in training.nodes if node.op == "placeholder")
     results = (training.filled(training.result), evaluation.filled(evaluation.result))
     named = {f"{each.module}.{each.name}": reason for each, reason in functions.items()}
-    return Program(inputs, atoms, results, {**kept, **named})
+    return Program(inputs, atoms, results, {**kept, **named}, reading.watches(kept))
 
 
 def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:
@@ -363,7 +528,13 @@ def _call(forms: Forms, i: int | None, j: int | None) -> Call:
         )
     mine, other = args
     made = (i is not None, j is not None)
-    return Call(record.names[node], node.op, node.target, mine, mine if mine == other else other, scope, made)
+    within = [each.contexts[each.nodes[k]] for each, k in modes]
+    contexts = (within[0], within[-1])
+    if contexts[0] != contexts[1] and mine == other:  # whose mode it is must be known to whoever runs it
+        other = map_leaves(lambda leaf: leaf, other)
+        return Call(record.names[node], node.op, node.target, mine, other, scope, made, contexts)
+    other = mine if mine == other else other
+    return Call(record.names[node], node.op, node.target, mine, other, scope, made, contexts)
 
 
 def _names(nodes: list[fx.Node], scopes: Mapping[fx.Node, str]) -> dict[fx.Node, str]:

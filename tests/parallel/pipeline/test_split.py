@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpi4dl.engine.precision import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
@@ -281,6 +282,152 @@ def test_stages_that_share_parameters_are_known() -> None:
     cuttable = Cuttable(model)
     assert cuttable.shared((2, 1, 1)) == {"0.weight": (0, 1)}
     assert cuttable.shared((3, 1)) == {}
+
+
+class Hidden(nn.Module):
+    """Uses a layer that is no submodule of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers[0].weight.mean()
+
+
+class Uses(nn.Module):
+    """A function makes a second use of something behind a layer, where it is cut."""
+
+    def __init__(self, second: Callable[["Uses", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(5, 4), nn.BatchNorm1d(3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+        self.hidden, self.second = Hidden(self.attention.out_proj), second
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = self.norm(self.attention(x, x, x, need_weights=False)[0])
+        return self.second(self, self.middle(x))
+
+
+WORDS = {"words.weight": (0, 1)}
+USES: dict[str, tuple[Callable[[Uses, Tensor], Tensor], dict[str, tuple[int, ...]] | str]] = {
+    "tied": (lambda self, x: self.head(x), WORDS),
+    "tied, and looked at": (lambda self, x: self.head(x.to(self.head.weight.dtype)), WORDS),
+    "by hand": (lambda self, x: F.linear(x, self.words.weight), WORDS),
+    "transposed": (lambda self, x: x @ self.words.weight.t(), WORDS),
+    "penalty": (lambda self, x: x + self.words.weight.square().mean(), WORDS),
+    "by another name": (lambda self, x: x + self.head.weight.square().mean(), WORDS),
+    "child": (
+        lambda self, x: self.attention.out_proj(x),
+        {"attention.out_proj.weight": (0, 1), "attention.out_proj.bias": (0, 1)},
+    ),
+    "weight of a child": (
+        lambda self, x: x * self.attention.out_proj.bias,
+        {"attention.out_proj.bias": (0, 1)},
+    ),
+    "looked at": (lambda self, x: x.to(self.words.weight.dtype) * self.words.weight.shape[1], {}),
+    "buffer looked at": (lambda self, x: x * self.norm.running_mean.size(0), {}),
+    "buffer": (lambda self, x: x * self.norm.running_mean.mean(), "a buffer can only be in one stage"),
+    "hidden": (lambda self, x: self.hidden(x), "by an attribute that is no submodule"),
+    "written": (lambda self, x: x + self.words.weight.data.mul_(0.5).mean(), "changes words.weight in place"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_whatever_way_stages_use_one_tensor_it_is_known(name: str) -> None:
+    second, wanted = USES[name]
+    cuttable = Cuttable(outline(lambda: Uses(second)))
+    middle = cuttable.names.index("middle")
+    counts = (middle, len(cuttable) - middle)
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            cuttable.shared(counts)
+        return
+    assert cuttable.shared(counts) == wanted
+    cuttable.require_one_owner(counts, wanted)
+    for wrong in ({}, {"middle.weight": (0, 1)}):
+        if wrong != wanted:
+            with pytest.raises(ValueError, match="error of the splitting"):
+                cuttable.require_one_owner(counts, wrong)
+    model = Uses(second)
+    assert_cuts_like_the_model(Cuttable(model), [counts], torch.tensor([[1, 2, 3], [4, 0, 1]]))
+
+
+def test_what_is_looked_at_has_the_type_of_the_stage() -> None:
+    cuttable = Cuttable(Uses(lambda self, x: x.to(self.words.weight.dtype)))
+    stage = cuttable.stage((cuttable.names.index("middle"), 2), 1)
+    assert "words.weight" not in stage.state_dict()
+    assert stage.double()(torch.ones(2, 3, 4).double()).dtype is torch.float64
+    lower_precision(stage.float(), torch.bfloat16)
+    assert stage(torch.ones(2, 3, 4).bfloat16()).dtype is torch.bfloat16
+
+
+class Within(nn.Module):
+    """What it does within contexts, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = self.layers[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layers[1](x)
+        if self.training:
+            self.count += 1
+        same = y = y.float() + teacher
+        y += 1
+        return self.layers[2](y + same) * self.count
+
+
+def test_contexts_and_changes_in_place_are_kept() -> None:
+    cuttable = Cuttable(Within())
+    assert cuttable.model.get_buffer("count") == 0
+    x = torch.randn(2, 4)
+    for mode in (True, False):
+        cuttable.model.train(mode)
+        together = range(cuttable.names.index("iadd") + 1)  # the buffer is in one stage with all that reads it by name
+        assert_cuts_like_the_model(cuttable, [(i, len(cuttable) - i) for i in together if i], x)
+
+
+class Parted(nn.Module):
+    """Changes in place what another value is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = x.view(-1, 2, 2)
+        z = self.middle(x.tanh())
+        return y.flatten(1) + self.relu(x) + z
+
+
+def test_a_view_is_not_parted_from_what_is_changed_in_place() -> None:
+    cuttable = Cuttable(Parted())
+    middle = cuttable.names.index("middle")
+    with pytest.raises(ValueError, match="relu changes first in place, and view, which is used later"):
+        cuttable.stages((middle, len(cuttable) - middle))
+    assert_cuts_like_the_model(cuttable, [(len(cuttable) - 1, 1)], torch.randn(2, 4))
+
+
+def test_a_module_that_counts_in_python_stays_in_one_stage() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x) * self.calls
+
+    counting = Counting(2, 2)
+    cuttable = Cuttable(nn.Sequential(counting, nn.ReLU(), counting))
+    with pytest.raises(ValueError, match="writes its attribute calls as it runs"):
+        cuttable.stages((1, 2))
+    assert len(cuttable.stages((3,))) == 1
 
 
 def test_a_buffer_stays_in_one_stage() -> None:

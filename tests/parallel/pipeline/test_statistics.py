@@ -96,6 +96,14 @@ class Counting(nn.Module):
         return x
 
 
+class Remembering(nn.Module):
+    """Keeps a number of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return x
+
+
 def twice() -> nn.Module:
     norm = nn.BatchNorm2d(CHANNELS)
     return nn.Sequential(norm, nn.ReLU(), norm)
@@ -123,6 +131,11 @@ def refused(comm: Communicator, build: Callable[[], nn.Module]) -> tuple[str, bo
             Counting,
             "the model changes its buffer seen as it runs, which is no batch norm's: its copies in both directions "
             "would differ; leave out `bidirectional`",
+        ),
+        (
+            Remembering,
+            "the model changes its attribute calls as it runs: its copies in both directions would differ; leave out "
+            "`bidirectional`",
         ),
     ],
 )

@@ -1,7 +1,10 @@
 """Which modules are opened, what their calls are grouped to, and what is refused with a reason."""
 
+import random
+import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +136,114 @@ def test_inputs_must_be_known():
         trace(Many())
     with pytest.raises(ValueError, match="its input image can only be passed by keyword"):
         trace(Keyword())
+
+
+CALLS = 0
+SEEN: list[int] = []
+
+
+def count_calls(self: nn.Module, x: Tensor) -> bool:
+    global CALLS
+    CALLS += 1
+    return CALLS % 2 == 0
+
+
+def count_own(self: nn.Module, x: Tensor) -> bool:
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.calls % 2 == 0
+
+
+def see(self: nn.Module, x: Tensor) -> bool:
+    SEEN.append(1)
+    return len(SEEN) % 2 == 0
+
+
+DECISIONS: dict[str, Callable[[nn.Module, Tensor], bool]] = {
+    "torch.rand": lambda self, x: torch.rand(1).item() < 0.3,
+    "rand([])": lambda self, x: bool(torch.rand([]) < 0.3),
+    "uniform_": lambda self, x: torch.empty(1).uniform_().item() < 0.3,
+    "random": lambda self, x: random.random() < 0.3,
+    "uniform": lambda self, x: random.uniform(0, 2) < 0.3,
+    "randint": lambda self, x: np.random.randint(9) < 3,
+    "np.random.rand": lambda self, x: np.random.rand() < 0.3,
+    "an attribute": count_own,
+    "a global": count_calls,
+    "a list": see,
+}
+
+
+class Deciding(nn.Module):
+    """Holds blocks, so it is opened, and decides by a function whether to leave out the first."""
+
+    def __init__(self, decide: Callable[[nn.Module, Tensor], bool]) -> None:
+        super().__init__()
+        self.blocks, self.decide = nn.ModuleList(Block() for _ in range(2)), decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.decide(self, x):
+            return self.blocks[1](x)
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_decided_in_python_is_kept_live_or_refused_whatever_is_drawn(name: str, seed: int) -> None:
+    for module in (torch, random, np.random):
+        getattr(module, "manual_seed" if module is torch else "seed")(seed)
+    states = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    inside = nn.Sequential(Deciding(DECISIONS[name]), nn.Linear(2, 2))
+    assert names(inside) == ["0", "1"]
+    with pytest.raises(ValueError, match=r"cannot split Deciding: .*(random numbers|it changes)"):
+        trace(Deciding(DECISIONS[name]))
+    assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    assert "calls" not in vars(inside[0])
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_draws_that_decide_nothing_are_no_obstacle(limit: float) -> None:
+    model = nn.Sequential(Deciding(lambda self, x: bool(torch.rand([]) < limit)), nn.Linear(2, 2))
+    assert names(model)[-3:] == ["0.blocks.0", "0.blocks.1", "1"]
+
+
+TEMPERATURE = 0.5
+
+
+class Scheduled(nn.Module):
+    """What it reads may be changed by others between steps."""
+
+    share = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.temperature, self.unread = 1.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.layer(x) * self.temperature) * TEMPERATURE + self.share
+
+
+def test_a_change_of_what_was_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for outer in (Scheduled(), nn.Sequential(nn.Sequential(Scheduled(), nn.ReLU()), nn.ReLU())):
+        model = outer if isinstance(outer, Scheduled) else outer[0][0]  # type: ignore[index]
+        stages = Cuttable(outer).stages((1, len(Cuttable(outer)) - 1))
+        model.unread = 2.0
+        assert not [change for stage in stages for change in stage.changes()]
+        if isinstance(outer, nn.Sequential):
+            continue  # kept whole: it is live
+        for place, name in ((model, "temperature"), (Scheduled, "share"), (sys.modules[__name__], "TEMPERATURE")):
+            with monkeypatch.context() as context:
+                context.setattr(place, name, 0.7)
+                for stage in stages:
+                    (change,) = stage.changes()
+                    assert name in change
+        assert not [change for stage in stages for change in stage.changes()]
+
+
+def test_hooks_on_the_model_itself_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.register_forward_hook(lambda module, args, result: result * 2)
+    with pytest.raises(ValueError, match="it has forward hooks"):
+        trace(model)
 
 
 class Settings:

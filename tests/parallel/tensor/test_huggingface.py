@@ -39,6 +39,8 @@ from transformers import (  # noqa: E402
     GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -69,6 +71,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "xlm-roberta": lambda: XLMRobertaForMaskedLM(XLMRobertaConfig(**BERT_SIZES | {"pad_token_id": 1})),
     "bert": lambda: BertForMaskedLM(BertConfig(**BERT_SIZES)),
 }
+TIED: dict[str, Callable[[], nn.Module]] = {  # and their last stage asks for the type of what is tied
+    "mamba": lambda: MambaForCausalLM(MambaConfig(hidden_size=24, num_hidden_layers=2, state_size=4, **COMMON)),
+}
 MODELS_OF_EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SPARSE)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(num_experts=4, **SPARSE)),
@@ -86,6 +91,7 @@ WHOLE_EXPERTS = {"model.layers.*.mlp.experts": "experts"}  # of gpt-oss, whose e
 STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS | {k: v for k, v in LLAMA.items() if ".mlp." not in k}}
 BLOCKS = {
     "gpt2": "transformer.h.1",
+    "mamba": "backbone.layers.1",
     "bert": "bert.encoder.layer.1",
     "roberta": "roberta.encoder.layer.1",
     "xlm-roberta": "roberta.encoder.layer.1",
@@ -129,7 +135,7 @@ def precise(model: nn.Module) -> Iterator[None]:
 def build(name: str, balanced: bool = False) -> nn.Module:
     """`balanced`: the loss has a penalty of a batch's routing, which is another one of microbatches."""
     torch.manual_seed(0)
-    model = (MODELS | MODELS_OF_EXPERTS)[name]().double()
+    model = (MODELS | MODELS_OF_EXPERTS | TIED)[name]().double()
     if name in MODELS_OF_EXPERTS:
         model.set_experts_implementation("eager")  # the others have no float64
         model.config.output_router_logits = balanced and name == "mixtral"
@@ -195,3 +201,8 @@ def test_five_steps_of_experts(ranks: Ranks, name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_five_steps(ranks: Ranks, name: str, plan: str) -> None:
     ranks(PLANS[plan].num_ranks).run(train, name, PLANS[plan])
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_five_steps_of_words_that_are_tied_and_looked_at(ranks: Ranks, name: str) -> None:
+    ranks(2).run(train, name, TWO)
