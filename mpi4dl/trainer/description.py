@@ -102,7 +102,9 @@ class Description:
             values = found.get("values")
             largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
             signature = str(found.get("signature", ""))
-            return cls(options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values, largest, signature)
+            return cls(
+                options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values, largest, signature
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "
