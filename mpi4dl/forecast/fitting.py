@@ -77,7 +77,7 @@ def _looked_at(
     check = config.parallel.memory_check
     large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
     try:
-        with same_randomness():
+        with same_randomness(engine.device):
             passes = passes_of(config, engine.held, num_classes, channels)
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
@@ -96,11 +96,11 @@ def _looked_at(
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
+def same_randomness(device: torch.device) -> Iterator[None]:
     """Leave the generators of Python, NumPy and PyTorch as they were: other ranks draw nothing meanwhile."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)
@@ -158,7 +158,9 @@ class MemoryNeed:
         ranks, has = self.ranks[self.place], gibibytes(self.place.num_bytes)
         fits = [*self.remedies()]
         nodes = ceil(self.needed / self.place.num_bytes)
-        fits.append(f"{nodes} such {'GPUs' if self.device.type == 'cuda' else 'nodes'} for the same ranks")
+        such = f"{nodes} such {'GPUs' if self.device.type == 'cuda' else 'nodes'}"
+        spread = len(ranks) >= nodes and self.most <= self.place.num_bytes
+        fits.append(f"{such} for the same ranks" if spread else f"more ranks, for more `tiles`, on {such} or more")
         return (
             f"{counted(len(ranks), 'rank')} on {self.place.name} need about {gibibytes(self.needed)} together, "
             f"{gibibytes(self.most)} at most each, but it has {has} of memory. What fits: {'; '.join(fits)}. "
