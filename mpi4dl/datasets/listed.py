@@ -82,7 +82,7 @@ class ListedFiles:
         if volume.channels != self.channels:
             raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
         if self.values is not None and volume.values != self.values:
-            raise BadImage(path, _of_another_kind(volume.values, self.values))
+            raise BadImage(path, of_another_kind(volume.values, self.values))
         return volume
 
     def _look(self) -> tuple[int, str | None, bool]:
@@ -98,7 +98,7 @@ class ListedFiles:
             if first is None:
                 first = volume
             elif volume.values != first.values:
-                raise DatasetError(f"{self.path(index)}: {_of_another_kind(volume.values, first.values)}")
+                raise DatasetError(f"{self.path(index)}: {of_another_kind(volume.values, first.values)}")
             if looked >= LOOKED_AT:
                 break
         return (1, None, False) if first is None else (first.channels, first.values, first.was_divided)
@@ -158,10 +158,10 @@ class ListedFiles:
             return None
 
 
-def _of_another_kind(values: str, others: str) -> str:
-    """Why a volume does not belong to a set."""
+def of_another_kind(values: str, others: str) -> str:
+    """Why a volume does not belong to a set, after its name."""
     return (
-        f"its values are read {values}, but those of other volumes {others}: write all of a set as NIfTI, or all in "
+        f"values are read {values}, but those of other volumes {others}: write all of a set as NIfTI, or all in "
         "one type, such as .npy of float32 in the units that you mean"
     )
 

@@ -9,6 +9,7 @@ from mpi4dl.datasets.cifar import is_cifar, load_cifar
 from mpi4dl.datasets.folder import ImageFolder
 from mpi4dl.datasets.labelled import LabelledFolder
 from mpi4dl.datasets.layout import parts
+from mpi4dl.datasets.listed import of_another_kind
 from mpi4dl.datasets.masks import IGNORE_INDEX
 from mpi4dl.datasets.segmented import LAYOUT as SEGMENTED_LAYOUT
 from mpi4dl.datasets.segmented import SegmentedFolder, is_segmented
@@ -76,6 +77,9 @@ def open(
     training, validation = found
     if task is not None and task_of(training) != task:
         raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {_LABELS_OF[task]}")
+    mine, theirs = (getattr(part, "values", None) for part in (training, validation))
+    if len(validation) and mine != theirs:
+        raise DatasetError(f"{source}: of volumes to validate with, {of_another_kind(str(theirs), str(mine))}")
     return training, validation
 
 

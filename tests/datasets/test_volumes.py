@@ -1,6 +1,7 @@
 """Volumes and sequences: every file kind, boxes of them, views that join without a seam, and damaged files."""
 
 import gzip
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,14 @@ def test_volumes_whose_values_are_of_other_kinds_are_refused(tmp_path: Path, fir
     for label, kind, dtype in zip("ab", (first, second), dtypes, strict=True):
         (tmp_path / label).mkdir()
         SAVE[kind][1](tmp_path / label / f"{label}{SAVE[kind][0]}", noise(*SIZE, dtype=dtype))
-    with pytest.raises(
-        DatasetError, match=r"b/b.*: its values are read .*, but those of other volumes .*: write all of"
-    ):
+    message = "values are read .*, but those of other volumes .*: write all of a set"
+    with pytest.raises(DatasetError, match=f"b/b.*: {message}"):
         datasets.open(tmp_path, size=SIZE, validation_fraction=0.5)
+    for part, name in (("train", "a"), ("val", "b")):
+        for label in "xy":
+            shutil.copytree(tmp_path / name, tmp_path / "parts" / part / label)
+    with pytest.raises(DatasetError, match=f"parts: of volumes to validate with, {message}"):
+        datasets.open(tmp_path / "parts", size=SIZE)
 
 
 def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) -> None:
