@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = [*TRAINED, "--text", str(root / "texts"), "--token-folder", str(root / "tokens")]
     train(world(), [*common, "--run-folder", str(root / "bytes")])
     train(world(), [*common, "--tokenizer", "bpe:270", "--run-folder", str(root / "pairs"), "--document-mask"])
-    train(world(), [*common, "--save-every", "none", "--run-folder", str(root / "bare")])
+    train(world(), [*common, "--save-every", "none", "--run-folder", str(root / "bare"), "--ema", "0.99"])
     return root
 
 
@@ -48,11 +48,11 @@ def said(comm: Communicator, *argv: str) -> str:
 
 
 @torch.no_grad()
-def plain(run: Path, prompt: str, num_tokens: int) -> str:
+def plain(run: Path, prompt: str, num_tokens: int, average: bool = True) -> str:
     """What a plain loop over the exported weights goes on with."""
     pairs = (run / "tokenizer.json").exists()
     tokenizer: Tokenizer = BPETokenizer.load(run / "tokenizer.json") if pairs else ByteTokenizer()
-    export(run, run.parent / f"{run.name}.pt")
+    export(run, run.parent / f"{run.name}.pt", average)
     model = models.build("gpt", None, vocabulary=tokenizer.vocabulary, context=CONTEXT, **SIZES).eval()
     model.load_state_dict(torch.load(run.parent / f"{run.name}.pt"))
     tokens = tokenizer.encode(prompt).tolist()
@@ -78,6 +78,13 @@ def test_greedy_text_by_every_plan(ranks: Ranks, folder: Path, run: str, plan: s
     argv = [str(folder / run), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "12", *plan.split()]
     num_ranks = 4 if plan.count("2") == 2 else 2 if "2" in plan else 1
     assert ranks(num_ranks).run(said, *argv)[0] == plain(folder / run, PROMPT, 12) + "\n"
+
+
+def test_text_is_that_of_the_average(folder: Path) -> None:
+    argv = [str(folder / "bare"), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "12"]
+    texts = [said(world(), *argv, *flags) for flags in ((), ("--no-average",))]
+    assert texts == [plain(folder / "bare", PROMPT, 12, average) + "\n" for average in (True, False)]
+    assert texts[0] != texts[1]
 
 
 def test_many_prompts_as_json(folder: Path) -> None:

@@ -206,7 +206,7 @@ def seen_of(source: Sequence[int], frame: Sequence[int]) -> float:
     return prod(min(a, b) for a, b in zip(source, frame, strict=True)) / prod(source)
 
 
-class Seeing:
+class Coverage:
     """How much of its images a model sees: `crops` if that may be the centre alone. Collective.
 
     Raises Refusal on all ranks if images would be cropped, and nobody asked for that.

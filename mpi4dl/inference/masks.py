@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpi4dl.geometry import Interval
-from mpi4dl.inference.windows import Cut, Target
+from mpi4dl.inference.windows import Target, WindowInterval
 from mpi4dl.trainer.pictures import palette
 
 FOLDER = "masks"
@@ -155,10 +155,10 @@ class StitchedMask:
             else:
                 self.files.append(ArrayMask(path, size, np.uint8 if depth <= 256 else np.int32))
 
-    def add(self, cuts: Sequence[Cut], where: Sequence[slice], values: npt.NDArray[Any]) -> None:
+    def add(self, intervals: Sequence[WindowInterval], where: Sequence[slice], values: npt.NDArray[Any]) -> None:
         """Some of a window: `values` (layers, *space), or (*space), which stand at `where` in it."""
         inner, space = [], []
-        for cut, part in zip(cuts, where, strict=True):
+        for cut, part in zip(intervals, where, strict=True):
             first = cut.start + part.start
             own = Interval(max(cut.core.start, first), min(cut.core.stop, cut.start + part.stop))
             if own.start >= own.stop:
@@ -171,9 +171,9 @@ class StitchedMask:
         if not self._picture:
             self._write(space, values)
             return
-        if cuts[0].core != self._core:
+        if intervals[0].core != self._core:
             self._flush()
-            self._core = cuts[0].core
+            self._core = intervals[0].core
             shape = (len(values), self._core.length, self.target.size[1])
             self._strip = np.zeros(shape, values.dtype)
         assert self._strip is not None

@@ -17,7 +17,7 @@ from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine.evaluating import BatchOutputs
 from mpi4dl.inference.answers import NOT_NUMBERS, Record, answer, columns_of, is_undefined
-from mpi4dl.inference.images import Seeing, seen_of
+from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.masks import FOLDER, ArrayMask, FailingLater, StitchedMask, band_height, bases_of, path_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.progress import ProgressOfImages
@@ -49,11 +49,11 @@ class Predicting:
             raise Refusal("`out` is missing: it is the folder that masks are written to")
         if self.dense and model.asked_fit == "crop":
             raise Refusal("`fit` crop is not for masks, which are of whole images: leave it out, or choose resize")
-        self.seeing = Seeing(self.comm, model, images, whole=self.dense)
+        self.coverage = Coverage(self.comm, model, images, whole=self.dense)
         self.suffix = PICTURE if self.dense and len(size) == 2 else ARRAY
         self.records: Records | None = None
         self.bad: list[str] = []
-        self.remarks: list[str] = list(self.seeing.remarks)
+        self.remarks: list[str] = list(self.coverage.remarks)
         if self.dense:
             frame = "x".join(map(str, size))
             self.remarks.append(f"masks have the size of their images; larger ones are seen by windows of {frame}")
@@ -64,7 +64,7 @@ class Predicting:
             self._paths = {name: images.path(index) for index, name in enumerate(names)}
         done: set[str] = set()
         if out is not None:
-            columns = columns_of(model.about.task, model.classes, False, self.apart, self.seeing.crops)
+            columns = columns_of(model.about.task, model.classes, False, self.apart, self.coverage.crops)
             with self.comm.together():
                 if self.comm.rank == 0:
                     self.records = Records(out, self._about(where, images), columns, self._keeps)
@@ -164,15 +164,15 @@ class Predicting:
             yield {index: self._with_share(index, record) for index, record in found.items()}
 
     def _with_share(self, index: int, record: Record) -> Record:
-        if "error" in record or not self.seeing.crops:
+        if "error" in record or not self.coverage.crops:
             return record
         try:
             share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
         except DatasetError as error:
             return self._named(index, {"error": printable(str(error))})
         if share < 1 and not self.model.may_crop:
-            return self._named(index, {"error": self.seeing.refusal(self.images.name(index), share)})
-        self.seeing.add(share)
+            return self._named(index, {"error": self.coverage.refusal(self.images.name(index), share)})
+        self.coverage.add(share)
         return {**record, "seen": share}
 
     def _named(self, index: int, said: Record) -> Record:
@@ -245,7 +245,7 @@ class Predicting:
             raise Refusal("the model's outputs have {} pixels for images of {}: masks need one each".format(*sides))
         layers = len(self.model.classes) if self.binary else 0
         for where, values in outputs.bands(band_height(math.prod(shape) // shape[-2])):
-            position, cuts, _ = windows.place(seen.indices[where[0].start])
+            position, intervals, _ = windows.place(seen.indices[where[0].start])
             if position in errors:
                 continue
             if position not in stitching:
@@ -256,7 +256,7 @@ class Predicting:
                     continue
                 stitching[position] = made
             part = where[1 + self.binary :]
-            postponed.do(partial(stitching[position].add, cuts, part, values[0].numpy()))
+            postponed.do(partial(stitching[position].add, intervals, part, values[0].numpy()))
 
     def _finished(self, index: int, mask: StitchedMask | None, error: str | None) -> Record:
         """The record of an image all of whose windows were seen. Raises OSError."""

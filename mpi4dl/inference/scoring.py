@@ -19,7 +19,7 @@ from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.inference.answers import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined
-from mpi4dl.inference.images import Seeing, seen_of
+from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.progress import ProgressOfImages
 from mpi4dl.inference.records import table_row
@@ -122,7 +122,7 @@ def score(model: SeeingModel, images: Named, *, resamples: int, level: float, sp
             told = found.metrics(resamples, level)
     metrics, confusion = model.comm.broadcast_object(told)
     records = [found.records[index] for index in sorted(found.records)]
-    remarks = found.seeing.summary()
+    remarks = found.coverage.summary()
     if found.undefined:
         what = counted(found.undefined, "image")
         remarks.append(f"the model's outputs of {what} are not numbers (NaN), and so no metric is one")
@@ -135,7 +135,7 @@ def score(model: SeeingModel, images: Named, *, resamples: int, level: float, sp
         confusion,
         records,
         found.bad,
-        found.seeing.crops,
+        found.coverage.crops,
         tuple(remarks),
         _root_of(images),
     )
@@ -168,16 +168,16 @@ class _Collected:
         self.seen: list[tuple[Tensor, Tensor]] = []
         self.counts: list[Tensor] = []
         self.undefined = 0  # images of which some output is not a number
-        self.seeing = Seeing(model.comm, model, images)
+        self.coverage = Coverage(model.comm, model, images)
 
     def _with_share(self, index: int, said: Record) -> Record:
         """A record, with the share of the image that the model saw if that may be a part."""
         record = {"image": self.images.name(index), **said}
-        if self.seeing.crops:
+        if self.coverage.crops:
             share = seen_of(self.images.image(index).size, self.model.config.data.image_size)
             if share < 1 and not self.model.may_crop:
-                raise Refusal(self.seeing.refusal(self.images.name(index), share))
-            self.seeing.add(share)
+                raise Refusal(self.coverage.refusal(self.images.name(index), share))
+            self.coverage.add(share)
             record["seen"] = share
         return record
 

@@ -26,8 +26,8 @@ class TrainedModel:
     What it was trained with comes from there: the model and its options, the names of its classes, and how images were
     shown to it. How it lies over ranks is chosen anew, by the options of `python -m mpi4dl.predict --help`, with
     underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. Of a run with
-    `ema` the weights are their averages, unless `average=False`; `fit` says how large images are seen. A model that was an
-    object of a script is passed again as `model`.
+    `ema` the weights are their averages, unless `average=False`; `fit` says how large images are seen. A model that was
+    an object of a script is passed again as `model`.
 
     All ranks make it together, and call its methods together. It raises `mpi4dl.Refusal` (a ValueError) on all ranks,
     in one sentence, for what cannot be.

@@ -27,22 +27,25 @@ SHARED = 4  # neighbours share at least a fourth of a window's side
 GRID = 32  # px
 
 
-class Cut(NamedTuple):
+class WindowInterval(NamedTuple):
     """A window along an axis: where it begins, and the pixels that it decides."""
 
     start: int
     core: Interval
 
 
-def cuts_of(size: int, frame: int) -> list[Cut]:
+def windows_along(size: int, frame: int) -> list[WindowInterval]:
     """Windows of `frame` px that cover `size` px, the last one at the end; the cores are all pixels, each once."""
     if size <= frame:
-        return [Cut(0, Interval(0, size))]
+        return [WindowInterval(0, Interval(0, size))]
     step = max(1, frame - -(-frame // SHARED))
     step = step // GRID * GRID or step
     starts = [*range(0, size - frame, step), size - frame]
     middles = [(start + following + frame) // 2 for start, following in pairwise(starts)]
-    return [Cut(start, Interval(a, b)) for start, a, b in zip(starts, [0, *middles], [*middles, size], strict=True)]
+    return [
+        WindowInterval(start, Interval(a, b))
+        for start, a, b in zip(starts, [0, *middles], [*middles, size], strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,18 @@ class Target:
         return cls(source, tuple(b if a <= c else max(b, round(a * b / c)) for a, b, c in sides), frame, fit)
 
     @cached_property
-    def cuts(self) -> list[list[Cut]]:
+    def intervals(self) -> list[list[WindowInterval]]:
         """The windows along each axis."""
-        return [cuts_of(size, frame) for size, frame in zip(self.size, self.frame, strict=True)]
+        return [windows_along(size, frame) for size, frame in zip(self.size, self.frame, strict=True)]
 
     @property
     def num_windows(self) -> int:
-        return prod(map(len, self.cuts))
+        return prod(map(len, self.intervals))
 
-    def window(self, number: int) -> tuple[Cut, ...]:
+    def window(self, number: int) -> tuple[WindowInterval, ...]:
         """The window of this number: they are counted row by row."""
-        places = np.unravel_index(number, [len(cuts) for cuts in self.cuts])
-        return tuple(cuts[int(place)] for cuts, place in zip(self.cuts, places, strict=True))
+        places = np.unravel_index(number, [len(intervals) for intervals in self.intervals])
+        return tuple(intervals[int(place)] for intervals, place in zip(self.intervals, places, strict=True))
 
     def places(self) -> list[npt.NDArray[np.int64]]:
         """For each pixel of the image along each axis, which pixel of what windows see shows it."""
@@ -97,7 +100,7 @@ class Target:
 
 
 class Windows:
-    """The windows of images as images of their own, in order. An image whose `target` is None cannot be opened."""
+    """The windows of images as images of their own, in order; `targets` say how each image of `indices` is seen."""
 
     def __init__(self, images: Named, indices: Sequence[int], targets: Sequence[Target]) -> None:
         self.images, self.indices, self.targets = images, indices, targets
@@ -108,7 +111,7 @@ class Windows:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def place(self, index: int) -> tuple[int, tuple[Cut, ...], bool]:
+    def place(self, index: int) -> tuple[int, tuple[WindowInterval, ...], bool]:
         """Of a window: the position of its image, what it covers, and whether it is the last one of that."""
         position = bisect_right(self._ends, index)
         target = self.targets[position]
@@ -123,14 +126,14 @@ class Windows:
 
     def image(self, index: int) -> Image:
         """A window. A thread that reads several of one image opens it once. Raises as `images.image`."""
-        position, cuts, _ = self.place(index)
+        position, intervals, _ = self.place(index)
         if getattr(self._opened, "position", None) != position:
             self._opened.position = None
             self._opened.image = self.images.image(self.indices[position])
             self._opened.position = position
         whole: Image = self._opened.image
         target = self.targets[position]
-        return whole if target.num_windows == 1 else _Window(whole, target, [cut.start for cut in cuts])
+        return whole if target.num_windows == 1 else _Window(whole, target, [cut.start for cut in intervals])
 
 
 class _Window:

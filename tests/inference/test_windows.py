@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mpi4dl
 from mpi4dl.comm import Communicator
 from mpi4dl.inference.masks import StitchedMask, bases_of
-from mpi4dl.inference.windows import Target, cuts_of
+from mpi4dl.inference.windows import Target, windows_along
 from tests.inference.cases import CLASSES, SIZE, Shown, train_nothing
 from tests.pool.ranks import Ranks
 
@@ -22,13 +22,13 @@ from tests.pool.ranks import Ranks
 @pytest.mark.parametrize("frame", [1, 5, 24, 64, 128, 224])
 def test_cores_are_all_pixels_once(frame: int) -> None:
     for size in {1, frame - 1 or 1, frame, frame + 1, 2 * frame, 5 * frame + 3, 1000}:
-        cuts = cuts_of(size, frame)
-        pixels = [pixel for cut in cuts for pixel in range(*cut.core)]
+        intervals = windows_along(size, frame)
+        pixels = [pixel for cut in intervals for pixel in range(*cut.core)]
         assert pixels == list(range(size))
-        for cut in cuts:
+        for cut in intervals:
             assert cut.start <= cut.core.start < cut.core.stop <= max(cut.start + frame, size)
             assert 0 <= cut.start <= max(0, size - frame)
-        for before, after in pairwise(cuts):
+        for before, after in pairwise(intervals):
             assert before.start + frame - after.start >= frame // 4
         target = Target((size,), (size,), (frame,), "resize")
         assert target.places()[0].tolist() == list(range(size))
@@ -184,12 +184,15 @@ def test_windows_are_joined_and_brought_to_the_images_size(
     paths = [tmp_path / f"{number}{suffix}" for number in range(max(layers, 1))]
     mask = StitchedMask(paths, found, ("a", "b"), layers)
     for number in range(found.num_windows):
-        cuts = found.window(number)
+        intervals = found.window(number)
         for top in range(0, frame[-2], 7):  # in bands of rows, as ranks hand them over
             where = [slice(0, side) for side in frame]
             where[-2] = slice(top, min(top + 7, frame[-2]))
-            box = (slice(None), *(slice(c.start + w.start, c.start + w.stop) for c, w in zip(cuts, where, strict=True)))
-            mask.add(cuts, where, whole[box] if layers else whole[box][0])
+            box = (
+                slice(None),
+                *(slice(c.start + w.start, c.start + w.stop) for c, w in zip(intervals, where, strict=True)),
+            )
+            mask.add(intervals, where, whole[box] if layers else whole[box][0])
     mask.close()
     expected = whole[(slice(None), *np.ix_(*found.places()))]
     for path, values in zip(paths, expected, strict=True):

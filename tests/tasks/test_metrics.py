@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel.pipeline.held import Held, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task
+from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task, make_metric
 from tests.pool.ranks import Ranks
 from tests.tasks.cases import IGNORED, NUM_CLASSES, SIZE, Dense, Small, images_of, in_batches, targets_of
 
@@ -302,3 +302,27 @@ def test_a_prediction_that_is_no_number_makes_metrics_of_all_none(ranks: Ranks) 
     for metrics in ranks(4).run(with_own, TILES, {"own": Sum}, True):
         assert math.isnan(metrics["own"])
     assert ranks(1).run(with_own, Plan(), {"own": largest})[0]["own"] > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_auc_with_ties_and_missing_classes(size: int) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    scores = torch.randint(5, (60, size), generator=drawn).double()
+    labels = torch.randint(size, (60,), generator=drawn)
+    parts = [make_metric("classify", "auc", size, IGNORED) for _ in range(2)]
+    for part, rows in zip(parts, (slice(0, 7), slice(7, None)), strict=True):
+        part.update(scores[rows], labels[rows])
+    parts[0].merge_state(parts[1])
+    each = [reference.roc_auc_score(labels == c, scores[:, c]) for c in range(size)]
+    assert float(parts[0].compute()) == pytest.approx(each[1] if size == 2 else np.mean(each), rel=EXACT)
+    alone = make_metric("classify", "auc", size, IGNORED)
+    alone.update(scores, torch.zeros(60, dtype=torch.int64))
+    assert math.isnan(float(alone.compute()))
+
+
+def test_a_model_may_have_outputs_for_more_classes() -> None:
+    parts = [make_metric("classify", "balanced_accuracy", 2, IGNORED) for _ in range(2)]
+    parts[0].update(torch.eye(3)[[0, 2]], torch.tensor([0, 1]))
+    parts[1].update(torch.eye(2)[[1]], torch.tensor([1]))
+    parts[1].merge_state(parts[0])
+    assert float(parts[1].compute()) == 0.75
