@@ -3,6 +3,7 @@
 import importlib.util
 import runpy
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.options.parts import print_of
 from mpi4dl.train import train
+from mpi4dl.trainer.folder import RunFolder
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
@@ -133,6 +135,10 @@ def plainly(config: Config, own: Path) -> tuple[list[float], dict[str, torch.Ten
     return losses, model.state_dict()
 
 
+def log_of(folder: Path) -> str:
+    return RunFolder(folder).log_path(0).read_text()
+
+
 def test_own_model_data_and_loss_train_as_plain_pytorch_does(ranks: Ranks, own: Path, tmp_path: Path) -> None:
     flags = flags_of(own, tmp_path / "command")
     ranks(5).run(train, [*flags, "--stages", "2", "--tiles", "2x2,1x1", "--data", "1"])
@@ -154,7 +160,7 @@ def test_a_callback_hears_of_steps_and_ends_a_run(ranks: Ranks, own: Path, tmp_p
         ranks(num_ranks).run(train, [*flags, *plan.split(), "--run-folder", str(folder)])
         assert [each["step"] for each in read_metrics(folder) if each["phase"] == "train"] == [1, 2]
         assert [path.name for path in checkpoints_in(folder / "checkpoints")] == ["step-00000002"]
-        assert "stopped by run.stop() at step 2 of 27" in (folder / "log.txt").read_text()
+        assert "stopped by run.stop() at step 2 of 27" in log_of(folder)
 
 
 AT_A_PROMPT = """
@@ -212,7 +218,7 @@ def test_parts_of_a_prompt_or_a_notebook_are_taken(tmp_path: Path, monkeypatch: 
         num_workers=0,
         batch_size=4,
         tensorboard=False,
-        run_folder=tmp_path / "run",
+        run_folder=str(tmp_path / "run"),
     )
     assert trainer.fit() is not None
     assert typed["Callback"].steps == 2
@@ -223,6 +229,31 @@ def test_parts_of_a_prompt_or_a_notebook_are_taken(tmp_path: Path, monkeypatch: 
     assert print_of(model) != print_of(again["Model"]) is not None
     found = mpi4dl.TrainedModel(tmp_path / "run", comm=world(), model=model)
     assert found.classes == ("a", "b")
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_threads_that_wait_for_cores_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(world().node, "threads", 2)
+    monkeypatch.setattr("mpi4dl.trainer.run.core_wait_seconds", lambda: 0.5 * time.perf_counter())
+    before = torch.get_num_threads()
+    try:
+        mpi4dl.Trainer(
+            comm=world(),
+            model="small_resnet",
+            image_size=(16, 16),
+            num_samples=8,
+            num_workers=0,
+            tensorboard=False,
+            log_interval=1,
+            threads=asked,
+            run_folder=str(tmp_path / "run"),
+        ).fit()
+    finally:
+        torch.set_num_threads(before)
+    assert ("% of the time for a core" in log_of(tmp_path / "run")) is (asked is None)
 
 
 REFUSED = [

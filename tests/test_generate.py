@@ -169,4 +169,4 @@ def test_checkpoints_with_nan_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "NaN or infinite, the first in " in capsys.readouterr().err
     with pytest.raises(Refusal):
         train(world(), [*flags, "--max-steps", "3", "--resume", "auto"])
-    assert "NaN or infinite, the first in " in (tmp_path / "run" / "log.txt").read_text()
+    assert "NaN or infinite, the first in " in capsys.readouterr().out

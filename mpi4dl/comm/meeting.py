@@ -88,7 +88,7 @@ def meeting() -> Meeting:
             "mpi4py and an MPI library; on a cluster that has its own MPI: pip install mpi4py"
         ) from None
     except RuntimeError as error:  # mpi4py is there, and the library is not
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:200]
         raise Refusal(
             f"mpi4py finds no MPI library: {reason}. Load the MPI of your cluster (module load), or run "
             "pip install '.[mpich]' in the source tree of mpi4dl"

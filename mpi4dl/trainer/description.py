@@ -187,7 +187,8 @@ class Description:
         """Where the code of an own part is now, which is as it was."""
         then, (where, _, what) = self.own[name], text.rpartition(":")
         if then["file"] is None or where == "__main__" or not what.isidentifier():
-            raise ConfigError(f"the `{name}` was an object of a program, {text}: pass it again as `{name}`")
+            again = "`images`" if name == "dataset" else f"`{name}`"
+            raise ConfigError(f"the `{name}` was an object of a program, {text}: pass it again as {again}")
         asked = f"`{name}` {text}"
         if not where.endswith(".py") and _module_exists(where):
             parts.load(name, text)

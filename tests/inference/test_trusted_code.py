@@ -84,12 +84,22 @@ def test_options_that_a_file_has_read_no_other_weights(tmp_path: Path) -> None:
     assert without_loading("resnet18", {"weights": "DEFAULT"}) == {"weights": "DEFAULT"}
 
 
+IMAGES = """
+class Images(torch.utils.data.Dataset):
+    classes, channels = ("a", "b"), 3
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.full((3, 24, 32), index / 40), index % 2
+"""
+
+
 def test_what_this_user_trained_needs_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "own_and_signed.py"
     code.write_text(
         "import torch\n\ndef build(num_classes):\n"
         "    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), "
-        "torch.nn.Linear(12, num_classes))\n"
+        "torch.nn.Linear(12, num_classes))\n" + IMAGES
     )
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
     train_nothing(tmp_path / "run", model=f"{code}:build")
@@ -103,6 +113,8 @@ def test_what_this_user_trained_needs_no_question(tmp_path: Path, monkeypatch: p
     for trusting in ({"trust_code": True}, {"model": f"{code}:build"}):
         assert len(list(TrainedModel(tmp_path / "run", **trusting).predict(path))) == 1
     key.chmod(0o600)
+    train_nothing(tmp_path / "own", dataset=f"{code}:Images", classes=("a", "b"), model_options={})
+    assert TrainedModel(tmp_path / "own").evaluate(resamples=0).count == 4
     told = (tmp_path / "run/model.json").read_text()
     forged = Description.read(told.replace(":build", ":other"), "")
     assert Description.read(told, "").is_ours()
