@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
+from mpi4dl.parallel.attributes import Attributes
 from mpi4dl.parallel.blocks import rows_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
@@ -48,8 +50,10 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
+    known, states = Attributes(block.modules()), PythonStates.now()  # checkpoint() itself sees to PyTorch's
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _frozen_statistics(block)
+        return nullcontext(), _as_before(block, known, states)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]
@@ -81,6 +85,20 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     known = {id(value) for m in _norms(block) for value in m.buffers(recurse=False)}
     values = [*block.named_parameters(), *block.named_buffers()]
     return {name: (id(value), value._version) for name, value in values if id(value) not in known}
+
+
+@contextmanager
+def _as_before(block: nn.Module, attributes: Attributes, states: PythonStates) -> Iterator[None]:
+    """The second run of a block finds its counters and random numbers as the first one did, and leaves no trace."""
+    now = Attributes(block.modules()), PythonStates.now()
+    attributes.put()
+    states.put()
+    try:
+        with _frozen_statistics(block):
+            yield
+    finally:
+        for each in now:
+            each.put()
 
 
 @contextmanager
