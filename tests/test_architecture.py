@@ -39,6 +39,7 @@ FLOORS = {
     "models": 1,
     "datasets": 1,
     "_files": 0,
+    "_randomness": 0,
     "_torchvision": 0,
     "_wording": 0,
     "_patterns": 0,
