@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_python
@@ -23,9 +23,10 @@ from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.comm.profiling import as_event
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
+from mpi4dl.parallel.pipeline.decisions import hidden_tensors
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.statistics import RunningStatistics
+from mpi4dl.parallel.pipeline.statistics import Norm, RunningStatistics
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided
@@ -102,6 +103,7 @@ class Executor:
             if stage + 1 < self.plan.num_stages:
                 self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
+        self._changing = {stage: _changing(module) for stage, module in held.modules_of.items()}
 
     def run(self, table: Table, feed: Feed) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
@@ -163,6 +165,21 @@ class Executor:
             return nullcontext()
         return self._statistics[action.stage].collect(action.direction, action.microbatch)
 
+    @contextmanager
+    def renewing(self, action: Action) -> Iterator[None]:
+        """Buffers that this forward changes are other tensors behind it.
+
+        Microbatches that wait for their backward pass keep those that they used, which a plain loop does not change
+        before that either.
+        """
+        known = [(values, name, values[name]) for values, name in self._changing[action.stage]]
+        before = [None if value is None else value._version for _, _, value in known]
+        yield
+        renewed: dict[int, Tensor] = {}
+        for (values, name, value), version in zip(known, before, strict=True):
+            if value is not None and value is values[name] and value._version != version:
+                values[name] = renewed.setdefault(id(value), value.detach().clone())
+
     @property
     def _generators(self) -> list[torch.device]:
         return [self.held.device] if self.held.device.type == "cuda" else []
@@ -222,6 +239,18 @@ class Executor:
         seed_python(seed)
 
 
+def _changing(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where the buffers of a stage are that its forward may change: not those of norms, or that others reach too."""
+    hidden = {id(tensor) for child in module.children() for tensor in hidden_tensors(child)}
+    return [
+        (part._buffers, name)
+        for part in module.modules()
+        if not isinstance(part, Norm)
+        for name, value in part._buffers.items()
+        if value is not None and id(value) not in hidden
+    ]
+
+
 class _Run:
     """One run of a table on this rank: what is live, what was posted, what is on its way."""
 
@@ -268,7 +297,8 @@ class _Run:
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
-            with executor.collecting(action), executor.context(), deferred:
+            renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
+            with executor.collecting(action), renewing, executor.context(), deferred:
                 outputs = part.module(*arrival.values)
                 part.grid.foresight.pay()
             del arrival
