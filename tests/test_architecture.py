@@ -40,6 +40,7 @@ FLOORS = {
     "datasets": 1,
     "_exits": 0,
     "_files": 0,
+    "_randomness": 0,
     "_torchvision": 0,
     "_wording": 0,
     "_patterns": 0,

@@ -150,6 +150,7 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
         engine.scaler.scale, engine.scaler.finite_steps = saved.scaler
     same_plan = engine.plan.is_told_by(saved.plan) and len(saved.ranks) == engine.comm.size
     saved.ranks[engine.comm.rank if same_plan else 0].set()
+    engine.executor.draw_alike()  # a checkpoint may be of ranks that did not
     if same_plan:
         saved.foreseen[engine.comm.rank].set(engine)
     return saved.extra

@@ -20,7 +20,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.agreeing import agree_on_model
 from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
-from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
+from mpi4dl.engine.evaluating import UNLIKE_DRAWS, BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
 from mpi4dl.engine.restoring import Undo
@@ -46,8 +46,7 @@ from mpi4dl.tasks.heads import main_output
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
     "the ranks have different numbers of step hooks of the optimizer: register them on all ranks",
-    "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
-    "torch.manual_seed with the same seed on all ranks, and draw on all ranks or on none between steps",
+    UNLIKE_DRAWS,
     "the ranks have hooks on the gradients of different parameters: register them on all ranks that hold a parameter",
 )
 Loss = Callable[[Any, Any], Tensor]
@@ -189,6 +188,7 @@ class Engine(Values):
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
         self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
+        self.executor.draw_alike()
         self._table = plan.table()
         self.evaluation_table: Callable[[int], Table] = cache(plan.evaluation_table)
 
@@ -237,12 +237,13 @@ class Engine(Values):
         for part in self.held.parts.values():
             part.grid.foresight.begin()
         self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
-        before = self.executor.print_of_randomness()
-        self.executor.run(self._table, batch)
-        unlike = self.groups.finish()
-        for part in self.held.parts.values():
-            part.grid.foresight.settle()
-        drawn = self._drawn_since(before)
+        self.executor.drawn = 0
+        with self.executor.watching_draws():
+            self.executor.run(self._table, batch)
+            unlike = self.groups.finish()
+            for part in self.held.parts.values():
+                part.grid.foresight.settle()
+        drawn = self.executor.drawn
         self.groups.call_hooks(self.executor.drawing_alike)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
         if self.gradient_hook is not None and math.isfinite(norm):
@@ -309,15 +310,6 @@ class Engine(Values):
         problem = next((each for each in (*found, self._stepping.problem()) if each is not None), None)
         if problem is not None:
             raise Refusal(problem)
-
-    def _drawn_since(self, before: int) -> int:
-        """A number that all ranks have alike if those that share images drew the same random numbers.
-
-        Stages of several are seeded; ranks that share no image may draw as they like.
-        """
-        after = self.executor.print_of_randomness()
-        shared = self.plan.num_stages == 1 and math.prod(self.plan.tiles[0]) * self.plan.tensor > 1
-        return after + 1 if shared and after != before else 0
 
     def _sum_up(
         self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import Communicator
+from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.batch import Computing, EvaluationFeed, Found, InputFeed, Size
 from mpi4dl.engine.restoring import evaluating
 from mpi4dl.geometry import Interval
@@ -18,6 +18,12 @@ from mpi4dl.parallel.spatial.owned import owned
 from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.heads import main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
+
+UNLIKE_DRAWS = (
+    "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
+    "torch.manual_seed, random.seed and numpy.random.seed with the same seed on all ranks, and draw on all ranks or on "
+    "none between steps, also where data is read"
+)
 
 
 @dataclass(frozen=True)
@@ -50,19 +56,26 @@ def evaluate(
     """What `Engine.evaluate` gives."""
     comm, summed = engine.comm, engine.loss if isinstance(engine.loss, SummedLoss) else None
     found = Found(Measures(metrics, measured), summed is not None and summed.whole_batch)
+    engine.executor.drawn = 0
     with evaluating(engine.held):
         for tiles, targets, *rest in batches:
             batch = EvaluationFeed(engine, tiles, targets, size, rest[0] if rest else None, found)
-            engine.executor.run(engine.evaluation_table(batch.num_microbatches), batch)
+            with engine.executor.watching_draws():
+                engine.executor.run(engine.evaluation_table(batch.num_microbatches), batch)
     if found.kept is not None:
         with comm.together(()), torch.no_grad():
             if found.kept:
                 assert summed is not None
                 found.sums = torch.stack([x.double() for x in summed.sums(*joined(found.kept))])
     sums = [] if found.sums is None else found.sums.tolist()
-    told = torch.tensor([*sums, found.correct, found.undefined, float(found.classified)], dtype=torch.float64)
-    *sums, correct, undefined, classified = comm.all_reduce(told).tolist()
+    drawn = engine.executor.drawn
+    told = torch.tensor(
+        [*sums, found.correct, found.undefined, float(found.classified), drawn, drawn**2], dtype=torch.float64
+    )
+    *sums, correct, undefined, classified, drawn, squared = comm.all_reduce(told).tolist()
     correct = math.nan if undefined else correct
+    if drawn**2 != comm.size * squared:  # their variance is 0 if all ranks have the same
+        raise Refusal(UNLIKE_DRAWS)
     loss = sum(total / weight for total, weight in zip(sums, found.weights, strict=True) if weight)
     values = found.measures.values(comm)
     return Evaluation(loss, correct / found.count if classified else None, found.count, values)
@@ -191,12 +204,16 @@ def predict(
     for given in batches:
         tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
         batch = OutputFeed(engine, tiles, count, size, rest[0] if rest else None, of, first)
-        with evaluating(engine.held):
+        engine.executor.drawn = 0
+        with evaluating(engine.held), engine.executor.watching_draws():
             engine.executor.run(engine.evaluation_table(batch.num_microbatches), batch)
         numbers = Interval(first, first + batch.num_samples)
         first = numbers.stop
-        told = torch.tensor([bool(batch.pieces) * (comm.rank + 1), batch.dense])
-        speaker, dense = comm.all_reduce(told, "max").tolist()
+        drawn = engine.executor.drawn
+        told = torch.tensor([bool(batch.pieces) * (comm.rank + 1), batch.dense, drawn, -drawn])
+        speaker, dense, most, least = comm.all_reduce(told, "max").tolist()
+        if most != -least:
+            raise Refusal(UNLIKE_DRAWS)
         pieces = tuple(batch.pieces)
         if not dense and speaker > 1:  # outputs of the whole image, of a last stage without rank 0
             if comm.rank == speaker - 1:

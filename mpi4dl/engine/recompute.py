@@ -13,16 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
+from mpi4dl.parallel.attributes import Attributes
 from mpi4dl.parallel.blocks import rows_of
-from mpi4dl.parallel.pipeline.decisions import (
-    Numbers,
-    attributes_of,
-    counted_again,
-    drawn_again,
-    generator_states,
-    numbers_of,
-)
+from mpi4dl.parallel.pipeline.decisions import attributes_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor
 
@@ -56,10 +51,10 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
-    drawn, numbers = generator_states(), numbers_of(block)
+    known, states = Attributes(block.modules()), PythonStates.now()  # checkpoint() itself sees to PyTorch's
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _as_at_first(block, drawn, numbers)
+        return nullcontext(), _as_before(block, known, states)
 
     values, structure = pytree.tree_flatten((args, kwargs))
     spread = [value if isinstance(value, SpatialTensor) else None for value in values]
@@ -94,16 +89,22 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _as_at_first(block: nn.Module, drawn: tuple[Any, Any], numbers: Numbers) -> Iterator[None]:
-    """The second run of a block finds what the first did, and leaves all as it is: statistics, generators, counters.
+def _as_before(block: nn.Module, attributes: Attributes, states: PythonStates) -> Iterator[None]:
+    """The second run of a block finds its counters and random numbers as the first one did, and leaves no trace.
 
-    Raises Refusal if it changes what cannot be taken back, such as a list of its own.
+    Raises Refusal if it changes what cannot be put back, such as a list of its own.
     """
     before = attributes_of(block)
+    now = Attributes(block.modules()), PythonStates.now()
+    attributes.put()
+    states.put()
     try:
-        with drawn_again(drawn), counted_again(numbers), _frozen_statistics(block):
+        with _frozen_statistics(block):
             yield
-    finally:  # PyTorch ends the run by an exception once it has what it needs
+    finally:
+        for each in now:
+            each.put()
+        # PyTorch ends the run by an exception once it has what it needs.
         changed = next((name for name, value in attributes_of(block).items() if before.get(name) != value), None)
         if changed is not None:
             raise Refusal(

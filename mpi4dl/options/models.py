@@ -14,6 +14,7 @@ from torch import nn
 from mpi4dl import datasets, models
 from mpi4dl._files import read_regular
 from mpi4dl._memory import return_freed_memory
+from mpi4dl._randomness import seed_python
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
@@ -57,6 +58,7 @@ def build_model(config: Config, num_classes: int, channels: int) -> nn.Module:
 
 def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     torch.manual_seed(config.training.seed)
+    seed_python(config.training.seed)
     name, options = config.model.model, config.model.model_options
     if is_own(name):
         model = own_model(name, options, num_classes, channels)
@@ -131,6 +133,7 @@ def hold_model(
     stage or several.
     """
     torch.manual_seed(config.training.seed)
+    seed_python(config.training.seed)
     check_text(config, plan)
     bags = bag_options(config, plan)
     if bags is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.prices import Clockwork
 from mpi4dl.parallel.costs.remembered import machine, versions
@@ -58,7 +59,7 @@ def exchange_seconds(comm: Communicator, device: torch.device, dtype: torch.dtyp
 
 def compute_seconds(device: torch.device, dtype: torch.dtype, clock: Clock) -> tuple[float, ...]:
     """The seconds of a FLOP of a convolution, of a byte that is touched, and of an operator, forward and backward."""
-    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.enable_grad(), forked((device,)):
         x = torch.rand(1, CHANNELS, SIDE, SIDE, dtype=dtype, device=device, requires_grad=True)
         weight = torch.rand(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=device, requires_grad=True)
         flops = 2 * x.numel() * weight[0].numel()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
 from mpi4dl.parallel.pipeline.handover import map_leaves, pack
@@ -204,7 +205,7 @@ def _measure(
     grid.foresight.steps = True
     values: tuple[Any, ...] = (input_at(site, grid, cuttable.model, device),)
     found = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with forked((device,)):
         for i in range(len(cuttable)):
             atom = cut_at(site, made_up_stage(cuttable.atom(i), device), grid)
             seconds, values = _time(atom, values, grid, clock, repeats)

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from mpi4dl._randomness import RandomStates, forked
+
 INTERNAL = frozenset(dir(nn.Module())) | frozenset(vars(nn.Module()))
 HIDDEN = (Path(torch.__file__).parent, Path(np.__file__).parent, Path(__file__).parent)
 STANDARD = Path(dis.__file__).parent  # Python's own library
@@ -206,75 +208,6 @@ class Attributes:
             refill(value, was)
 
 
-def _states() -> tuple[Any, ...]:
-    numpy = (part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state(legacy=True))
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), *numpy
-
-
-@contextmanager
-def kept_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Within this context anyone may draw: behind it the generators of PyTorch, Python and NumPy are as before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators of Python and NumPy."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextmanager
-def drawn_again(state: tuple[Any, Any]) -> Iterator[None]:
-    """Within this context Python and NumPy draw what they drew when `generator_states()` were these."""
-    with kept_generators():
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        yield
-
-
-def generator_states() -> tuple[Any, Any]:
-    """The states of the generators of Python and NumPy."""
-    return random.getstate(), np.random.get_state()
-
-
-Numbers = list[tuple[dict[str, Any], dict[str, Any]]]  # the attributes of a module, and those that are numbers
-
-
-def numbers_of(module: nn.Module) -> Numbers:
-    """The numbers and texts that modules of other libraries than PyTorch have as attributes: counters, say."""
-    every = (each.__dict__ for each in module.modules() if not type(each).__module__.startswith("torch.nn."))
-    return [(own, {name: own[name] for name in _numbers(own)}) for own in every]
-
-
-def _numbers(own: dict[str, Any]) -> list[str]:
-    return [name for name, value in own.items() if name not in INTERNAL and isinstance(value, PLAIN)]
-
-
-@contextmanager
-def counted_again(numbers: Numbers) -> Iterator[None]:
-    """Within this context the numbers are these, and behind it what they were."""
-
-    def restore(values: Numbers) -> None:
-        for own, known in values:
-            for name in _numbers(own):
-                if name not in known:
-                    del own[name]
-            own.update(known)
-
-    now: Numbers = [(own, {name: own[name] for name in _numbers(own)}) for own, _ in numbers]
-    restore(numbers)
-    try:
-        yield
-    finally:
-        restore(now)
-
-
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Fingerprints of what modules of other libraries than PyTorch have as attributes: of counters, say."""
     return {
@@ -296,11 +229,11 @@ class Draws:
         self.value = value
         self.uniform: set[str] = set()
         self.others: set[str] = set()
-        self._last = _states()
+        self._last = RandomStates.now().digests()
 
     def mark(self, scope: str) -> None:
         """Whoever has drawn since the last mark is the module of this path."""
-        now = _states()
+        now = RandomStates.now().digests()
         if now != self._last:
             self.others.add(scope)
             self._last = now
@@ -312,7 +245,7 @@ class Draws:
                 if any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
                     return function(*args, **kwargs)
                 self.mark(scope())
-                with kept_generators():
+                with forked():
                     found = function(*args, **kwargs)
                 self.uniform.add(scope())
                 value = self.value(scope())

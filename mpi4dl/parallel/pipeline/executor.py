@@ -9,22 +9,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any, Protocol
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_python
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.comm.profiling import as_event
 from mpi4dl.parallel.microbatches import Microbatch
 from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
-from mpi4dl.parallel.pipeline.decisions import kept_generators, seed_generators
+from mpi4dl.parallel.pipeline.decisions import hidden_tensors
 from mpi4dl.parallel.pipeline.deferred import WeightGradients
 from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.statistics import RunningStatistics
+from mpi4dl.parallel.pipeline.statistics import Norm, RunningStatistics
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided
@@ -73,7 +75,8 @@ class Executor:
     `context` surrounds every forward (autocast). `seed` is that of the random numbers that stages draw: they depend on
     the run, the stage and the microbatch, not on the rank, and not on the state of the process's generators. With
     `records`, `spans` are when this rank worked on which action in the last run, without its waits for other stages.
-    `progress(doing)` is called after each action, and with what it does in words by stages that work for long.
+    `progress(doing)` is called after each action, and with what it does in words by stages that work for long. `drawn`
+    is 0 until a model draws random numbers in `watching_draws`, and then the same on ranks that drew the same.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Executor:
         self.held, self.plan, self.context, self.seed, self.parameters = held, held.plan, context, seed, parameters
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
+        self.drawn = 0
         self.records = False
         self.progress: Callable[[str], None] = lambda doing: None
         self.spans: list[TimeSpan] = []
@@ -99,6 +103,7 @@ class Executor:
             if stage + 1 < self.plan.num_stages:
                 self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
+        self._changing = {stage: _changing(module) for stage, module in held.modules_of.items()}
 
     def run(self, table: Table, feed: Feed) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
@@ -160,21 +165,59 @@ class Executor:
             return nullcontext()
         return self._statistics[action.stage].collect(action.direction, action.microbatch)
 
+    @contextmanager
+    def renewing(self, action: Action) -> Iterator[None]:
+        """Buffers that this forward changes are other tensors behind it.
+
+        Microbatches that wait for their backward pass keep those that they used, which a plain loop does not change
+        before that either.
+        """
+        known = [(values, name, values[name]) for values, name in self._changing[action.stage]]
+        before = [None if value is None else value._version for _, _, value in known]
+        yield
+        renewed: dict[int, Tensor] = {}
+        for (values, name, value), version in zip(known, before, strict=True):
+            if value is not None and value is values[name] and value._version != version:
+                values[name] = renewed.setdefault(id(value), value.detach().clone())
+
     @property
     def _generators(self) -> list[torch.device]:
         return [self.held.device] if self.held.device.type == "cuda" else []
 
     def _own_randomness(self) -> AbstractContextManager[None]:
-        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are.
+        """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
+        return forked(self._generators, enabled=self.plan.num_stages > 1)
 
-        So do those of Python and NumPy.
+    @property
+    def draws_together(self) -> bool:
+        """Whether ranks share images and draw for them from the generators of their processes.
+
+        Stages of several are seeded; ranks that share no image may draw as they like.
         """
-        return kept_generators(self._generators) if self.plan.num_stages > 1 else nullcontext()
+        return self.plan.num_stages == 1 and prod(self.plan.tiles[0]) * self.plan.tensor > 1
 
-    def print_of_randomness(self) -> int:
-        """16 bits that differ, nearly always, where the states of the process's generators do."""
-        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._generators)]
-        return crc32(b"".join(state.numpy().tobytes() for state in states)) & 0xFFFF
+    def draw_alike(self) -> None:
+        """Let ranks that draw together go on from rank 0's states of Python's and NumPy's generators. Collective.
+
+        Processes seed these two by chance, and unlike PyTorch's they have no part in the values of most models. Where
+        all are seeded alike they stay as they are.
+        """
+        if not self.draws_together:
+            return
+        states = PythonStates.now()
+        if len(set(self.comm.all_gather_object(states.digests()))) > 1:
+            states = self.comm.broadcast_object(states)
+            states.put()
+
+    @contextmanager
+    def watching_draws(self) -> Iterator[None]:
+        """Add what is drawn within it, from generators that all ranks should have alike, to `drawn`."""
+        before = RandomStates.now(self._generators).digests() if self.draws_together else ()
+        yield
+        after = RandomStates.now(self._generators).digests() if self.draws_together else ()
+        changed = [(i, new) for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        if changed:
+            self.drawn = 1 + (crc32(repr((self.drawn, changed)).encode()) & 0xFFFF)
 
     def seed_for(self, action: Action) -> None:
         """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""
@@ -184,17 +227,28 @@ class Executor:
     @contextmanager
     def drawing_alike(self, stream: Any) -> Iterator[None]:
         """Within this context, after a run, ranks draw the same numbers from one stream, others from another."""
-        with torch.random.fork_rng(self._generators):
+        with forked(self._generators):
             self._seed(stream)
             yield
 
     def _seed(self, stream: Any) -> None:
         seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.held.device
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
-        if self.plan.num_stages > 1:
-            seed_generators(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
+        seed_python(seed)
+
+
+def _changing(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where the buffers of a stage are that its forward may change: not those of norms, or that others reach too."""
+    hidden = {id(tensor) for child in module.children() for tensor in hidden_tensors(child)}
+    return [
+        (part._buffers, name)
+        for part in module.modules()
+        if not isinstance(part, Norm)
+        for name, value in part._buffers.items()
+        if value is not None and id(value) not in hidden
+    ]
 
 
 class _Run:
@@ -243,7 +297,8 @@ class _Run:
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:
-            with executor.collecting(action), executor.context(), deferred:
+            renewing = executor.renewing(action) if self.training and executor.plan.num_stages > 1 else nullcontext()
+            with executor.collecting(action), renewing, executor.context(), deferred:
                 outputs = part.module(*arrival.values)
                 part.grid.foresight.pay()
             del arrival

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.costs.link import ASSUMED
 from mpi4dl.parallel.costs.on_ranks import measured_prices
@@ -222,7 +223,9 @@ def split(
     stream: StreamOptions | ChooseStream | None = None,
     styles: Styles | None = None,
 ) -> Held:
-    """Cut the model that `build()` makes after `torch.manual_seed(seed)`, and hold this rank's stages on `device`.
+    """Cut the model that `build()` makes with this seed, and hold this rank's stages on `device`.
+
+    The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
 
     `balance` is how many atoms of the model each stage gets, for images of shape `image`: by numbers; by counted FLOPs
     ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
@@ -234,10 +237,13 @@ def split(
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
     """
-    model = outline(build)
+    with forked():
+        seed_python(seed)
+        model = outline(build)
     if plan.num_stages == 1 and stream is None:
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             torch.default_generator.manual_seed(seed)
+            seed_python(seed)
             return Held.whole(build(), plan, comm, styles=styles, device=device)
     cuttable = Cuttable(model, whole, image)
     counts, prices = Counts((len(cuttable),), None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import of_tokens, shape_only
 from mpi4dl.parallel.pipeline.aliasing import Aliasing
 from mpi4dl.parallel.pipeline.decisions import Found, hidden_tensors, written_by_all
@@ -339,7 +340,7 @@ def _below(path: str, others: Collection[str]) -> bool:
 
 def outline(build: Callable[[], nn.Module]) -> nn.Module:
     """The model on the meta device: its modules and shapes, no values. The random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         try:
             with torch.device("meta"):
                 return build()
@@ -406,7 +407,7 @@ def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
 
 
 def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.device | str, seed: int) -> Stage:
-    """The stage on `device`, with exactly the values and modes that `torch.manual_seed(seed)` and `build()` give.
+    """The stage on `device`, with exactly the values and modes that `build()` gives behind seeds.
 
     Initial values are drawn one after the other from one stream of random numbers. So the whole model is built on the
     CPU, once; the stage's part moves to the device and the rest is freed. The caller's random state stays as it is.
@@ -414,8 +415,9 @@ def materialize(stage: Stage, build: Callable[[], nn.Module], device: torch.devi
     Raises:
         ValueError: `build` makes another model than the one that was split.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with forked(), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves the GPUs' generators alone
+        seed_python(seed)
         model = build()
     made = Stage(stage.recipe, model)
     wanted, got = _shapes(stage), _shapes(made)

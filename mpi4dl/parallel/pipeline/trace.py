@@ -33,6 +33,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 
+from mpi4dl._randomness import forked
 from mpi4dl.parallel.pipeline.aliasing import INPLACE
 from mpi4dl.parallel.pipeline.decisions import (
     QUANTILES,
@@ -40,7 +41,6 @@ from mpi4dl.parallel.pipeline.decisions import (
     Draws,
     Reads,
     Watch,
-    kept_generators,
     opened_paths,
     scan,
 )
@@ -83,7 +83,7 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) ->
     reading = _Reading(model, functions, image, Attributes(model))
     while True:
         try:
-            with kept_generators():
+            with forked():
                 return _program(model, kept, functions, reading)
         except _Untraceable as failure:
             if failure.function is not None and failure.function not in functions:

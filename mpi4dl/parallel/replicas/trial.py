@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
@@ -61,7 +62,7 @@ class Manner(NamedTuple):
 
 def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
     """Try copies of an optimizer, which stays as it is, and so do its parameters."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), forked():
         warnings.simplefilter("ignore")
         examples = _Examples(optimizer)
         try:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mpi4dl._randomness import forked
 from mpi4dl.parallel.costs.widening import RankWork
 from mpi4dl.parallel.pipeline.flops import FlopCounter
 from mpi4dl.parallel.spatial.grid import Grid, Layout
@@ -57,7 +58,7 @@ def tally(run: Callable[[ImaginaryGrid], Any], grid: Grid, norms_bring_halos: bo
     for _ in range(1 + norms_bring_halos):
         before = dict(middle.comm.counts)
         middle.foresight.begin()
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), FlopCounter() as flops, ByteCounter() as touched:
+        with torch.enable_grad(), forked(), FlopCounter() as flops, ByteCounter() as touched:
             found = run(middle)
             middle.foresight.pay()
         middle.foresight.settle()

@@ -132,6 +132,11 @@ def named(*names: str) -> list[Any]:
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
 
+def is_registered(function: Any) -> bool:
+    """Whether a function has a rule of its own."""
+    return function in _rules
+
+
 @functools.cache
 def find_rule(function: Any) -> Rule | None:
     if function in _rules:

@@ -8,9 +8,10 @@ The backward pass of a visit is linear in the gradient of what the tile owns, bu
 
     gradients of n tiles alike = those of one that is given the sum of theirs + (n - 1) x those of one that is given 0
 
-That a part of a model treats all places alike is not taken for granted: two tiles must agree before a third one is
-spared, in every round, and their outputs must be the same everywhere in them; else all tiles are visited again, and
-never spared on this route. Layers that draw random numbers leave nothing to spare.
+That a part of a model treats all places alike must follow from what it calls (`alike`), whatever its parameters are
+now. Two tiles must agree too before a third one is spared, in every round, and their outputs must be the same
+everywhere in them; else all tiles are visited again, and never spared on this route. Parts that draw random numbers
+leave nothing to spare.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mpi4dl.geometry import BATCH
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from mpi4dl.parallel.streaming.norms import Seen
 from mpi4dl.parallel.streaming.route import Route
@@ -59,17 +61,19 @@ class BareTiles:
     def may_be(route: Route) -> bool:
         """Whether what visits make of their own pixels are pixels, which is what gradients can be added up for."""
         made = [y for y in route.rehearsed.outputs if isinstance(y, SpatialTensor)]
-        cut = [axis for axis, parts in enumerate(route.visits.grid) if parts > 1]
         every = len(made) == len(route.rehearsed.outputs)
-        return route.spares and every and all(y.layout.dims[axis] is not None for y in made for axis in cut)
+        return route.spares and every and all(y.layout.dims[axis] is not None for y in made for axis in route.cut)
 
     def kind(self, tile: int, read: Tensor) -> Hashable:
         """What tiles like this one have in common; None if it shows something, or lies at a border."""
-        given, margin, size = self.route.givens[0], self.route.rehearsed.margin, self.route.size
+        route = self.route
+        given, margin, size = route.givens[0], route.rehearsed.margin, route.size
         assert given.tiling is not None
         held, own = given.held(margin, size).held(tile), given.tiling.owned(tile)
         inside = (a.length == b.length + 2 * margin for a, b in zip(held.space, own.space, strict=True))
-        if not read.numel() or not all(inside):
+        space = [axis - 1 for axis in route.cut if axis != BATCH]
+        borders = (own.space[i].start == 0 or own.space[i].stop == route.size[i] for i in space)
+        if not read.numel() or not all(inside) or any(borders):  # without a margin layers may still pad
             return None
         pixels = read.flatten(2)
         least, most = torch.aminmax(pixels, dim=2)

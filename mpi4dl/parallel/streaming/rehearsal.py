@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked
 from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Tiling
@@ -128,7 +129,7 @@ def run(
 ) -> Rehearsed | None:
     """Run a module, which is on the meta device, as a visit with this margin would; None if that is not enough."""
     grid = alone(visits, visits.own[len(visits.own) // 2], learned)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), forked():
         try:
             outputs = outline(*(shape_of(given, grid, margin, size) for given in givens))
             grid.foresight.pay()

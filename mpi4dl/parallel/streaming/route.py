@@ -38,6 +38,11 @@ class Route:
         """
         return cls(visits, tuple(givens), tuple(size), rehearse(module, visits, givens, size))
 
+    @property
+    def cut(self) -> list[int]:
+        """The axes along which there are several tiles."""
+        return [axis for axis, parts in enumerate(self.visits.grid) if parts > 1]
+
     def grid(self, tile: int, script: Script) -> VisitedGrid:
         """That of the next visit, of this tile, which follows the script from its beginning."""
         grid = self._grids.get(tile)

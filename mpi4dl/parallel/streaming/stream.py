@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
+from mpi4dl.parallel.attributes import Attributes
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
+from mpi4dl.parallel.streaming.alike import AlikeEverywhere
 from mpi4dl.parallel.streaming.bare import BareTiles, NotAlike
 from mpi4dl.parallel.streaming.inputs import Input
 from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
@@ -64,7 +67,9 @@ class Streaming:
         self._parameters = [p for p in lead.parameters() if p.requires_grad]
         self._device = next(lead.parameters(), torch.empty(0)).device
         self._autocast = _autocast_now(self._device)
-        self._states = _random_states(self._device)
+        self._attributes = Attributes(lead.modules())
+        self._states = RandomStates.now((self._device,))
+        self._digests = self._states.digests()
         self._differentiable = torch.is_grad_enabled()
         self._inputs = [Input.of(x, given, route, grid) for x, given in zip(inputs, route.givens, strict=True)]
         self._collected: list[Collected | None] = []
@@ -156,11 +161,12 @@ class Streaming:
 
     def _all_rounds(self, use: Use, forward: bool) -> None:
         """Visit all tiles until every round is known; visits of the last pass are ended by `use`."""
-        state = _random_states(self._device)
+        state, attributes = RandomStates.now((self._device,)), Attributes(self._lead.modules())
         while told := self._told_by_all(*(self._forward_pass(use) if forward else self._backward_pass(use))):
             self._script.rounds.append([told[tile] for tile in range(self._route.visits.grid.size)])
         if not forward:
-            _set_random_states(self._device, state)
+            state.put()
+            attributes.put()
 
     def _forward_pass(self, use: Use) -> tuple[dict[int, Told], Exception | None]:
         """Visit all tiles of this rank: what they told in the first round that is not known, if there is one.
@@ -227,9 +233,11 @@ class Streaming:
         grid = self._route.grid(tile, self._script)
         values = [x.of_visit(grid, self._route, self._device, mine) for x, mine in zip(self._inputs, read, strict=True)]
         told, additive, made = None, False, []
+        watched = AlikeEverywhere(self._route.cut)
         try:
             with self._as_before(), self._by_its_norms(noted) as seen:
-                outputs = self._lead(*values)
+                with watched if compared else nullcontext():
+                    outputs = self._lead(*values)
                 grid.foresight.pay()
                 use(values, outputs)
             if compared:
@@ -238,8 +246,8 @@ class Streaming:
             told, additive = suspended.told, suspended.additive
             if isinstance(told, Tensor):
                 made = [told.flatten()[None]]
-        drew = not all(map(torch.equal, _random_states(self._device), self._states))
-        return _Visit(told, additive, None if drew or not made else made, seen or [])
+        drew = compared and RandomStates.now((self._device,)).digests() != self._digests
+        return _Visit(told, additive, made if made and watched.alike and not drew else None, seen or [])
 
     def _gradient(self, tile: int, collected: Collected, gradient: Tensor) -> Tensor:
         """The gradient of what a tile owns of an output, and of what other tiles do that it stands for."""
@@ -294,9 +302,10 @@ class Streaming:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Every visit finds buffers and random numbers as the first one did."""
+        """Every visit finds buffers, counters and random numbers as the first one did."""
         _put(self._buffers, self._before)
-        _set_random_states(self._device, self._states)
+        self._attributes.put()
+        self._states.put()
         with self._autocast(), torch.set_grad_enabled(self._differentiable):
             yield
 
@@ -346,14 +355,3 @@ def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[A
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    host = (torch.get_rng_state(),)
-    return (*host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else host
-
-
-def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

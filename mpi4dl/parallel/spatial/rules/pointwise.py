@@ -49,7 +49,7 @@ SPELLED = {
 }
 
 
-def _is_pointwise(function: Any) -> bool:
+def is_pointwise(function: Any) -> bool:
     """Whether PyTorch tags the operator of this name as pointwise: `x + y`, `Tensor.add_`, `F.silu`, `x >= 0`."""
     name = getattr(function, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
@@ -271,7 +271,7 @@ def _has_pixels_of(y: Any, layout: Layout) -> bool:
 
 @register_fallback
 def choose(function: Any) -> Rule | None:
-    return pointwise(function) if _is_pointwise(function) else None
+    return pointwise(function) if is_pointwise(function) else None
 
 
 for function in named(*UNTAGGED):

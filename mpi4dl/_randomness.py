@@ -1,0 +1,88 @@
+"""The random number generators of this process as one, PyTorch's, Python's and NumPy's: kept, put back, compared."""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PythonStates:
+    """The states of Python's `random` and of NumPy's global generator."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> "PythonStates":
+        return cls(random.getstate(), np.random.get_state(legacy=False))
+
+    def put(self) -> None:
+        """Go on from these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def digests(self) -> tuple[int, int]:
+        """One number for each generator: the same in all processes whose states are."""
+        version, words, gauss = self.python
+        return (
+            crc32(f"{version} {gauss}".encode(), crc32(np.array(words, np.uint32).tobytes())),
+            crc32(repr(_plain(self.numpy)).encode()),
+        )
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of all generators: PyTorch's on the host and on some GPUs, Python's and NumPy's."""
+
+    host: Tensor
+    gpus: tuple[tuple[torch.device, Tensor], ...]
+    others: PythonStates
+
+    @classmethod
+    def now(cls, devices: Iterable[torch.device] = ()) -> "RandomStates":
+        """`devices` other than GPUs have no generator of their own."""
+        gpus = tuple((device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda")
+        return cls(torch.get_rng_state(), gpus, PythonStates.now())
+
+    def put(self) -> None:
+        """Go on from these states."""
+        torch.set_rng_state(self.host)
+        for device, state in self.gpus:
+            torch.cuda.set_rng_state(state, device)
+        self.others.put()
+
+    def digests(self) -> tuple[int, ...]:
+        """One number for each generator: the same in all processes whose states are."""
+        states = (self.host, *(state for _, state in self.gpus))
+        return (*(crc32(state.numpy().tobytes()) for state in states), *self.others.digests())
+
+
+def _plain(state: Any) -> Any:
+    """A state of NumPy's, in which arrays are bytes."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def seed_python(seed: int) -> None:
+    """Seed Python's and NumPy's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy takes no more bits
+
+
+@contextmanager
+def forked(devices: Iterable[torch.device] = (), enabled: bool = True) -> Iterator[None]:
+    """Put all generators back behind this context: PyTorch's on the host and on these GPUs, Python's and NumPy's."""
+    states = RandomStates.now(devices) if enabled else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            states.put()
