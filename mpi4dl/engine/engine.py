@@ -20,14 +20,14 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.engine.agreeing import agree_on_model
 from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
-from mpi4dl.engine.evaluating import UNLIKE_DRAWS, BatchOutputs, Evaluation, evaluate, measured_as_is, predict
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
 from mpi4dl.engine.recompute import recompute as recompute_all
 from mpi4dl.engine.restoring import Undo
 from mpi4dl.engine.values import Values
 from mpi4dl.geometry import Split
 from mpi4dl.parallel.microbatches import Microbatch, Read
-from mpi4dl.parallel.pipeline.executor import Executor
+from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.held import Held, Part
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReplicaGroup, ReplicaGroups, Stepping, learners
@@ -246,6 +246,7 @@ class Engine(Values):
         drawn = self.executor.drawn
         self.groups.call_hooks(self.executor.drawing_alike)
         loss, norm, told = self._sum_up(batch, drawn, () if tell is None else tell(), unlike)
+        self.executor.drew_alike()
         if self.gradient_hook is not None and math.isfinite(norm):
             alike = self.executor.drawing_alike
             self.groups.change_gradients(self.gradient_hook, self.scaler.scale, alike, self._across)

@@ -13,17 +13,12 @@ from mpi4dl.engine.batch import Computing, EvaluationFeed, Found, InputFeed, Siz
 from mpi4dl.engine.restoring import evaluating
 from mpi4dl.geometry import Interval
 from mpi4dl.parallel.microbatches import Microbatch
+from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS
 from mpi4dl.parallel.pipeline.held import Part
 from mpi4dl.parallel.spatial.owned import owned
 from mpi4dl.tasks.formulas import SummedLoss
 from mpi4dl.tasks.heads import main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
-
-UNLIKE_DRAWS = (
-    "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
-    "torch.manual_seed, random.seed and numpy.random.seed with the same seed on all ranks, and draw on all ranks or on "
-    "none between steps, also where data is read"
-)
 
 
 @dataclass(frozen=True)
@@ -76,6 +71,7 @@ def evaluate(
     correct = math.nan if undefined else correct
     if drawn**2 != comm.size * squared:  # their variance is 0 if all ranks have the same
         raise Refusal(UNLIKE_DRAWS)
+    engine.executor.drew_alike()
     loss = sum(total / weight for total, weight in zip(sums, found.weights, strict=True) if weight)
     values = found.measures.values(comm)
     return Evaluation(loss, correct / found.count if classified else None, found.count, values)
@@ -214,6 +210,7 @@ def predict(
         speaker, dense, most, least = comm.all_reduce(told, "max").tolist()
         if most != -least:
             raise Refusal(UNLIKE_DRAWS)
+        engine.executor.drew_alike()
         pieces = tuple(batch.pieces)
         if not dense and speaker > 1:  # outputs of the whole image, of a last stage without rank 0
             if comm.rank == speaker - 1:

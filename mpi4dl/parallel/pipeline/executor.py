@@ -31,6 +31,11 @@ from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided
 
+UNLIKE_DRAWS = (
+    "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
+    "torch.manual_seed, random.seed and numpy.random.seed with the same seed on all ranks, and draw on all ranks or on "
+    "none between steps, also where data is read"
+)
 GRADIENTS = ("backward", "input", "weight")
 
 
@@ -91,6 +96,8 @@ class Executor:
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.drawn = 0
+        self._changed: set[int] = set()  # generators that the last run drew from, by their numbers
+        self._drawn_from: set[int] = set()
         self.records = False
         self.progress: Callable[[str], None] = lambda doing: None
         self.spans: list[TimeSpan] = []
@@ -211,13 +218,28 @@ class Executor:
 
     @contextmanager
     def watching_draws(self) -> Iterator[None]:
-        """Add what is drawn within it, from generators that all ranks should have alike, to `drawn`."""
-        before = RandomStates.now(self._generators).digests() if self.draws_together else ()
+        """Add what is drawn within it, from generators that all ranks should have alike, to `drawn`. Collective.
+
+        Raises:
+            Refusal: those that the model is known to draw from are not alike; on all ranks, before they go on.
+        """
+        if not self.draws_together:
+            yield
+            return
+        before = RandomStates.now(self._generators).digests()
+        known = torch.tensor([before[i] for i in sorted(self._drawn_from)], dtype=torch.int64)
+        if len(known) and bool(self.comm.all_reduce(torch.cat([known, -known]), "max").view(2, -1).sum(0).any()):
+            raise Refusal(UNLIKE_DRAWS)
         yield
-        after = RandomStates.now(self._generators).digests() if self.draws_together else ()
+        after = RandomStates.now(self._generators).digests()
         changed = [(i, new) for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
         if changed:
             self.drawn = 1 + (crc32(repr((self.drawn, changed)).encode()) & 0xFFFF)
+        self._changed = {i for i, _ in changed}
+
+    def drew_alike(self) -> None:
+        """All ranks know that they drew alike: from now on they look before a run, as draws may decide on messages."""
+        self._drawn_from |= self._changed
 
     def seed_for(self, action: Action) -> None:
         """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""

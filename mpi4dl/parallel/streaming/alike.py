@@ -190,7 +190,8 @@ def _indexed(called: _Called) -> bool:
     wanted = called.args[1] if isinstance(called.args[1], tuple) else (called.args[1],)
     if not called.leads() or not all(each is Ellipsis or type(each) in (int, slice) for each in wanted):
         return False
-    places, dim = [], 0
+    places: list[int] = []
+    dim = 0
     for each in wanted:
         if each is Ellipsis:
             dim = called.first.dim() - (len(wanted) - 1 - len(places))
