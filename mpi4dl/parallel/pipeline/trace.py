@@ -101,7 +101,7 @@ class _Tracer(fx.Tracer):
         self.opened.append(path)
         try:
             return super().call_module(module, forward, args, kwargs)
-        except _Untraceable:
+        except (_Untraceable, MemoryError):
             raise
         except Exception as error:
             raise _Untraceable(path, reason_of(error), culprit(error, module)) from error
@@ -230,7 +230,7 @@ def _record(
             module.training = inner
         model.training = training
         tracer, graph = _read(model, whole, functions, image)
-    except _Untraceable:
+    except (_Untraceable, MemoryError):
         raise
     except Exception as error:
         raise _Untraceable("", reason_of(error), culprit(error, model)) from error

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl.comm.refusal import NOT_TAKEN, is_of_the_machine
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
@@ -60,13 +61,18 @@ class Manner(NamedTuple):
 
 
 def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
-    """Try copies of an optimizer, which stays as it is, and so do its parameters."""
+    """Try copies of an optimizer, which stays as it is, and so do its parameters.
+
+    Raises what says nothing of the optimizer, such as MemoryError; where ranks are to find the same, within `together`.
+    """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         examples = _Examples(optimizer)
         try:
             plain = [_Trial(examples, gradients).step_together() for gradients in examples.series]
-        except Exception as error:  # it is anybody's code, and may fail in any way
+        except NOT_TAKEN as error:
+            if is_of_the_machine(error):
+                raise
             return Manner(False, False, False, f"{type(error).__name__}: {error}")
         spans = [Span(i, 0, start.numel(), 0) for i, start in enumerate(examples.start)]
         parts = [part for span in spans for part in _cut(span)]
@@ -96,7 +102,9 @@ def _is_like(plain: Sequence[_Moved], examples: "_Examples", ranks: Sequence[Seq
         for buckets in ranks:
             try:
                 moved = _Trial(examples, gradients).step_on(buckets)
-            except Exception:  # such as those for matrices alone, which refuse anything else
+            except NOT_TAKEN as error:  # such as those for matrices alone, which refuse anything else
+                if is_of_the_machine(error):
+                    raise
                 return False
             if moved.options != wanted.options:
                 return False
