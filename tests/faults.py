@@ -1,7 +1,7 @@
 """A command of mpi4dl in which rank 1 fails alone, right at one of its calls of other ranks; or which lists them.
 
-    python -m tests.faults list FILE COMMAND FLAGS           rank 0 writes where it calls other ranks, a place a line
-    python -m tests.faults FAULT PLACE COMMAND FLAGS         rank 1 fails when it first comes to this place
+python -m tests.faults list FILE COMMAND FLAGS           rank 0 writes where it calls other ranks, a place a line
+python -m tests.faults FAULT PLACE COMMAND FLAGS         rank 1 fails when it first comes to this place
 """
 
 import contextlib

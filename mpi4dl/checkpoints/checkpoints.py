@@ -147,7 +147,9 @@ class Checkpoints:
             with self.comm.together((Refusal,)):
                 if isinstance(error, OSError):
                     raise Refusal(f"{name} cannot be written to {self.folder}: {error.strerror or error}") from error
-                if error is not None:
+                if isinstance(error, Exception):
+                    raise error
+                if error is not None:  # SystemExit, at which the main thread would end well
                     raise RuntimeError(f"{name} was not written to {self.folder}: {error!r}") from error
         except Refusal as refusal:
             self._saved = None

@@ -300,14 +300,18 @@ class Engine(Values):
         """
         if self.is_averaged:
             raise ValueError("the weights are their average already: leave `averaged()` before it is entered again")
-        self.groups.swap()
-        self.is_averaged = True
+        self._swap(True)
         try:
             with self.comm.together(()):  # else ranks that failed would wait for others who do not come
                 yield
-        finally:
-            self.groups.swap()
-            self.is_averaged = False
+        except Exception:  # of all ranks; one that ends by anything else must not wait for others on its way out
+            self._swap(False)
+            raise
+        self._swap(False)
+
+    def _swap(self, averaged: bool) -> None:
+        self.groups.swap()
+        self.is_averaged = averaged
 
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""
