@@ -248,3 +248,174 @@ def test_the_checker_of_first_lines_can_fail() -> None:
     assert not first_line_says_what_the_file_is_for("import os\n")
     assert not first_line_says_what_the_file_is_for('\n"""Too late."""\n')
     assert not first_line_says_what_the_file_is_for('""""""\n')
+
+
+# What ranks do together: methods of Communicator, and those that are named so.
+COLLECTIVES = {
+    *("agree", "together", "all_gather_object", "broadcast_object", "barrier", "ibarrier", "all_reduce", "iall_reduce"),
+    *("all_gather", "all_to_all", "broadcast", "ibroadcast", "ireduce_scatter", "iall_gather_into", "subset"),
+    *("split_by_node", "choose_gpu_wire"),
+}
+# Where ranks decide alike all the same, and why.
+ALIKE = {
+    ("mpi4dl.checkpoints.checkpoints", "_agree"): "all ranks raise this Refusal together",
+    ("mpi4dl.comm.allreduce", "of"): "the caller names nodes on all ranks or on none",
+    ("mpi4dl.engine.engine", "__init__"): "all have agreed on the hook, and hold the same parameters across parts",
+    ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
+    ("mpi4dl.parallel.costs.on_ranks", "measured_prices"): "collective over the ranks of the stage alone, by the plan",
+    ("mpi4dl.parallel.pipeline.held", "__init__"): "collective over the ranks of the stage alone, by the plan",
+    ("mpi4dl.parallel.pipeline.sharing", "sharing"): "the plan alone decides",
+    ("mpi4dl.parallel.spatial.rules.moments", "_reduced"): "the size of the communicator decides",
+    ("mpi4dl.parallel.streaming.stream", "forward"): "all ranks raise NotAlike together, having told each other",
+    ("mpi4dl.trainer.reading", "__iter__"): "what was heard is a sum over all ranks",
+}
+
+
+def _calls(node: ast.AST, collective: set[str]) -> Iterator[ast.Call]:
+    """Calls of collectives below a node, but for those in functions that are made there."""
+    if isinstance(node, ast.Lambda | ast.FunctionDef):
+        return
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in collective:
+            yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child, collective)
+
+
+def collective_functions(tree: ast.AST) -> set[str]:
+    """The names of collectives, and of this module's own private functions that come to some."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    private = [f for f in functions if f.name.startswith("_") and not f.name.startswith("__")]
+    known: set[str] = set()
+    more = set(COLLECTIVES)
+    while more - known:
+        known |= more
+        more = {f.name for f in private if any(True for part in f.body for _ in _calls(part, known))}
+    return known
+
+
+def doubtful_collectives(source: str) -> list[tuple[str, int, str]]:
+    """Collectives that a rank may leave out which has found something alone: function, line and why."""
+    tree = ast.parse(source)
+    known = collective_functions(tree)
+    found = []
+
+    def look(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        parts: list[tuple[str, list[ast.AST]]] = []
+        if isinstance(node, ast.BoolOp):
+            parts = [("behind and/or", list(node.values[1:]))]
+        elif isinstance(node, ast.IfExp):
+            alone = ast.unparse(node.test) == "comm is None"  # then there are no others
+            parts = [("in one branch", [node.orelse] * (not alone))]
+            parts.append(("in one branch", [node.body]))
+        elif isinstance(node, ast.GeneratorExp):
+            parts = [("in a generator", [node.elt])]
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp) and any(g.ifs for g in node.generators):
+            first = node.generators[0].iter  # which comes before any condition
+            members = [*ast.iter_child_nodes(node), *(g.iter for g in node.generators[1:])]
+            members += [condition for g in node.generators for condition in g.ifs]
+            kept = [m for m in members if not isinstance(m, ast.comprehension) and m is not first]
+            parts = [("behind the condition of a comprehension", kept)]
+        elif isinstance(node, ast.ExceptHandler):
+            parts = [("in an except", list(node.body))]
+        elif isinstance(node, ast.If) and ".rank" in ast.unparse(node.test):
+            parts = [("behind a question about the rank", [*node.body, *node.orelse])]
+        for why, members in parts:
+            found.extend((function, call.lineno, why) for member in members for call in _calls(member, known))
+        for child in ast.iter_child_nodes(node):
+            look(child, function)
+
+    look(tree, "")
+    return found
+
+
+def test_no_rank_leaves_out_a_collective_for_what_it_found_alone() -> None:
+    found = []
+    for path in python_files("mpi4dl"):
+        module = module_of(path)
+        if module.startswith("mpi4dl.comm.backend"):
+            continue  # calls there are those of torch.distributed, which users make
+        found += [
+            f"{module}:{line} ({function}): {why}"
+            for function, line, why in doubtful_collectives(path.read_text())
+            if (module, function) not in ALIKE
+        ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "comm.agree(problem or comm.all_gather_object(1))",
+        "def _ask(c):\n    return c.all_gather_object(1)\ndef f(c, p):\n    c.agree(p or _ask(c))",
+        "x = comm.all_reduce(x) if problem else x",
+        "next(p for p in comm.groups if p.comm.broadcast_object(1))\nany(c.agree() for c in groups)",
+        "try:\n    f()\nexcept ValueError:\n    comm.barrier()",
+        "if comm.rank == 0:\n    comm.barrier()",
+        "[c.barrier() for c in groups if c]",
+    ],
+)
+def test_the_finder_of_doubtful_collectives_can_fail(source: str) -> None:
+    assert doubtful_collectives(source)
+    sound = "with comm.together():\n    p = find()\ncomm.agree(p)\nf = p and (lambda: comm.agree())\n"
+    assert not doubtful_collectives(f"{sound}[e for e in comm.all_gather_object(p) if e]")
+
+
+# Who catches all there is and does not raise it again, and why.
+KEEPERS = {
+    ("mpi4dl.checkpoints.writer", "_run"): "kept as `error`, which all ranks raise",
+    ("mpi4dl.comm.backend.work", "_complete"): "kept, and raised by who waits",
+    ("mpi4dl.comm.backend.work", "poke"): "kept, and raised by who waits",
+    ("mpi4dl.comm.pending", "advance"): "kept, and raised by who waits",
+    ("mpi4dl.comm.guard", "run"): "the way out of Python: it ends the job",
+    ("mpi4dl.datasets.child_program", "main"): "a process of its own, which answers with the error",
+    ("mpi4dl.datasets.prefetch", "_work"): "kept, and raised where the item is wanted",
+    ("mpi4dl.reports.thumbnails", "thumbnail"): "a picture of a report, which no other rank waits for",
+    ("mpi4dl.serving.server", "run"): "kept as `error`, which the main thread raises",
+    ("mpi4dl.tasks.measuring", "update"): "kept, and told to all ranks at the end",
+}
+
+
+def swallowers(source: str) -> list[tuple[str, int]]:
+    """Where every Exception is caught, or any, and not raised again: function and line."""
+    found = []
+
+    def names(kind: ast.expr | None) -> set[str]:
+        return {"BaseException"} if kind is None else {n.id for n in ast.walk(kind) if isinstance(n, ast.Name)}
+
+    def look(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        everything = {"Exception", "BaseException"}
+        if isinstance(node, ast.ExceptHandler) and names(node.type) & everything:
+            raises = any(isinstance(each, ast.Raise) for part in node.body for each in ast.walk(part))
+            found.extend([(function, node.lineno)] * (not raises))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            found.extend((function, node.lineno) for each in node.args if names(each) & everything)
+        for child in ast.iter_child_nodes(node):
+            look(child, function)
+
+    look(ast.parse(source), "")
+    return found
+
+
+def test_nobody_catches_everything_to_learn_a_fact() -> None:
+    found = [
+        f"{module_of(path)}:{line} ({function})"
+        for path in python_files("mpi4dl")
+        for function, line in swallowers(path.read_text())
+        if (module_of(path), function) not in KEEPERS
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["try:\n    f()\nexcept Exception:\n    x = False", "try:\n    f()\nexcept:\n    pass", "suppress(Exception)"],
+)
+def test_the_finder_of_those_who_catch_everything_can_fail(source: str) -> None:
+    assert swallowers(source)
+    assert not swallowers("try:\n    f()\nexcept Exception as e:\n    raise ValueError() from e")

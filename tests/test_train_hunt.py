@@ -5,11 +5,13 @@ The time-out is an hour: what ends a job here is what saw the rank leave.
 
 import itertools
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.commands import TINY
+from tests.commands import TINY, write_images
 from tests.pool.job import mpirun
 
 LEAVING = """
@@ -72,3 +74,75 @@ def test_no_rank_waits_for_one_that_left(phase: str, way: str, rank: int, tmp_pa
     elif way in ("is killed", "crashes", "aborts"):
         signals = {"is killed": signal.SIGKILL, "crashes": signal.SIGSEGV, "aborts": signal.SIGABRT}
         assert job.code in (signals[way], 128 + signals[way], signal.SIGKILL, signal.SIGTERM, 1), job.stderr
+
+
+# What comes to calls of other ranks: a command and its flags; {run} is the folder of a run.
+WORK = {
+    "tiles": "train --tiles 1x2 --run-folder {run}",
+    "zero": "train --data 2 --zero 3 --ema 0.9 --clip-norm 1 --run-folder {run}",
+    "stages": "train --stages 2 --microbatches 2 --balance auto --run-folder {run}",
+    "both ways": "train --stages 2 --bidirectional 1 --run-folder {run}",
+    "streamed": "train --stream 2x2 --stream-until stage2_block2 --tiles 1x2 --run-folder {run}",
+    "predicts": "predict {trained} --images {images} --tiles 1x2 --out {run}",
+}
+SMALL = (*TINY, *"--num-samples 16 --epochs 2 --no-tensorboard --hang-timeout 3600 --metrics auto".split())
+FAULTS = ("raises", "has no memory", "refuses", "finds a bad value", "returns early")
+SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[str]]]:
+    """The arguments of some work, and the places in it where ranks call each other, of which rank 0 wrote a list."""
+    folder = tmp_path_factory.mktemp("hunt")
+    images = write_images(folder / "images", count=2)
+
+    @cache
+    def listed(work: str) -> tuple[list[str], list[str]]:
+        named = {"run": "{run}", "trained": folder / "tiles", "images": images}
+        if work == "predicts":
+            listed("tiles")
+        arguments = WORK[work].format(**named).split()
+        arguments += SMALL if arguments[0] == "train" else ()
+        file = folder / f"{work}.txt"
+        found = [each.format(run=folder / work) for each in arguments]
+        job = mpirun(2, "-m", "tests.faults", "list", str(file), *found)
+        assert job.code == 0, job.stdout + job.stderr
+        return arguments, file.read_text().splitlines()
+
+    return listed
+
+
+def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> str:
+    """What is wrong with how a job ends whose rank 1 fails at a place; nothing if all is well."""
+    found = [each.format(run=run) for each in arguments]
+    try:
+        job = mpirun(2, "-m", "tests.faults", fault, place, *found, timeout=SECONDS)
+    except TimeoutError as error:
+        return f"{work}, {place}, {fault}: it hangs: {error}"
+    ended_well = job.code == 0 and fault == "returns early"  # there was nothing left that others needed
+    said_once = job.stderr.count("no such luck") == (fault != "returns early") and job.stderr.count("Traceback") <= 1
+    if (job.code or ended_well) and said_once and "done" not in job.stdout * (fault != "returns early"):
+        return ""
+    return f"{work}, {place}, {fault}: {job}"
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.sample(1)
+def test_a_rank_that_fails_alone_at_some_calls_of_others_ends_the_job(
+    work: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    arguments, found = places(work)
+    assert len(found) > 10
+    for number, fault in enumerate(FAULTS[:3]):
+        place = found[(2 * number + 1) * len(found) // 6]
+        assert not hunt(work, fault, place, arguments, tmp_path / fault)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("work", "fault"), [*itertools.product(WORK, FAULTS)])
+def test_a_rank_that_fails_alone_at_any_call_of_others_ends_the_job(
+    work: str, fault: str, places: Callable[[str], tuple[list[str], list[str]]], tmp_path: Path
+) -> None:
+    arguments, found = places(work)
+    wrong = [hunt(work, fault, place, arguments, tmp_path / str(number)) for number, place in enumerate(found)]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))

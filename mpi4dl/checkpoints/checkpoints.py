@@ -141,13 +141,16 @@ class Checkpoints:
         self._agree(writing)
 
     def _agree(self, writing: Writing) -> None:
-        error = writing.error
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        why = "" if error is None else error.strerror or str(error)
-        message = f"{name_of(writing.job.step)} cannot be written to {self.folder}: {why}"
+        """Raise on all ranks if one of them could not write, or was kept from it."""
+        error, name = writing.error, name_of(writing.job.step)
         try:
-            self.comm.agree(message if why else None)
+            with self.comm.together((Refusal,)):
+                if isinstance(error, OSError):
+                    raise Refusal(f"{name} cannot be written to {self.folder}: {error.strerror or error}") from error
+                if isinstance(error, Exception):
+                    raise error
+                if error is not None:  # SystemExit, at which the main thread would end well
+                    raise RuntimeError(f"{name} was not written to {self.folder}: {error!r}") from error
         except Refusal as refusal:
             self._saved = None
             writing.cancel()

@@ -150,7 +150,7 @@ def _cached(source: str, model: str) -> Path:
         found = models.get_model_weights(model).DEFAULT if source == PRETRAINED else models.get_weight(source)
     except (ValueError, KeyError, AttributeError):
         known = ""
-        with suppress(Exception):  # of a model that torchvision does not have nothing can be said
+        with suppress(ValueError, KeyError, AttributeError):  # torchvision does not have this model
             known = f"; of {model} it has {', '.join(str(one) for one in models.get_model_weights(model))}"
         what = f"{model} has no trained weights" if source == PRETRAINED else f"there are no weights {source}"
         raise ValueError(f"`weights` {source}: {what} in torchvision{known}") from None

@@ -45,7 +45,7 @@ class Writing:
     def __init__(self, folder: Path, job: Job, rank: int, size: int, keep: int) -> None:
         self.folder, self.job, self.rank, self.size, self.keep = folder, job, rank, size, keep
         self.temporary = folder / f"{TEMPORARY}{name_of(job.step)}"
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.written = threading.Event()
         self._everyone_wrote = threading.Event()
         self._cancelled = threading.Event()
@@ -73,7 +73,7 @@ class Writing:
             self.written.set()
             if self.rank == 0:
                 self._complete()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too, which would end this thread alone, in silence
             self.error = error
         finally:
             self.written.set()

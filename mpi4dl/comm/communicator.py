@@ -2,10 +2,11 @@
 
 import contextlib
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.packing import Piece, as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.refusal import RankFailed, Refusal
+from mpi4dl.comm.refusal import Mismatch, RankFailed, Refusal
 from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.scattering import LOW_PRECISION
 from mpi4dl.comm.sentry import sentry
@@ -28,8 +29,24 @@ MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fa
 ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
 
 
-class _Traceback(str):
-    """What `agree` takes for a complaint that is no refusal."""
+class _Complaint(NamedTuple):
+    """What a rank brings to a collective of objects instead of its part: all ranks raise it there."""
+
+    text: str
+    traceback: bool = False
+
+    def error(self, rank: int, size: int) -> Exception:
+        if self.traceback:
+            return RankFailed(f"rank {rank} of {size} failed:\n{self.text}")
+        return Refusal(f"rank {rank}: {self.text}" if rank and size > 1 else self.text)
+
+
+class _Brought(NamedTuple):
+    """What a rank brings to a collective of objects: to which one, where it is called, and its part."""
+
+    call: str
+    place: str
+    part: Any
 
 
 @cache
@@ -67,6 +84,7 @@ class Communicator(Messenger):
         self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         self.farewells: list[Callable[[], None]] = []  # what the guard calls when this rank ends without an error
+        self._num_met = 0  # collectives of objects so far
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -321,14 +339,44 @@ class Communicator(Messenger):
         self.ibarrier().wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not
-        with self.node.waits:
-            return self.mpi.allgather(value)
+        return self._meet("all_gather_object", value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        self.barrier()
+        self._meet("broadcast_object", root)
         with self.node.waits:
             return self.mpi.bcast(value, root)
+
+    def _meet(self, call: str, part: Any) -> list[Any]:
+        """The parts of all ranks. Every collective of objects begins with this one exchange, so that a rank that failed
+        is heard wherever the others are by then: in the same call, or in one within `together`.
+
+        Raises:
+            Refusal: on all ranks, a rank came with a complaint instead of its part.
+            RankFailed: the same, with the traceback of what is no refusal.
+            Mismatch: on all ranks, they came to different calls.
+        """
+        self._num_met += 1
+        self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not
+        with self.node.waits:
+            everyone: list[_Brought] = self.mpi.allgather(_Brought(call, _caller(), part))
+        for rank, brought in enumerate(everyone):
+            if isinstance(brought.part, _Complaint):
+                raise self._told(brought.part.error(rank, self.size))
+        for rank, brought in enumerate(everyone):
+            if brought.call != everyone[0].call:
+                first = f"rank 0 is in {everyone[0].call} at {everyone[0].place}"
+                raise self._told(
+                    Mismatch(
+                        f"{first}, but rank {rank} in {brought.call} at {brought.place}: all ranks must make the same "
+                        "collective calls in the same order"
+                    )
+                )
+        return [brought.part for brought in everyone]
+
+    def _told(self, error: Exception) -> Exception:
+        """The same error, marked as one that all ranks of this communicator raise in this call."""
+        error.told_in = self, self._num_met  # type: ignore[attr-defined]
+        return error
 
     def agree(self, error: str | None = None, **facts: Any) -> None:
         """Raise `Refusal` on all ranks together if one of them reports an error, or if their facts differ.
@@ -337,44 +385,59 @@ class Communicator(Messenger):
         """
         if self.size == 1 and error is None:
             return
-        answers = self.all_gather_object((error, facts))
-        for rank, (complaint, _) in enumerate(answers):
-            if isinstance(complaint, _Traceback):
-                raise RankFailed(f"rank {rank} of {self.size} failed:\n{complaint}")
-            if complaint is not None:
-                raise Refusal(f"rank {rank}: {complaint}" if rank and self.size > 1 else complaint)
+        complaint = None if error is None else _Complaint(error)
+        with guard.failing(None if error is None else Refusal(error)):
+            answers: list[dict[str, Any]] = self._meet("agree", complaint or facts)
         for name in facts:
-            values = [known.get(name) for _, known in answers]
+            values = [known.get(name) for known in answers]
             for rank, value in enumerate(values):
                 if value != values[0]:
-                    raise Refusal(
-                        f"the ranks were started differently: {name} is {values[0]!r} on rank 0 but {value!r} on rank "
-                        f"{rank}: start all ranks with the same command"
+                    raise self._told(
+                        Refusal(
+                            f"the ranks were started differently: {name} is {values[0]!r} on rank 0 but {value!r} on "
+                            f"rank {rank}: start all ranks with the same command"
+                        )
                     )
 
     @contextlib.contextmanager
     def together(self, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
         """Do what may fail on one rank only: if it does, all ranks raise `Refusal` with that rank's message.
 
-        Any other kind of error is raised as it is where it happened, and as `RankFailed` by the other ranks.
+        Any other kind of error is raised as it is where it happened, and as `RankFailed` by the other ranks. Within,
+        collectives of objects of the same communicator may be called: others who are in one hear of the error there.
         """
         error: Exception | None = None
         last_word: Exception | None = None
-        complaint = None
+        complaint: _Complaint | None = None
+        before = self._num_met
         try:
             yield
-        except kinds as problem:
-            error, complaint, last_word = problem, str(problem), Refusal(problem)
-        except Exception as problem:
+        except Exception as problem:  # whatever it is, it is raised again, here or by all
+            teller, number = getattr(problem, "told_in", (None, 0))
+            if teller is self and number > before:
+                raise  # by all ranks, from a call within
             error = last_word = problem
-            complaint = _Traceback("".join(traceback.format_exception(problem)))
+            if isinstance(problem, kinds):
+                complaint, last_word = _Complaint(str(problem)), Refusal(problem)
+            else:
+                complaint = _Complaint("".join(traceback.format_exception(problem)), True)
+        if self.size == 1 and error is None:
+            return
         try:
             with guard.failing(last_word):
-                self.agree(complaint)
+                self._meet("agree", complaint or {})
         except Refusal as refusal:
             raise refusal from error
         except RankFailed as failed:
             raise error or failed from None
+
+
+def _caller() -> str:
+    """The file and line, outside of this module, that the present call comes from."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _places(child: "MPI.Comm", parent: "MPI.Comm") -> Sequence[int]:

@@ -1,7 +1,7 @@
-"""A rank that has ended, while all others wait in vain: found by asking them, however long healthy ranks may take.
+"""Ranks that wait in vain, for one that has ended or failed, or for each other: found by asking them.
 
 A rank may end early, as long as nobody needs it any more; so that alone is no error. It is one when every rank has
-ended or waits for a message, and none of them comes further. Rank 0 finds out:
+ended or waits for a message, and none of them comes further. Rank 0 finds out, however long healthy ranks may take:
 
     rank r          as it ends, and when it has been in one wait for STUCK_SECONDS:  its standing   ->  rank 0
     rank 0          once all have ended or are stuck:                                "still so?"    ->  who is stuck
@@ -9,8 +9,13 @@ ended or waits for a message, and none of them comes further. Rank 0 finds out:
 
 Who answers was in the same wait all the time from its first word to its answer. So there was a moment, when rank 0
 asked, at which nobody was left who could have sent what the others wait for. Ranks at work send and receive nothing.
+
+A rank that failed where all are to hear of it waits for the others too, and its standing says how it failed. Where none
+has ended or failed, all wait for each other, as in different calls. That is looked at for longer, since it is rare, and
+a GPU at work may look like it.
 """
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,20 +23,30 @@ if TYPE_CHECKING:
 
     from mpi4dl.comm.meeting import Meeting
 
-STUCK_SECONDS = 20.0  # a wait for one message may take as long on a slow network
+STUCK_SECONDS = 5.0  # a wait for a small message may take as long on a slow network
+DEADLOCK_SECONDS = 300.0
 STANDING, ASKING = 3, 4  # tags
 
 
 class Standing(NamedTuple):
     """Where a rank is: it has ended, or is in the wait that began at `since`, by its own clock, at this `place`.
 
-    `answer` is the number of the question that this answers.
+    `answer` is the number of the question that this answers. `failure`: the message and the exit code of a rank that
+    waits for the others to hear how it failed.
     """
 
     ended: bool
     since: float
     place: str
     answer: int = 0
+    failure: tuple[str, int] | None = None
+
+
+class Verdict(NamedTuple):
+    """What to tell the user of a job that can never end, and the exit code that it ends with."""
+
+    message: str
+    code: int = 1
 
 
 class Farewell:
@@ -43,12 +58,13 @@ class Farewell:
         self._sent: list[MPI.Request] = []
         self._standings: dict[int, Standing] = {}  # of rank 0: those who ended or are stuck
         self._asked: dict[int, float] = {}
+        self._asked_since = 0.0
         self._question = 0
 
-    def look(self, standing: Standing | None) -> str | None:
+    def look(self, standing: Standing | None) -> Verdict | None:
         """Take part, as long as this rank's standing is worth to be told (None: it is at work). Call it now and then.
 
-        Returns what to tell the user, on rank 0, if the job can never end.
+        Returns a verdict, on rank 0, if the job can never end.
         """
         if standing != self._said:
             self._said = standing
@@ -77,7 +93,7 @@ class Farewell:
         else:
             self._standings[rank] = standing
 
-    def _judge(self) -> str | None:
+    def _judge(self) -> Verdict | None:
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -86,11 +102,11 @@ class Farewell:
         ended = [rank for rank, standing in sorted(self._standings.items()) if standing.ended]
         stuck = [rank for rank, standing in sorted(self._standings.items()) if not standing.ended]
         waits = {rank: self._standings[rank].since for rank in stuck}
-        if len(self._standings) < self.size or not ended or not stuck:
+        if len(self._standings) < self.size or not stuck:
             self._asked = {}
             return None
         if waits != self._asked:
-            self._asked = waits
+            self._asked, self._asked_since = waits, time.monotonic()
             self._question += 1
             for rank in stuck:
                 if rank != 0:
@@ -98,14 +114,32 @@ class Farewell:
             return None
         if any(self._standings[rank].answer != self._question for rank in stuck if rank != 0):
             return None
-        return _complaint(ended, stuck, self._standings)
+        failed = [standing.failure for _, standing in sorted(self._standings.items()) if standing.failure is not None]
+        if failed:
+            return Verdict(*failed[0])
+        if ended:
+            return Verdict(_of_ended(ended, stuck, self._standings))
+        if time.monotonic() - self._asked_since < DEADLOCK_SECONDS:
+            return None
+        return Verdict(_of_all(stuck, self._standings))
 
 
-def _complaint(ended: list[int], stuck: list[int], standings: dict[int, Standing]) -> str:
+def _of_ended(ended: list[int], stuck: list[int], standings: dict[int, Standing]) -> str:
     return (
         f"mpi4dl: {_ranks(ended)} ended, but {_ranks(stuck)} still waited, and so would have for ever: no rank may end "
         f"before the others have all that they need of it\n{_ranks(stuck[:1])} waited here:\n"
         f"{standings[stuck[0]].place}"
+    )
+
+
+def _of_all(stuck: list[int], standings: dict[int, Standing]) -> str:
+    places: dict[str, list[int]] = {}
+    for rank in stuck:
+        places.setdefault(standings[rank].place, []).append(rank)
+    found = "\n".join(f"{_ranks(ranks)} waited here:\n{place}" for place, ranks in places.items())
+    return (
+        "mpi4dl: all ranks waited for each other, and would have for ever: all must make the same collective calls in "
+        f"the same order\n{found}"
     )
 
 

@@ -167,10 +167,16 @@ def run(main: Callable[[], None], patience: float = START_SECONDS) -> None:
 
 @contextmanager
 def failing(error: Exception | None) -> Iterator[None]:
-    """Tell the others of `error`. If they do not come to hear it, since they wait for this rank elsewhere, end all."""
+    """Tell the others of `error`. If they do not come to hear it, since they wait for this rank elsewhere, end all.
+
+    The sentries find that out in seconds, where a thread may ask; else it is taken to be so after a minute.
+    """
     if error is None:
         yield
         return
+    watchman = sentry() if met() is not None else None
+    if watchman is not None:
+        watchman.failure = last_words(error)
     late = threading.Timer(LATE_SECONDS, lambda: fail(error) if _others_may_wait() else None)
     late.daemon = True
     late.start()
@@ -178,12 +184,14 @@ def failing(error: Exception | None) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+        if watchman is not None:
+            watchman.failure = None
 
 
 def fail(error: BaseException) -> NoReturn:
     """Say what went wrong, once for the whole job, and end all ranks."""
     opened = met()
-    rank, who = (0, "") if opened is None else (opened.rank, opened.name())
+    rank = 0 if opened is None else opened.rank
     if isinstance(error, KeyboardInterrupt):
         exit_now(INTERRUPTED)
     if isinstance(error, Refusal):
@@ -195,9 +203,18 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         refuse(f"rank {rank} cannot write: {error.strerror}: {error.filename or 'a file of this job'}")
     _wait_for_turn()
+    text, code = last_words(error)
+    say(text)
+    end_job(code)
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What a job that ends by `error` says, and its exit code."""
+    if isinstance(error, Refusal):
+        return f"mpi4dl: {error}", USER_ERROR
+    opened = met()
     text = f"{error}" if isinstance(error, RankFailed) else "".join(traceback.format_exception(error))
-    say(f"{who}{text}")
-    end_job(FAILURE)
+    return f"{'' if opened is None else opened.name()}{text}", FAILURE
 
 
 def refuse(message: str) -> NoReturn:

@@ -100,6 +100,7 @@ class Node:
         """
         begin, begin_cpu = time.perf_counter(), time.thread_time()
         with self.waits:
+            self.waits.request = request
             waited, next_alarm = 0.0, ALARM_SECONDS
             looks = LOOKS_OVERSUBSCRIBED if self.oversubscribed else LOOKS_BETWEEN_CLOCKS
             yields = self.oversubscribed

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.profiling import as_event, profiling
-from mpi4dl.comm.requests import Request
+from mpi4dl.comm.requests import Receives, Request
 from mpi4dl.comm.streams import here
 
 
@@ -73,6 +73,17 @@ class Pending:
             done = request.test() and done
         return done
 
+    def num_bytes(self) -> int:
+        """How much of it is under way, as far as that is known."""
+        own = sum(getattr(buffer, "nbytes", 0) for buffer in self._buffers)
+        return own + sum(each.num_bytes() for each in self._requests if isinstance(each, Pending | Phases))
+
+    def cancel(self) -> None:
+        """Receive no more of what has not begun to arrive; sends go on."""
+        for each in self._requests:
+            if isinstance(each, Pending | Phases | Receives):
+                each.cancel()
+
     def conclude(self) -> None:
         """Deliver what has arrived. Only for what is complete."""
         if self._parts or self._deliveries:
@@ -129,6 +140,23 @@ class Phases:
         if self._error is not None:
             raise self._error
         return self._now is None
+
+    def num_bytes(self) -> int:
+        """How much is under way in the present phase."""
+        now = self._now
+        return 0 if now is None else now.num_bytes()
+
+    def cancel(self) -> None:
+        """Receive no more, and start no further phase."""
+        with self._driving:
+            if self._now is not None:
+                self._now.cancel()
+            self._now = None
+            if self in self._node.underway:
+                self._node.underway.remove(self)
+        close = getattr(self._phases, "close", None)
+        if close is not None:
+            close()
 
     def advance(self) -> None:
         if not self._driving.acquire(blocking=False):

@@ -1,5 +1,7 @@
 """What all ranks say no to together, and what one rank finds that others did."""
 
+import copy
+
 
 class Refusal(ValueError):
     """What was asked for cannot be done. It is raised by all ranks together, with the same message."""
@@ -11,3 +13,24 @@ class RankFailed(RuntimeError):
 
 class Mismatch(ValueError, RuntimeError):
     """Ranks made calls that do not belong together: other operations, sizes or dtypes."""
+
+
+# What code raises for arguments that it does not take. Anything else says nothing of the code, but of the machine.
+NOT_TAKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    copy.Error,
+)
+OF_THE_MACHINE = {"OutOfMemoryError", "AcceleratorError", "RecursionError"}
+NO_MEMORY = ("out of memory", "allocate memory", "alloc_failed")
+
+
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether one of `NOT_TAKEN` is none: PyTorch says by a RuntimeError too that there is no memory, or no device."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & OF_THE_MACHINE) or any(words in str(error).lower() for words in NO_MEMORY)

@@ -62,6 +62,15 @@ class Receives:
             pass
         return not self._open
 
+    def cancel(self) -> None:
+        """Receive no more of what has not begun to arrive. MPI writes to no buffer any longer."""
+        while self._open:
+            posted = self._open.pop(0)
+            posted.request.Cancel()
+            posted.request.Wait(self._status)
+            if not self._status.Is_cancelled() and self._heard is not None:
+                self._heard(self._status.source)
+
     def _arrived(self, posted: Posted) -> bool:
         try:
             if not posted.request.Test(self._status):

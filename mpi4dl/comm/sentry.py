@@ -16,6 +16,7 @@ LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0  # then C ends what a thread of Python cannot
 SETTLING_SECONDS = 1.0  # for the last words of other ranks, whose time is up too
 STACK_FRAMES = 6
+SLOW_BYTES_PER_SECOND = 2e7
 
 
 class Watchdog:
@@ -39,24 +40,37 @@ class Watchdog:
 
 
 class Waits:
-    """Marks where this rank waits for others: `with waits: ...`. `since`: when, by time.perf_counter; 0 at work."""
+    """Marks where this rank waits for others: `with waits: ...`. `since`: when, by time.perf_counter; 0 at work.
+
+    `request`: what it waits for, where that is known.
+    """
 
     since = 0.0
+    request: object = None
 
     def __enter__(self) -> None:
         self.since = time.perf_counter()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.since = 0.0
+        self.since, self.request = 0.0, None
+
+    def patience(self) -> float:
+        """How many seconds this wait may take on a slow network, without anything being wrong."""
+        num_bytes = getattr(self.request, "num_bytes", None)
+        return farewell.STUCK_SECONDS + (0 if num_bytes is None else num_bytes() / SLOW_BYTES_PER_SECOND)
 
 
 class Sentry(threading.Thread):
-    """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end."""
+    """The thread. `waits` is where this rank waits for others; `ended` says that its program has come to its end.
+
+    `failure`, a message and an exit code, is what this rank waits to tell the others.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="sentry", daemon=True)
         self.waits = Waits()
         self.ended = False
+        self.failure: tuple[str, int] | None = None
         self._fed: tuple[weakref.ref[Watchdog], float] | None = None
         self._farewell: farewell.Farewell | None = None
         self._standing: farewell.Standing | None = None
@@ -101,22 +115,23 @@ class Sentry(threading.Thread):
             return
         self._farewell = self._farewell or farewell.Farewell(meeting)
         self._standing = self._stand()
-        complaint = self._farewell.look(self._standing)
-        if complaint is not None:
-            say(complaint)
-            end_job(FAILURE)
+        verdict = self._farewell.look(self._standing)
+        if verdict is not None:
+            say(verdict.message)
+            end_job(verdict.code)
 
     def _stand(self) -> farewell.Standing | None:
         """Where this rank is, as others need to know it: what was said of a wait stays as it was said."""
         if self.ended:
             return farewell.Standing(True, 0.0, "")
         since = self.waits.since
-        if not since or time.perf_counter() - since < farewell.STUCK_SECONDS:
+        if not since or time.perf_counter() - since < self.waits.patience():
             return None
         if self._standing is not None and self._standing.since == since:
             return self._standing
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return farewell.Standing(False, since, "".join(traceback.format_stack(frame)[-STACK_FRAMES:]))
+        place = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+        return farewell.Standing(False, since, place, failure=self.failure)
 
 
 @cache

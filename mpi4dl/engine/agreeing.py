@@ -1,7 +1,7 @@
 """Whether all ranks were given the same model, optimizer and settings, before any waits for another."""
 
 import hashlib
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,8 +23,16 @@ class Started(Protocol):
     optimizer: torch.optim.Optimizer
 
 
-def agree_on_model(given: Started, manner: Manner | None, turns: bool, **facts: Any) -> None:
-    """Raise Refusal on all ranks if they were started with different models or settings, or with what cannot be."""
+class Known(NamedTuple):
+    """What this rank alone knows of the model and the optimizer: why it cannot train them, and what must be alike."""
+
+    problem: str | None
+    facts: dict[str, Any]
+    learnt: list[frozenset[str]]  # the names of what may be trained, for each group of ranks that hold the same
+
+
+def known_of_model(given: Started, manner: Manner | None, turns: bool) -> Known:
+    """What `agree_on_model` compares. No other rank is asked."""
     held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
     description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
@@ -40,15 +48,18 @@ def agree_on_model(given: Started, manner: Manner | None, turns: bool, **facts: 
             f"under {which}({getattr(given.plan, which)}) ranks have parts of parameters, but {name} works on whole "
             "ones: choose another optimizer"
         )
-    found = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
-    given.comm.agree(problem or _unlike_learners(given), **found, **facts)
+    facts = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
+    learnt = [frozenset(name for name, _ in learners(each.parameters, optimizer)) for each in held.together]
+    return Known(problem, facts, learnt)
 
 
-def _unlike_learners(given: Started) -> str | None:
-    """What some ranks that hold it may train, and others may not."""
-    for together in given.held.together:
-        mine = {name for name, _ in learners(together.parameters, given.optimizer)}
+def agree_on_model(given: Started, known: Known, **facts: Any) -> None:
+    """Raise Refusal on all ranks if they were started with different models or settings, or with what cannot be."""
+    given.comm.agree(known.problem, **known.facts, **facts)
+    # All ranks come here, and have the same groups.
+    unlike = None
+    for together, mine in zip(given.held.together, known.learnt, strict=True):
         for other in together.comm.all_gather_object(mine):
             if mine != other:
-                return f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
-    return None
+                unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
+    given.comm.agree(unlike)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.engine.agreeing import agree_on_model
+from mpi4dl.engine.agreeing import agree_on_model, known_of_model
 from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
 from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
 from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
@@ -116,41 +116,32 @@ class Engine(Values):
         offload_folder: str | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        if precision not in AUTOCAST:
-            raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
-        require_batches_for(loss, plan)
-        if clip_norm is not None and clip_value is not None:
-            raise ValueError(
-                f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one"
-            )
-        if ema is not None and not 0 <= ema < 1:
-            raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
-        self.model = model
+        self.model, self.plan, self.loss, self.comm = model, plan, loss, comm
+        self._dtype = AUTOCAST.get(precision)
+        with comm.together((ValueError,)):
+            self._require_options(precision, clip_norm, clip_value, ema, low_precision_weights)
+        comm.agree(None, plan=plan)  # by which ranks form groups
         self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
-        self.plan = plan
-        self.optimizer = optimizer = as_one(optimizer)
-        self.loss = loss
-        self.comm = comm
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.is_averaged = False
         self.gradient_hook = gradient_hook
         self.device = self.held.device
         self.num_steps = 0
-        self._dtype = AUTOCAST[precision]
         self.scaler = LossScaler(enabled=precision == "fp16")
-        bucket_bytes = bucket_bytes_on(self.device.type) if bucket_bytes is None else bucket_bytes
-        home = home_for(offload, offload_folder)
-        if low_precision_weights:
-            if self._dtype is None:
-                raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
-            for module in self.held.modules_of.values():
-                lower_precision(module, self._dtype)
-        turns = plan.zero > 0 or not all(stays(p, home) for _, p in learners(self.held.named_parameters(), optimizer))
-        manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
+        with comm.together((ValueError,)):  # what may go wrong on one rank alone, before any waits for another
+            self.optimizer = optimizer = as_one(optimizer)
+            bucket_bytes = bucket_bytes_on(self.device.type) if bucket_bytes is None else bucket_bytes
+            home = home_for(offload, offload_folder)
+            if low_precision_weights and self._dtype is not None:
+                for module in self.held.modules_of.values():
+                    lower_precision(module, self._dtype)
+            learnt = learners(self.held.named_parameters(), optimizer)
+            turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
+            manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
+            known = known_of_model(self, manner, turns)
         agree_on_model(
             self,
-            manner,
-            turns,
+            known,
             precision=precision,
             recompute=recompute,
             halo=halo,
@@ -191,6 +182,21 @@ class Engine(Values):
         self.executor.draw_alike()
         self._table = plan.table()
         self.evaluation_table: Callable[[int], Table] = cache(plan.evaluation_table)
+
+    def _require_options(
+        self, precision: str, clip_norm: float | None, clip_value: float | None, ema: float | None, lowered: bool
+    ) -> None:
+        if precision not in AUTOCAST:
+            raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(AUTOCAST)}")
+        require_batches_for(self.loss, self.plan)
+        if clip_norm is not None and clip_value is not None:
+            raise ValueError(
+                f"`clip_norm` is {clip_norm} and `clip_value` {clip_value}, but one of them clips: choose one"
+            )
+        if ema is not None and not 0 <= ema < 1:
+            raise ValueError(f"`ema` is {ema}, but must be at least 0 and less than 1, such as 0.999")
+        if lowered and self._dtype is None:
+            raise ValueError("low_precision_weights needs precision bf16 or fp16, in which the weights are kept")
 
     def reads(self, num_samples: int, size: Size, training: bool = True) -> tuple[Read, ...]:
         """Which boxes of a batch of images of `size` (H, W) this rank passes to `step`, or to `evaluate`."""
@@ -296,14 +302,18 @@ class Engine(Values):
         """
         if self.is_averaged:
             raise ValueError("the weights are their average already: leave `averaged()` before it is entered again")
-        self.groups.swap()
-        self.is_averaged = True
+        self._swap(True)
         try:
             with self.comm.together(()):  # else ranks that failed would wait for others who do not come
                 yield
-        finally:
-            self.groups.swap()
-            self.is_averaged = False
+        except Exception:  # of all ranks; one that ends by anything else must not wait for others on its way out
+            self._swap(False)
+            raise
+        self._swap(False)
+
+    def _swap(self, averaged: bool) -> None:
+        self.groups.swap()
+        self.is_averaged = averaged
 
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""

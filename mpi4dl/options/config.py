@@ -277,8 +277,8 @@ class Parallel:
         choice("error", "warn", "none"),
     )
     hang_timeout: float = option(
-        600.0,
-        "seconds without a sign of life after which the job is ended, more if steps take long; 0: never",
+        3600.0,
+        "seconds without a sign of life after which the job is ended; less, once its work has needed less; 0: never",
         NOT_NEGATIVE,
     )
 

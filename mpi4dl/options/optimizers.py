@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpi4dl._patterns import select
 from mpi4dl.comm import Refusal
+from mpi4dl.comm.refusal import NOT_TAKEN
 from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest
@@ -34,7 +35,7 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
             raise ConfigError(f"`{kind}` {name} has no option {option}{nearest(option, legal)}")
     try:
         return kind_of(*args, **options)
-    except Exception as error:  # torch raises anything for values that it cannot use
+    except NOT_TAKEN as error:  # torch raises any of these for values that it cannot use
         raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
 
 
@@ -83,7 +84,7 @@ def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Op
         )
     try:
         _trial(optimizer, lambda p: p.new_zeros((1,) * p.dim()))
-    except Exception as error:
+    except NOT_TAKEN as error:
         raise ConfigError(f"`optimizer` {part_name(chosen.optimizer)} cannot make a step here: {error}") from None
     return optimizer
 
@@ -194,6 +195,6 @@ def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule
         trial_optimizer.step()
         trial.after_step()
         trial.after_epoch(1.0)
-    except Exception as error:
+    except NOT_TAKEN as error:
         raise ConfigError(f"`scheduler` {chosen.scheduler} cannot go on with {options}: {error}") from None
     return schedule(optimizer)

@@ -3,8 +3,9 @@
     start, step, step, ..., saving, validation, step, ...     kinds of work; signs of life are that one begins, and in
                                                               it each action of a stage, or step of the start
 
-Nobody knows beforehand how long the first of a kind takes, of a huge image on a slow machine: it has several times the
-limit. From then on the limit is what was asked for, or several times the longest pause of that kind, if that is more.
+`hang_timeout` is the limit of all of it. Nobody knows beforehand how long the first of a kind takes, of a huge image on
+a slow machine: it has all of that time. From then on several times the longest pause of its kind is enough, but not
+less than SETTLED_SECONDS.
 """
 
 import time
@@ -12,10 +13,11 @@ import time
 from mpi4dl.comm.guard import Watchdog
 
 TIMES = 6.0
+SETTLED_SECONDS = 600.0
 
 
 class Patience:
-    """Feeds a watchdog whose limit is `seconds` (`hang_timeout`), or more where more is needed; 0: it never bites."""
+    """Feeds a watchdog whose limit is `seconds` (`hang_timeout`), or less where less is enough; 0: it never bites."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -26,9 +28,8 @@ class Patience:
     @property
     def limit(self) -> float:
         """Seconds that the next sign of life may take; 0: any."""
-        if self._work not in self._longest:
-            return TIMES * self.seconds
-        return max(self.seconds, TIMES * self._longest[self._work]) if self.seconds else 0.0
+        longest = self._longest.get(self._work, float("inf"))
+        return min(self.seconds, max(SETTLED_SECONDS, TIMES * longest))
 
     def begin(self, work: str) -> None:
         """Work of some kind begins, and what was done before is done."""

@@ -153,6 +153,9 @@ class TrainingRun:
         self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
         streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
         said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
+        limit = config.parallel.hang_timeout
+        if limit not in (0.0, Config().parallel.hang_timeout):
+            remarks = [*remarks, f"a rank without a sign of life for {limit:g} s ends the job: `hang_timeout`"]
         for line in (title(config, self.engine), *said, *remarks):
             self.say(line)
 

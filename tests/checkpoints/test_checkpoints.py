@@ -428,25 +428,35 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_the_last_checkpoint(
     assert newest == 3
 
 
-def broken(comm: Communicator, folder: Path) -> str:
-    """An error of ours on one rank is raised as it is."""
+def broken(comm: Communicator, folder: Path, kind: type[BaseException], failing: int) -> tuple[str, str]:
+    """How all ranks learn of an error that is no full disk."""
     engine = engine_of(comm, SMALL, TILES_1x2)
+    write = storage.write
 
-    def wrong(*_: Any, **__: Any) -> Any:
-        raise KeyError("ours")
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        if comm.rank == failing:
+            raise kind("ours")
+        return write(*arguments, **options)
 
     checkpoints = Checkpoints(folder, comm)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "write", wrong)
         checkpoints.save(engine, {})
-        with pytest.raises(KeyError, match="ours"):
+        with pytest.raises((KeyError, MemoryError, RuntimeError)) as caught:
             checkpoints.wait()
     checkpoints.close()
-    return "raised"
+    return type(caught.value).__name__, str(caught.value)
 
 
-def test_an_error_that_is_no_full_disk_is_raised_as_it_is(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(broken, tmp_path) == ["raised"] * 2
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("kind", "raised"), [(KeyError, "KeyError"), (SystemExit, "RuntimeError")])
+def test_an_error_that_is_no_full_disk_is_raised_by_all_ranks(
+    ranks: Ranks, tmp_path: Path, kind: type[BaseException], raised: str, failing: int
+) -> None:
+    """Also one that ends a thread in silence: the run must not say that it is done."""
+    found = ranks(2, timeout=60.0).run(broken, tmp_path, kind, failing)
+    assert [name for name, _ in found] == [raised if rank == failing else "RankFailed" for rank in range(2)]
+    assert all("ours" in text for _, text in found)
 
 
 def damaged(comm: Communicator, folder: Path) -> tuple[str, list[str]]:

@@ -39,6 +39,48 @@ def test_who_waits_for_a_rank_that_has_left_learns_it_and_the_job_fails(leave: s
     assert "ends well" not in done.stdout
 
 
+UNANSWERED = """
+import time
+left = dist.new_group()
+spare = torch.empty(2)
+late = dist.irecv(spare, 1 - rank, group=left, tag={tag})
+big = torch.full((3_000_000,), float(rank))
+coming = dist.irecv(big, 0, group=left) if rank else dist.isend(big, 1, group=left)
+begin = time.monotonic()
+dist.destroy_process_group(left)
+dist.destroy_process_group()
+print(time.monotonic() - begin < 60, big.mean().item())
+try:
+    late.wait()
+except RuntimeError as error:
+    print("the group was destroyed" in str(error))
+"""
+
+
+@pytest.mark.parametrize("tag", [5, pytest.param(2**31 - 1, marks=pytest.mark.exhaustive)])
+def test_a_receive_that_nobody_answers_keeps_no_group_from_being_destroyed(tag: int) -> None:
+    """What was sent still arrives. The time-out of the group is two hours."""
+    done = run(UNANSWERED.format(tag=tag))
+    assert (done.code, done.stderr) == (0, "")
+    said = [line for line in done.stdout.splitlines() if line.startswith("True")]
+    assert sorted(said) == ["True", "True", "True 0.0", "True 0.0"], done.stdout
+
+
+@pytest.mark.exhaustive
+def test_more_groups_than_mpi_has_room_for_are_refused_in_words_and_destroyed_ones_give_theirs_back() -> None:
+    body = """
+for number in range(1500):
+    dist.destroy_process_group(dist.new_group())
+try:
+    groups = [dist.new_group() for number in range(1500)]
+except RuntimeError as error:
+    print("no communicator left" in str(error) and "destroy_process_group" in str(error))
+"""
+    done = run(body)
+    assert done.code == 0, done.stderr
+    assert done.stdout.splitlines().count("True") == 2
+
+
 def test_what_a_rank_has_sent_before_it_leaves_still_arrives() -> None:
     """Also large messages, and sums that it has begun; and a call that was given up is not waited for again."""
     body = """

@@ -11,14 +11,15 @@ from tests.comm.endings import HOOKS, RUN, ended
 from tests.pool.job import mpirun
 
 FAILING_TOGETHER = """
-from mpi4dl.comm import guard, world
+import torch
+from mpi4dl.comm import farewell, guard, world
 
-guard.LATE_SECONDS, comm = 1.0, world()
+guard.LATE_SECONDS, farewell.STUCK_SECONDS, comm = {late}, {stuck}, world()
 with comm.together():
     if comm.rank == 1:
         message = "the failing line"
         raise {failure}(message)
-    comm.broadcast_object(0, 1)
+    {call}
 """
 EITHER = pytest.mark.parametrize("how", [HOOKS, RUN])
 
@@ -54,16 +55,54 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
     ("failure", "code", "said"),
     [
         ("KeyError", 1, "[rank 1 of 2] Traceback (most recent call last)"),
-        ("ValueError", 2, "mpi4dl: the failing line\n"),
+        ("ValueError", 2, "mpi4dl: "),
     ],
 )
-@pytest.mark.sample(1)
-def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(failure: str, code: int, said: str) -> None:
-    """All are to come together after it, but the others wait in MPI for its part of what it failed to do."""
-    job = mpirun(2, "-c", FAILING_TOGETHER.format(failure=failure))
+@pytest.mark.parametrize(
+    ("call", "late", "stuck"),
+    [
+        ("comm.recv(torch.empty(1), 1)", 600.0, 0.5),
+        ("comm.broadcast_object(0, 1)", 600.0, 600.0),
+        ("comm.recv(torch.empty(1), 1)", 1.0, 600.0),
+    ],
+)
+@pytest.mark.sample(2)
+def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(
+    call: str, late: float, stuck: float, failure: str, code: int, said: str
+) -> None:
+    """All are to come together after it, but the others wait for its part of what it failed to do: they hear of it in
+    a collective of objects, and otherwise those who look for ranks that wait in vain end the job.
+    """
+    job = mpirun(2, "-c", FAILING_TOGETHER.format(failure=failure, call=call, late=late, stuck=stuck))
     assert job.code == code
     assert job.stderr.startswith(said)
     assert job.stderr.count("the failing line") == 1
+
+
+DIFFERENT_CALLS = """
+import torch
+from mpi4dl.comm import farewell, world
+
+farewell.STUCK_SECONDS, farewell.DEADLOCK_SECONDS, comm = 0.5, 0.5, world()
+{calls}
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("comm.recv(torch.empty(1), 1 - comm.rank)", "all ranks waited for each other"),
+        (
+            "comm.agree() if comm.rank else comm.all_gather_object(1)",
+            "rank 0 is in all_gather_object at <string>:6",
+        ),
+    ],
+)
+@pytest.mark.sample(1)
+def test_ranks_in_different_calls_do_not_wait_for_ever(calls: str, said: str) -> None:
+    job = mpirun(2, "-c", DIFFERENT_CALLS.format(calls=calls))
+    assert job.code == 1
+    assert job.stderr.count(said) == 1
 
 
 LETTING_GO = """

@@ -201,6 +201,60 @@ def test_ranks_with_different_settings_are_refused(ranks: Ranks, name: str, valu
     assert message == f"the ranks were started differently: {name} is {shown}: start all ranks with the same command"
 
 
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.rand(2, 3, 16, 16, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+
+class Huge:
+    """There is no room for a second one."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+
+def without_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.history = Huge()  # type: ignore[attr-defined]
+
+
+def of_another_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def with_an_odd_option(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups = None  # type: ignore[assignment]
+
+
+ON_ONE_RANK = {
+    "the optimizer has made steps already": stepped,
+    "no room for a copy": without_memory,
+    "the optimizer has parameters that the model does not have": of_another_model,
+    "NoneType": with_an_odd_option,
+}
+
+
+def spoilt_on_one_rank(comm: Communicator, bad_rank: int, plan: Plan, message: str) -> tuple[str, str]:
+    model = model_of(SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if comm.rank == bad_rank:
+        ON_ONE_RANK[message](model, optimizer)
+    with pytest.raises((ValueError, RuntimeError, MemoryError, TypeError)) as caught:
+        Engine(model, plan, optimizer, F.cross_entropy, comm=comm)
+    comm.barrier()  # nobody is left in a call of before
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("message", ON_ONE_RANK)
+@pytest.mark.parametrize(("plan", "bad_rank"), [(Plan(data=2, zero=1), 1), (Plan(data=2, zero=3), 0)], ids=str)
+def test_what_one_rank_alone_has_is_told_by_all(ranks: Ranks, message: str, plan: Plan, bad_rank: int) -> None:
+    found = ranks(2, timeout=60.0).run(spoilt_on_one_rank, bad_rank, plan, message)
+    assert all(message in text for _, text in found)
+    assert message in found[1 - bad_rank][1]
+    kind = {"no room for a copy": "MemoryError", "NoneType": "TypeError"}.get(message, "Refusal")
+    assert found[bad_rank][0] == kind
+    assert found[1 - bad_rank][0] == ("Refusal" if kind == "Refusal" else "RankFailed")
+
+
 class Dropping(nn.Module):
     """Drops a branch for some samples, by numbers that the model draws itself, as stochastic depth does."""
 

@@ -1,11 +1,11 @@
-"""mpi4dl.trainer.patience: a job may be as slow as it has shown to be, and first what nobody could know."""
+"""mpi4dl.trainer.patience: a job may take as long as is said, and less once it has shown that it needs less."""
 
 from typing import Any
 
 import pytest
 
 from mpi4dl.trainer import patience
-from mpi4dl.trainer.patience import TIMES, Patience
+from mpi4dl.trainer.patience import SETTLED_SECONDS, TIMES, Patience
 
 
 class Clock:
@@ -38,20 +38,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_first_of_each_kind_of_work_has_several_times_the_limit(clock: Clock) -> None:
-    patient = Patience(10.0)
+@pytest.mark.parametrize("seconds", [18.0, 1800.0])
+def test_no_work_has_more_than_the_limit_and_the_first_of_a_kind_has_all_of_it(clock: Clock, seconds: float) -> None:
+    patient = Patience(seconds)
     for work in ("step", "saving", "validation"):
         patient.begin(work)
         patient.feed()
-    assert clock.limits == [10.0 * TIMES] * 7
+    assert clock.limits == [seconds] * 7
     patient.begin("step")
-    assert clock.limits[-1] == 10.0
+    assert clock.limits[-1] == min(seconds, SETTLED_SECONDS)
     patient.stop()
     assert clock.limits[-1] == -1.0
 
 
-def test_later_ones_have_the_limit_or_several_times_the_longest_pause_of_their_kind(clock: Clock) -> None:
-    patient = Patience(10.0)
+def test_later_ones_have_several_times_the_longest_pause_of_their_kind(clock: Clock) -> None:
+    patient = Patience(3600.0)
 
     def work(kind: str, *pauses: float) -> list[float]:
         clock.limits.clear()
@@ -61,12 +62,12 @@ def test_later_ones_have_the_limit_or_several_times_the_longest_pause_of_their_k
             patient.feed()
         return list(clock.limits)
 
-    work("step", 1.0, 50.0, 2.0)
-    assert work("validation", 200.0) == [TIMES * 10.0] * 2
-    assert work("step", 1.0, 60.0) == [TIMES * 50.0] * 3
-    assert work("step") == [TIMES * 60.0]
-    assert work("validation") == [TIMES * 200.0]
-    assert work("step") == [TIMES * 60.0]
+    work("step", 1.0, 150.0, 2.0)
+    assert work("validation", 2000.0) == [3600.0] * 2
+    assert work("step", 1.0, 160.0) == [TIMES * 150.0] * 3
+    assert work("step") == [TIMES * 160.0]
+    assert work("validation") == [3600.0]
+    assert work("step") == [TIMES * 160.0]
 
 
 @pytest.mark.parametrize("pauses", [(), (5.0, 5000.0)])

@@ -71,6 +71,11 @@ class Departures:
         self._groups.append(group)
         self._peers |= set(ranks) - {self._comm.rank}
 
+    @property
+    def num_groups(self) -> int:
+        """How many groups this rank is in."""
+        return len(self._groups)
+
     def part(self, group: Worker) -> None:
         """The group is no more; what is under way in it stays so."""
         self._groups = [other for other in self._groups if other is not group]

@@ -4,6 +4,7 @@ C++ (DDP, the functional collectives) finds these methods by the names that they
 may be called.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.profiling import as_event
 
+ANSWER_SECONDS, ANSWER_LOOK_SECONDS = 0.5, 1e-3
 MAX_POKED = 64  # the oldest of the operations under way that a new one looks after
 
 
@@ -74,7 +76,9 @@ class MpiGroup(NamedGroup):
         """Complete what is under way and give the communicators back to MPI, which has few of them.
 
         What others did not come to in time is not waited for again; it keeps its buffers as long as this rank is there.
+        A receive that nobody answers is given up.
         """
+        self._give_up_receives()
         if not any(work.late or work.exception() for work in self.under_way):
             self._wait_for_pending_works()
         self.under_way = unfinished = [work for work in self.under_way if not work.poke()]
@@ -83,6 +87,17 @@ class MpiGroup(NamedGroup):
         for wire in (self._collectives, self._members.messages):
             if wire.mpi and not unfinished:
                 wire.mpi.Free()
+
+    def _give_up_receives(self) -> None:
+        """Cancel receives that nobody answers, after a moment in which what was sent before may arrive."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while receives := [w for w in self.under_way if w.receives and not w.poke() and w.exception() is None]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(ANSWER_LOOK_SECONDS)
+        for work in receives:
+            work.cancel()
+        self.under_way = [work for work in self.under_way if work not in receives]
 
     def abort(self) -> None:
         self._collectives.mpi.Abort(1)
@@ -347,7 +362,7 @@ class MpiGroup(NamedGroup):
         with as_event("send", tensors):
             parts = [self._post.isend(plain(x), dstRank, tag) for x in tensors]
         name = f"send to rank {dstRank}"
-        return self._message(name, parts, tensors, lambda: self._check_that_it_reads(name, dstRank))
+        return self._message(name, parts, tensors, lambda: self._check_that_it_reads(name, dstRank), False)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> MpiWork:
         with as_event("recv", tensors):
@@ -364,11 +379,17 @@ class MpiGroup(NamedGroup):
         return self._message(name, [part], tensors, lambda: self._check_that_one_writes(name, others))
 
     def _message(
-        self, name: str, parts: Sequence[Pending], results: Sequence[Tensor], alarm: Callable[[], None]
+        self,
+        name: str,
+        parts: Sequence[Pending],
+        results: Sequence[Tensor],
+        alarm: Callable[[], None],
+        receives: bool = True,
     ) -> MpiWork:
         node = self._collectives.node
         pending = Pending.all(node, parts)
-        return self._keep(MpiWork(name, self, pending, node, list(results), self._timeout, alarm), pending)
+        work = MpiWork(name, self, pending, node, list(results), self._timeout, alarm, receives)
+        return self._keep(work, pending)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []

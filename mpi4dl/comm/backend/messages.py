@@ -114,6 +114,12 @@ class Letter(Pending):
         if content is None:
             self._open(tag)
 
+    def cancel(self) -> None:
+        """Receive it no more, unless it has begun to arrive."""
+        for part in self._parts:
+            part.cancel()
+        self._requests = []
+
     def _comes(self) -> bool:
         if not self._parts:
             envelope = self._post.envelope(self.source, self._tag)

@@ -79,8 +79,18 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     # Ranks may create several groups in orders of their own: the tag keeps these apart.
     tag = FIRST_TAG + zlib.crc32(",".join(map(str, ranks)).encode()) % NUM_TAGS
     _await_all(comm, ranks, tag, known, max(options.timeout, dist.default_pg_timeout))
-    collectives, messages = (Wire(base.Create_group(group, tag), comm.node, comm.gpu_wire) for _ in range(2))
-    group.Free()
+    made: list[Any] = []
+    try:
+        made += [base.Create_group(group, tag), base.Create_group(group, tag)]
+    except RuntimeError as error:  # MPI.Exception is one
+        raise RuntimeError(
+            f"MPI has no communicator left for another group: this rank is in {known.num_groups} groups of "
+            "torch.distributed, each takes two, and MPI libraries have some two thousand for a job: call "
+            f"torch.distributed.destroy_process_group(group) for those that are done, or make fewer ({error})"
+        ) from error
+    finally:
+        group.Free()
+    collectives, messages = (Wire(one, comm.node, comm.gpu_wire) for one in made)
     return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
 
 

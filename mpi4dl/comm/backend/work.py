@@ -43,8 +43,10 @@ class MpiWork(dist.Work):
         results: list[Any],
         timeout: timedelta,
         alarm: Callable[[], None],
+        receives: bool = False,
     ) -> None:
         super().__init__()
+        self.receives = receives  # a message that others may never send
         self._name = name
         self._group = group
         self._pending = pending
@@ -120,6 +122,13 @@ class MpiWork(dist.Work):
             return False
         finally:
             self._busy.release()
+
+    def cancel(self) -> None:
+        """Give up a receive that nobody has answered, as its group is destroyed. Who waits for it is told so."""
+        with self._busy:
+            if not self._done and self._error is None and not self._pending.test():
+                self._pending.cancel()
+                self._error = RuntimeError(f"{self._name} of {self._group!r} was given up: the group was destroyed")
 
     def is_completed(self) -> bool:
         if not self.poke() and self._error is None and self._future is not None and self._pending.test():

@@ -77,28 +77,11 @@ class Held(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if plan.num_ranks != comm.size:
-            raise Refusal(plan.wrong_world(comm.size))
-        self.plan, self.comm, self.counts, self.names, self.prices = plan, comm, counts, names, prices
-        self.stream = stream
+        with comm.together((ValueError,)):
+            self._describe(modules, outline, plan, comm)
+        comm.agree(None, plan=plan)  # by which ranks form groups
+        self.counts, self.names, self.prices, self.stream = counts, names, prices, stream
         self.watched: list[tuple[Watch, Any]] = []
-        self.modules_of = dict(modules)
-        self.stages = nn.ModuleList(modules.values())
-        if next(self.parameters(), None) is None:
-            self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
-        state = outline.state_dict()
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise Refusal(
-                    f"{name} of the model is no tensor ({type(value).__name__}): extra state is not supported"
-                )
-            if nn.parameter.is_lazy(value):
-                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
-        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
-        self.ties = _ties(outline)
-        self.names_of = names_by_first(outline)  # all names of each parameter
-        self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
-        self.num_parameters = sum(p.numel() for p in outline.parameters())
         self.parts: dict[tuple[int, int], Part] = {}
         for direction in range(plan.num_directions):
             for stage in range(plan.num_stages):
@@ -128,6 +111,29 @@ class Held(nn.Module):
         self.together = tuple(
             sharing(plan, comm, self.modules_of, self.shared, self.names_of, axes, self.groups, place)
         )
+
+    def _describe(self, modules: Mapping[int, nn.Module], outline: nn.Module, plan: Plan, comm: Communicator) -> None:
+        """Take what is known without other ranks: the modules of this one, and what the whole model consists of."""
+        if plan.num_ranks != comm.size:
+            raise Refusal(plan.wrong_world(comm.size))
+        self.plan, self.comm = plan, comm
+        self.modules_of = dict(modules)
+        self.stages = nn.ModuleList(modules.values())
+        if next(self.parameters(), None) is None:
+            self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
+        state = outline.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise Refusal(
+                    f"{name} of the model is no tensor ({type(value).__name__}): extra state is not supported"
+                )
+            if nn.parameter.is_lazy(value):
+                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
+        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+        self.ties = _ties(outline)
+        self.names_of = names_by_first(outline)  # all names of each parameter
+        self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
+        self.num_parameters = sum(p.numel() for p in outline.parameters())
 
     @property
     def _place(self) -> PartPlace:

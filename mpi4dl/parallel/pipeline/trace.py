@@ -152,7 +152,7 @@ class _Tracer(fx.Tracer):
             found = super().call_module(module, forward, args, kwargs)
             self.draws.mark(path)
             return found
-        except _Untraceable:
+        except (_Untraceable, MemoryError):
             raise
         except Exception as error:
             raise _Untraceable(path, reason_of(error), culprit(error, module)) from error
@@ -351,7 +351,7 @@ class _Reading:
             for watch, before, _ in watched:
                 if watch.now() != before:
                     written = watch.path, f"it changes {watch.words} as it runs, which no stage would do"
-        except _Untraceable:
+        except (_Untraceable, MemoryError):
             raise
         except Exception as error:
             raise _Untraceable("", reason_of(error), culprit(error, model)) from error

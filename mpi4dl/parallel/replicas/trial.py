@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl._randomness import forked
+from mpi4dl.comm.refusal import NOT_TAKEN, is_of_the_machine
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.replicas.buckets import Span
 from mpi4dl.parallel.replicas.offload import Device
@@ -61,13 +62,18 @@ class Manner(NamedTuple):
 
 
 def manner_of(optimizer: torch.optim.Optimizer) -> Manner:
-    """Try copies of an optimizer, which stays as it is, and so do its parameters."""
+    """Try copies of an optimizer, which stays as it is, and so do its parameters.
+
+    Raises what says nothing of the optimizer, such as MemoryError; where ranks are to find the same, within `together`.
+    """
     with warnings.catch_warnings(), forked():
         warnings.simplefilter("ignore")
         examples = _Examples(optimizer)
         try:
             plain = [_Trial(examples, gradients).step_together() for gradients in examples.series]
-        except Exception as error:  # it is anybody's code, and may fail in any way
+        except NOT_TAKEN as error:
+            if is_of_the_machine(error):
+                raise
             return Manner(False, False, False, f"{type(error).__name__}: {error}")
         spans = [Span(i, 0, start.numel(), 0) for i, start in enumerate(examples.start)]
         parts = [part for span in spans for part in _cut(span)]
@@ -97,7 +103,9 @@ def _is_like(plain: Sequence[_Moved], examples: "_Examples", ranks: Sequence[Seq
         for buckets in ranks:
             try:
                 moved = _Trial(examples, gradients).step_on(buckets)
-            except Exception:  # such as those for matrices alone, which refuse anything else
+            except NOT_TAKEN as error:  # such as those for matrices alone, which refuse anything else
+                if is_of_the_machine(error):
+                    raise
                 return False
             if moved.options != wanted.options:
                 return False

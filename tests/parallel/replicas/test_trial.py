@@ -52,6 +52,34 @@ def test_options_are_tried_too(make: Make) -> None:
     assert manner_of(make([parameter(2, 3), parameter(4)])) == (True, True, True, "")
 
 
+class Failing(optim.SGD):
+    """Raises `error` at a step."""
+
+    error: Exception
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        OSError("no such device"),
+    ],
+    ids=repr,
+)
+def test_what_this_machine_lacks_is_no_property_of_an_optimizer(error: Exception) -> None:
+    optimizer = Failing([parameter(2, 3)])
+    Failing.error = error
+    with pytest.raises(type(error)):
+        manner_of(optimizer)
+    Failing.error = RuntimeError("it takes matrices alone")
+    assert "matrices alone" in manner_of(optimizer).error
+
+
 class Trusting(optim.SGD):
     """Goes as far as a parameter is long, in groups that ask for it."""
 
