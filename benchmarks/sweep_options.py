@@ -142,14 +142,19 @@ def memory_of(text: str) -> int:
         raise ValueError(f"--memory is {text!r}, but must be {BYTES.wanted}") from None
 
 
-def require_plain_images(sweep: Sweep) -> None:
-    """Raise ValueError for flags of the training that a plan decides, or that it has none for."""
+def decided_flags() -> set[str]:
+    """The flags of the training that a plan decides."""
     from mpi4dl.options.config import Config
     from mpi4dl.options.declare import options_of
     from mpi4dl.parallel.plan import Plan
 
     options = options_of(Config)
-    decided = {options[name].flag for name in (*Plan.options(), "accumulate")}
+    return {options[name].flag for name in (*Plan.options(), "accumulate")}
+
+
+def require_plain_images(sweep: Sweep) -> None:
+    """Raise ValueError for flags of the training that a plan decides, or that it has none for."""
+    decided = decided_flags()
     for word in sweep.training:
         if word.split("=")[0] in decided:
             own = ", ".join(f"--{leaf.name}" for leaf in fields(Space))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import environment, save_json, spread
 from benchmarks.sweep_jobs import Outcome
-from benchmarks.sweep_options import DECIDED, Space, Sweep
+from benchmarks.sweep_options import Space, Sweep, decided_flags
 from benchmarks.turns import median
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def front(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def settings_of(sweep: Sweep, cores: int) -> dict[str, Any]:
     """What measurements depend on beside their plans: the options of the training, and how it was measured."""
-    plan = {*DECIDED, *(f"--{name}" for name in vars(sweep.space))}
+    plan = {*decided_flags(), *(f"--{name}" for name in vars(sweep.space))}
     training = {flag: value for flag, value in training_options(sweep.training).items() if flag not in plan}
     how = {"--steps": sweep.steps, "--warm-up": sweep.warm_up, "--memory": sweep.memory, "--cores": cores}
     return {**training, **how, "LD_PRELOAD": os.environ.get("LD_PRELOAD")}

@@ -82,8 +82,8 @@ def test_only_what_is_clearly_too_large_is_refused(
 
 
 VISITED = {
-    "patches": "--patches 32 --patches-at-once 3 --tiles 1x2 --image-size 64",
-    "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3 --image-size 64",
+    "patches": "--patches 32 --patches-at-once 3 --tiles 1x2",
+    "patches, segments": "--patches 32 --patches-at-once 3 --stream-segments 3",
     "stream": "--stream 2x2 --stream-until stage2_block2",
     "stream, segments": "--stream 2x3 --stream-until stage2_block2 --stream-segments 3 --tiles 1x2",
 }
