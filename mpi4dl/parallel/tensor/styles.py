@@ -109,14 +109,6 @@ LLAMA: Styles = MappingProxyType(
         "lm_head": "vocabulary",
     }
 )
-BLOOM: Styles = MappingProxyType(
-    {
-        "transformer.word_embeddings": "vocabulary",
-        "transformer.h.*.self_attention.query_key_value": "heads",
-        "transformer.h.*.self_attention.dense": "heads-row",
-        "lm_head": "vocabulary",
-    }
-)  # whose GELU is an autograd.Function of its own, which takes no parts: the layers around it stay whole
 BERT: Styles = MappingProxyType(
     {
         "bert.embeddings.word_embeddings": "vocabulary",
@@ -210,7 +202,6 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ResNet": RESNET,
         "GPT2LMHeadModel": GPT2,
         "LlamaForCausalLM": LLAMA,
-        "BloomForCausalLM": BLOOM,
         "MixtralForCausalLM": MIXTRAL,
         "OlmoeForCausalLM": MIXTRAL,
         "GraniteMoeForCausalLM": GRANITE_MOE,
