@@ -60,10 +60,10 @@ class Tracking(Scaled):
 class Normalized(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(LENGTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x))
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
 class Attending(Block):
@@ -144,7 +144,9 @@ class Spec:
         layers = tuple(dice.choice(kinds) for _ in range(dice.randint(2, 4)))
         operations = [("call", i) for i in range(len(layers))]
         for _ in range(dice.randint(1, 4)):
-            operations.append((dice.choice(OF_LAYER), dice.randrange(len(layers))))
+            operation, i = dice.choice(OF_LAYER), dice.randrange(len(layers))
+            if not (plan.bidirectional and operation == "call" and layers[i] == "normalized"):  # one use on an image
+                operations.append((operation, i))
         for name in OF_MODEL:
             if dice.random() < (0.06 if name in REFUSED else 0.25) and not (plan.bidirectional and name == "counter"):
                 operations += [(name, 0)]
