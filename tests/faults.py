@@ -1,6 +1,6 @@
 """A command of mpi4dl in which rank 1 fails alone, right at one of its calls of other ranks; or which lists them.
 
-python -m tests.faults list FILE COMMAND FLAGS           rank 0 writes where it calls other ranks, a place a line
+python -m tests.faults list FILE COMMAND FLAGS           rank 1 writes where it calls other ranks, a place a line
 python -m tests.faults FAULT PLACE COMMAND FLAGS         rank 1 fails when it first comes to this place
 """
 
@@ -104,7 +104,7 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
     try:
         importlib.import_module(f"mpi4dl.{command}").main()
     finally:
-        if how == "list" and rank() == 0:
+        if how == "list" and rank() == 1:
             Path(place).write_text("\n".join(found))
 
 

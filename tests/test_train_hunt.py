@@ -92,7 +92,7 @@ SECONDS = 120.0  # of a job that takes ten at the most where nothing else runs
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[list[str], list[str]]]:
-    """The arguments of some work, and the places in it where ranks call each other, of which rank 0 wrote a list."""
+    """The arguments of some work, and the places in it where ranks call each other, of which rank 1 wrote a list."""
     folder = tmp_path_factory.mktemp("hunt")
     images = write_images(folder / "images", count=2)
 

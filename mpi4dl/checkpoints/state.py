@@ -121,7 +121,8 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     one, all take the random state of rank 0.
     Raises Refusal on all ranks, before anything is changed, if the checkpoint is of another model or optimizer.
     """
-    _fits(engine, saved)
+    with engine.comm.together((ValueError,)):
+        _fits(engine, saved)
     held, optimizer = engine.held, engine.optimizer
     for group, known in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update(known)

@@ -57,7 +57,7 @@ def world() -> "Communicator":
 
     waits = sentry().waits
     with waits:
-        comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD))
+        comm = Communicator(MPI.COMM_WORLD.Dup(), Node.of(MPI.COMM_WORLD), objects=MPI.COMM_WORLD.Dup())
         comm.choose_gpu_wire()
     if torch.cuda.is_available() and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         # Backward passes on a GPU run on a thread of autograd's, which may not call such an MPI.
@@ -79,8 +79,11 @@ class Communicator(Messenger):
         gpu_wire: str = "staged",
         family: Family | None = None,
         nccl: nccl.Nccl | None = None,
+        objects: "MPI.Comm | None" = None,
     ) -> None:
         super().__init__(mpi, node, gpu_wire, nccl)
+        # Apart, so that a rank that tells of a failure is not heard by others as its part of a sum.
+        self._objects = mpi if objects is None else objects
         self.family = Family() if family is None else family
         self.max_reduction_bytes = MAX_REDUCTION_BYTES
         self.farewells: list[Callable[[], None]] = []  # what the guard calls when this rank ends without an error
@@ -344,7 +347,7 @@ class Communicator(Messenger):
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         self._meet("broadcast_object", root)
         with self.node.waits:
-            return self.mpi.bcast(value, root)
+            return self._objects.bcast(value, root)
 
     def _meet(self, call: str, part: Any) -> list[Any]:
         """The parts of all ranks. Every collective of objects begins with this one exchange, so that a rank that failed
@@ -356,9 +359,10 @@ class Communicator(Messenger):
             Mismatch: on all ranks, they came to different calls.
         """
         self._num_met += 1
-        self.barrier()  # which lets phases under way advance; inside MPI's own call this rank could not
+        # The barrier lets phases under way advance; inside MPI's own call this rank could not.
+        Pending(self.node, [Calls([self._objects.Ibarrier()])]).wait()
         with self.node.waits:
-            everyone: list[_Brought] = self.mpi.allgather(_Brought(call, _caller(), part))
+            everyone: list[_Brought] = self._objects.allgather(_Brought(call, _caller(), part))
         for rank, brought in enumerate(everyone):
             if isinstance(brought.part, _Complaint):
                 raise self._told(brought.part.error(rank, self.size))

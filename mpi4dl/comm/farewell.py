@@ -32,7 +32,7 @@ class Standing(NamedTuple):
     """Where a rank is: it has ended, or is in the wait that began at `since`, by its own clock, at this `place`.
 
     `answer` is the number of the question that this answers. `failure`: the message and the exit code of a rank that
-    waits for the others to hear how it failed.
+    waits for the others to hear how it failed. `limited`: the wait ends by itself.
     """
 
     ended: bool
@@ -40,6 +40,7 @@ class Standing(NamedTuple):
     place: str
     answer: int = 0
     failure: tuple[str, int] | None = None
+    limited: bool = False
 
 
 class Verdict(NamedTuple):
@@ -119,7 +120,8 @@ class Farewell:
             return Verdict(*failed[0])
         if ended:
             return Verdict(_of_ended(ended, stuck, self._standings))
-        if time.monotonic() - self._asked_since < DEADLOCK_SECONDS:
+        limited = any(standing.limited for standing in self._standings.values())
+        if limited or time.monotonic() - self._asked_since < DEADLOCK_SECONDS:
             return None
         return Verdict(_of_all(stuck, self._standings))
 

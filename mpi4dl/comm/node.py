@@ -100,7 +100,7 @@ class Node:
         """
         begin, begin_cpu = time.perf_counter(), time.thread_time()
         with self.waits:
-            self.waits.request = request
+            self.waits.request, self.waits.limited = request, alarm is not None
             waited, next_alarm = 0.0, ALARM_SECONDS
             looks = LOOKS_OVERSUBSCRIBED if self.oversubscribed else LOOKS_BETWEEN_CLOCKS
             yields = self.oversubscribed

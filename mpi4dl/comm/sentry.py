@@ -42,17 +42,18 @@ class Watchdog:
 class Waits:
     """Marks where this rank waits for others: `with waits: ...`. `since`: when, by time.perf_counter; 0 at work.
 
-    `request`: what it waits for, where that is known.
+    `request`: what it waits for, where that is known; `limited`: the wait has a limit of its own.
     """
 
     since = 0.0
     request: object = None
+    limited = False
 
     def __enter__(self) -> None:
         self.since = time.perf_counter()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.since, self.request = 0.0, None
+        self.since, self.request, self.limited = 0.0, None, False
 
     def patience(self) -> float:
         """How many seconds this wait may take on a slow network, without anything being wrong."""
@@ -131,7 +132,7 @@ class Sentry(threading.Thread):
             return self._standing
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
-        return farewell.Standing(False, since, place, failure=self.failure)
+        return farewell.Standing(False, since, place, failure=self.failure, limited=self.waits.limited)
 
 
 @cache

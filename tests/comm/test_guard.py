@@ -54,7 +54,7 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
 @pytest.mark.parametrize(
     ("failure", "code", "said"),
     [
-        ("KeyError", 1, "[rank 1 of 2] Traceback (most recent call last)"),
+        ("KeyError", 1, "rank 1 of 2"),
         ("ValueError", 2, "mpi4dl: "),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(
     """
     job = mpirun(2, "-c", FAILING_TOGETHER.format(failure=failure, call=call, late=late, stuck=stuck))
     assert job.code == code
-    assert job.stderr.startswith(said)
+    assert said in job.stderr.splitlines()[0]
     assert job.stderr.count("the failing line") == 1
 
 
