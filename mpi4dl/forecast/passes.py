@@ -22,7 +22,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.bags import BagOptions, Bags
 from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
 from mpi4dl.parallel.streaming.opening import StreamOptions, choose
-from mpi4dl.parallel.streaming.rehearsal import run
+from mpi4dl.parallel.streaming.rehearsal import rehearse, run
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
 
@@ -136,16 +136,16 @@ def passes_of_patches(config: Config, plan: Plan, model: PatchModel, bags: BagOp
     each = ceil_div(samples, ways) * patches_in(config.data.image_size, model.patch)
     num_visits = ceil_div(each, plan.shape(0).size // ways * bags.at_once) * plan.num_microbatches
 
-    # Rounds are those between visits: two of them, on two ranks, have as many as any number.
-    shape = torch.Size((2 * bags.at_once, channels, *size))
-    visits = Visits(GridShape(2, 1, 1), 0, (1, 1), True)
-    givens: Sequence[Given] = (visits.images(shape, image_dtype(encoder), Split.at(even_cuts(shape[0], 2))),)
+    ranks, of_rank = plan.shape(0).size, num_visits // plan.num_microbatches
+    shape = torch.Size((ranks * of_rank * bags.at_once, channels, *size))
+    visits = Visits(GridShape(ranks, 1, 1), 0, (1, 1), True, of_rank)
+    patches = Split.at(even_cuts(shape[0], ranks * of_rank))
+    givens: Sequence[Given] = (visits.images(shape, image_dtype(encoder), patches),)
     rounds, flops = [], []
     for part in Bags(model, bags, channels)._segments.parts(encoder):
+        found = rehearse(part, visits, givens, size)
         with FlopCounter() as counter:
-            found = run(part, visits, givens, size, 0)
-        if found is None:
-            raise ValueError(f"its encoder looks beyond patches of {model.patch} px")
+            run(part, visits, givens, size, found.margin)
         there = found.num_rounds if bags.norms == "exact" else 0
         rounds.append((there, there))  # each norm of the forward pass has its round of the backward pass
         flops.append(counter.total * num_visits)
