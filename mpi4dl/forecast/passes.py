@@ -5,6 +5,7 @@ Norms with the statistics of the whole batch take a round for each norm, in whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -22,7 +23,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.bags import BagOptions, Bags
 from mpi4dl.parallel.streaming.needs import StreamNeeds, needs_of
 from mpi4dl.parallel.streaming.opening import StreamOptions, choose
-from mpi4dl.parallel.streaming.rehearsal import run
+from mpi4dl.parallel.streaming.rehearsal import rehearse, run
 from mpi4dl.parallel.streaming.visits import Given, Visits
 
 
@@ -132,22 +133,29 @@ def passes_of_patches(config: Config, plan: Plan, model: PatchModel, bags: BagOp
     """Those of patches, if all of them are looked at; `model` has no values."""
     encoder, size = model.encoder, (model.patch, model.patch)
     samples = max(1, config.samples_per_step // plan.num_microbatches)
-    ways = plan.shape(0).batch
-    each = ceil_div(samples, ways) * patches_in(config.data.image_size, model.patch)
-    num_visits = ceil_div(each, plan.shape(0).size // ways * bags.at_once) * plan.num_microbatches
+    ranks, ways = plan.shape(0).size, plan.shape(0).batch
+    patches = [n * patches_in(config.data.image_size, model.patch) for n in _sizes(even_cuts(samples, ways))]
+    each = max(ceil_div(count, ranks // ways * bags.at_once) for count in patches)
+    num_visits = each * plan.num_microbatches
 
-    # Rounds are those between visits: two of them, on two ranks, have as many as any number.
-    shape = torch.Size((2 * bags.at_once, channels, *size))
-    visits = Visits(GridShape(2, 1, 1), 0, (1, 1), True)
-    givens: Sequence[Given] = (visits.images(shape, image_dtype(encoder), Split.at(even_cuts(shape[0], 2))),)
+    # Cut as the run cuts them, since the norms of parallel branches may share a round or not.
+    cuts = [0]
+    for count in patches:
+        cuts += [cuts[-1] + cut for cut in even_cuts(count, ranks // ways * each)[1:]]
+    shape = torch.Size((sum(patches), channels, *size))
+    visits = Visits(GridShape(ranks, 1, 1), 0, (1, 1), True, each)
+    givens: Sequence[Given] = (visits.images(shape, image_dtype(encoder), Split.at(tuple(cuts))),)
     rounds, flops = [], []
     for part in Bags(model, bags, channels)._segments.parts(encoder):
+        found = rehearse(part, visits, givens, size)
         with FlopCounter() as counter:
-            found = run(part, visits, givens, size, 0)
-        if found is None:
-            raise ValueError(f"its encoder looks beyond patches of {model.patch} px")
+            run(part, visits, givens, size, found.margin)
         there = found.num_rounds if bags.norms == "exact" else 0
         rounds.append((there, there))  # each norm of the forward pass has its round of the backward pass
         flops.append(counter.total * num_visits)
         givens = tuple(map(Given.like, found.outputs))
     return Passes(num_visits, tuple(rounds), tuple(flops))
+
+
+def _sizes(cuts: Sequence[int]) -> list[int]:
+    return [stop - start for start, stop in pairwise(cuts)]
