@@ -190,11 +190,11 @@ class Deciding(nn.Module):
 def test_what_is_decided_in_python_is_kept_live_or_refused_whatever_is_drawn(name: str, seed: int) -> None:
     for module in (torch, random, np.random):
         getattr(module, "manual_seed" if module is torch else "seed")(seed)
+    inside, alone = nn.Sequential(Deciding(DECISIONS[name]), nn.Linear(2, 2)), Deciding(DECISIONS[name])
     states = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    inside = nn.Sequential(Deciding(DECISIONS[name]), nn.Linear(2, 2))
     assert names(inside) == ["0", "1"]
     with pytest.raises(ValueError, match=r"cannot split Deciding: .*(random numbers|it changes)"):
-        trace(Deciding(DECISIONS[name]))
+        trace(alone)
     assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
     assert "calls" not in vars(inside[0])
 
