@@ -5,6 +5,7 @@ x += 1             the same tensor as x, changed: so is y
 """
 
 import operator
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -28,7 +29,8 @@ class Aliasing:
         self.model = model
         self.written: dict[str, set[int]] = {}
         self.changes: list[tuple[int, str, tuple[str, ...]]] = []
-        same = {name: name for name in program.inputs}  # the first value that is the same tensor
+        self.parents: dict[str, str] = {}  # of what value another is a view
+        self.same = same = {name: name for name in program.inputs}  # the first value that is the same tensor
         memory: dict[str, Value | Attribute] = {name: Value(name) for name in program.inputs}  # of which it is a view
         for i, atom in enumerate(program.atoms):
             for call in atom.calls:
@@ -36,6 +38,8 @@ class Aliasing:
                 same[call.name], memory[call.name] = call.name, Value(call.name)
                 for first in firsts:
                     place = first if isinstance(first, Attribute) else memory[first.name]
+                    if isinstance(first, Value) and (self._changes(call) or self._views(call)):
+                        self.parents[call.name] = first.name
                     if self._changes(call):
                         if isinstance(place, Attribute):
                             self.written.setdefault(place.path, set()).add(i)
@@ -47,6 +51,15 @@ class Aliasing:
                         memory[call.name] = place
                     elif self._views(call):
                         memory[call.name] = place
+
+    def came(self, name: str, made: Mapping[str, int], start: int) -> str:
+        """The value that a stage receives of which this one is a view, or the first of those that it makes itself.
+
+        `made` are the atoms that make values, and `start` is the stage's first.
+        """
+        while made[name] >= start and name in self.parents:
+            name = self.parents[name]
+        return self.same[name]
 
     def _changes(self, call: Call) -> bool:
         """Whether a call changes its first argument in place, and returns it."""

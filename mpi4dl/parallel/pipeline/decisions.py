@@ -253,7 +253,12 @@ class Draws:
 
             return rand
 
+        def uniform(low: float, high: float) -> float:
+            self.uniform.add(scope())
+            return low + (high - low) * self.value(scope())
+
         with ExitStack() as stack:
+            stack.enter_context(patch.object(random, "uniform", uniform))
             for place, name in ((torch, "rand"), (random, "random"), (np.random, "rand"), (np.random, "random")):
                 stack.enter_context(patch.object(place, name, instead(getattr(place, name))))
             yield

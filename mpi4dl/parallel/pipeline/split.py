@@ -255,9 +255,9 @@ class Cuttable:
         for i, changed, views in self._aliasing.changes:
             start = max(bound for bound in bounds if bound <= i)
             for view in views:
-                both_came = self._made[changed] < start and self._made[view] < start
-                if both_came and self._needed.get(view, -1) >= i:
-                    low = min(self._made[changed], self._made[view])
+                ours, theirs = (self._aliasing.came(name, self._made, start) for name in (changed, view))
+                if ours != theirs and self._needed.get(view, -1) >= i:
+                    low = min(self._made[ours], self._made[theirs])
                     raise ValueError(
                         f"{self.names[i]} changes {changed} in place, and {view}, which is used later, is in the same "
                         f"memory, but stages have copies: put atoms {max(low, 0)} to {i} (counted from 0) into the "
@@ -309,8 +309,7 @@ class Cuttable:
         bounds = [0, *accumulate(counts)]
         for k, (low, high) in enumerate(pairwise(bounds)):
             stage = Stage(self._recipe(low, high, k, len(counts)), self.model)
-            hidden = (tensor for child in stage.children() for tensor in hidden_tensors(child))
-            for tensor in [*stage.parameters(), *stage.buffers(), *hidden]:
+            for tensor in [*stage.parameters(), *stage.buffers()]:
                 holders.setdefault(_storage(tensor), set()).add(k)
         for key, names in self._names.items():
             known = set(next((shared[name] for name in names if name in shared), ()))

@@ -135,7 +135,7 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def innermost(self) -> str:
+    def running(self) -> str:
         """The path of the opened module whose forward runs."""
         return self.opened[-1]
 
@@ -379,7 +379,7 @@ class _Reading:
             try:
                 with ExitStack() as stack:
                     stack.enter_context(kept_whole(self.functions, tracer.note))
-                    stack.enter_context(draws.chosen(tracer.innermost))
+                    stack.enter_context(draws.chosen(tracer.running))
                     stack.enter_context(tracer.noting_contexts())
                     stack.enter_context(self.reads.noted())
                     graph = tracer.trace(self.model)

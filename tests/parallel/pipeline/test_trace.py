@@ -190,19 +190,19 @@ class Deciding(nn.Module):
 def test_what_is_decided_in_python_is_kept_live_or_refused_whatever_is_drawn(name: str, seed: int) -> None:
     for module in (torch, random, np.random):
         getattr(module, "manual_seed" if module is torch else "seed")(seed)
+    inside, alone = nn.Sequential(Deciding(DECISIONS[name]), nn.Linear(2, 2)), Deciding(DECISIONS[name])
     states = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
-    inside = nn.Sequential(Deciding(DECISIONS[name]), nn.Linear(2, 2))
     assert names(inside) == ["0", "1"]
     with pytest.raises(ValueError, match=r"cannot split Deciding: .*(random numbers|it changes)"):
-        trace(Deciding(DECISIONS[name]))
+        trace(alone)
     assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
     assert "calls" not in vars(inside[0])
 
 
-@pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_draws_that_decide_nothing_are_no_obstacle(limit: float) -> None:
-    model = nn.Sequential(Deciding(lambda self, x: bool(torch.rand([]) < limit)), nn.Linear(2, 2))
-    assert names(model)[-3:] == ["0.blocks.0", "0.blocks.1", "1"]
+def test_draws_that_decide_nothing_are_no_obstacle() -> None:
+    for draw in (lambda: torch.rand([]), lambda: random.uniform(0, 1), lambda: random.random()):
+        model = nn.Sequential(Deciding(lambda self, x, draw=draw: bool(draw() < 0)), nn.Linear(2, 2))
+        assert names(model) == ["0.blocks.0", "0.blocks.1", "1"]
 
 
 TEMPERATURE = 0.5
