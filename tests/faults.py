@@ -6,6 +6,7 @@ python -m tests.faults FAULT PLACE COMMAND FLAGS         rank 1 fails when it fi
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
         if where == place and rank() == 1:
             FAULTS[how]()
 
+    os.environ["XDG_CACHE_HOME"] = os.devnull  # what is measured is not remembered, so that all jobs measure
     Places(note if how == "list" else fail).stand()
     sys.argv = [command, *flags]
     try:
