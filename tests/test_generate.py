@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.export import export
 from mpi4dl.generate import generate
+from mpi4dl.generation.loading import find_trained, hold_trained
+from mpi4dl.generation.options import Ranks as Ranking
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 
@@ -84,7 +87,16 @@ def test_text_is_that_of_the_average(folder: Path) -> None:
     argv = [str(folder / "bare"), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "12"]
     texts = [said(world(), *argv, *flags) for flags in ((), ("--no-average",))]
     assert texts == [plain(folder / "bare", PROMPT, 12, average) + "\n" for average in (True, False)]
-    assert texts[0] != texts[1]
+    stored = {}
+    for average, name in ((True, "ema"), (False, "model")):
+        stored[average] = load_file(folder / "bare" / f"{name}.safetensors")
+        held = hold_trained(world(), find_trained(world(), folder / "bare", average), Ranking())
+        (module,) = held.modules_of.values()
+        own = module.state_dict()
+        there = [name for name in stored[average] if name in own]
+        assert len(there) > 10
+        assert all(torch.equal(own[name], stored[average][name]) for name in there)
+    assert any(not torch.equal(value, stored[False][name]) for name, value in stored[True].items())
 
 
 def test_many_prompts_as_json(folder: Path) -> None:
