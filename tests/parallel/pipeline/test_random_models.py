@@ -378,7 +378,8 @@ def change(comm: Communicator) -> list[str]:
         held.temperature = temperature
         try:
             tokens, targets = batch_of(0)
-            engine.step([tokens for _ in engine.reads(BATCH, (LENGTH,))], targets, (LENGTH,))
+            tiles = [tokens[slice(*read.box.batch)] for read in engine.reads(BATCH, (LENGTH,))]
+            engine.step(tiles, targets, (LENGTH,))
             said.append("")
         except Refusal as refusal:
             said.append(str(refusal))
