@@ -80,6 +80,10 @@ class Watch:
     place: Any = field(compare=False, repr=False, default=None)
     found: Any = field(compare=False, repr=False, default=None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Watch":
+        """Copies of a stage watch the same place."""
+        return self
+
     def now(self, place: Any = None) -> Any:
         """The fingerprint of the value as it is now; None if it is gone."""
         try:

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -226,6 +227,7 @@ def test_a_change_of_what_was_read_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     for outer in (Scheduled(), nn.Sequential(nn.Sequential(Scheduled(), nn.ReLU()), nn.ReLU())):
         model = outer if isinstance(outer, Scheduled) else outer[0][0]  # type: ignore[index]
         stages = Cuttable(outer).stages((1, len(Cuttable(outer)) - 1))
+        assert [copied.recipe for copied in deepcopy(stages)] == [stage.recipe for stage in stages]
         model.unread = 2.0
         assert not [change for stage in stages for change in stage.changes()]
         if isinstance(outer, nn.Sequential):
