@@ -188,8 +188,7 @@ def events(rank: int, size: int) -> list[Any]:
         dist.broadcast(values(rank, 7), 0)
     prefix = f"{dist.get_backend()}:"
     found = [event for event in profile.events() if event.name.startswith(prefix)]
-    told = ((e.name.removeprefix(prefix), str(e.input_shapes), e.is_async) for e in found if "wait" not in e.name)
-    return sorted(told)
+    return sorted((e.name.removeprefix(prefix), str(e.input_shapes)) for e in found if "wait" not in e.name)
 
 
 def monitored(rank: int, size: int) -> list[Any]:

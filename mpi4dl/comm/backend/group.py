@@ -25,7 +25,7 @@ from mpi4dl.comm.backend.sparse import is_sparse, sum_sparse
 from mpi4dl.comm.backend.wire import Wire
 from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.profiling import as_asynchronous_event
+from mpi4dl.comm.profiling import as_event
 
 ANSWER_SECONDS, ANSWER_LOOK_SECONDS = 0.5, 1e-3
 MAX_POKED = 64  # the oldest of the operations under way that a new one looks after
@@ -116,7 +116,7 @@ class MpiGroup(NamedGroup):
 
         `detail` and, if `sized`, the sizes of the operands are the same on all ranks.
         """
-        with as_asynchronous_event(name, operands):
+        with as_event(name, operands):
             self._num_begun += 1
             number = self._num_begun
             self._members.departures.count(self.getGroupName(), number)
@@ -359,20 +359,20 @@ class MpiGroup(NamedGroup):
         )
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> MpiWork:
-        with as_asynchronous_event("send", tensors):
+        with as_event("send", tensors):
             parts = [self._post.isend(plain(x), dstRank, tag) for x in tensors]
         name = f"send to rank {dstRank}"
         return self._message(name, parts, tensors, lambda: self._check_that_it_reads(name, dstRank), False)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> MpiWork:
-        with as_asynchronous_event("recv", tensors):
+        with as_event("recv", tensors):
             parts = [self._post.ireceive(plain(x), srcRank, tag) for x in tensors]
         name = f"recv from rank {srcRank}"
         return self._message(name, parts, tensors, lambda: self._check_that_one_writes(name, [srcRank]))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
         (tensor,) = tensors
-        with as_asynchronous_event("recv", tensors):
+        with as_event("recv", tensors):
             part = self._post.ireceive(plain(tensor), None, tag)
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         name = "recv from any rank"
