@@ -261,12 +261,14 @@ ALIKE = {
     ("mpi4dl.checkpoints.checkpoints", "_agree"): "all ranks raise this Refusal together",
     ("mpi4dl.comm.allreduce", "of"): "the caller names nodes on all ranks or on none",
     ("mpi4dl.engine.engine", "__init__"): "all have agreed on the hook, and hold the same parameters across parts",
+    ("mpi4dl.inference.predicting", "__iter__"): "whether outputs are dense follows from the model",
     ("mpi4dl.options.tasks", "build_task"): "an option, on which all have agreed",
     ("mpi4dl.parallel.costs.on_ranks", "measured_prices"): "collective over the ranks of the stage alone, by the plan",
     ("mpi4dl.parallel.pipeline.held", "__init__"): "collective over the ranks of the stage alone, by the plan",
     ("mpi4dl.parallel.pipeline.sharing", "sharing"): "the plan alone decides",
     ("mpi4dl.parallel.spatial.rules.moments", "_reduced"): "the size of the communicator decides",
     ("mpi4dl.parallel.streaming.stream", "forward"): "all ranks raise NotAlike together, having told each other",
+    ("mpi4dl.trainer.run", "all_epochs"): "all ranks raise Stopped together",
     ("mpi4dl.trainer.reading", "__iter__"): "what was heard is a sum over all ranks",
 }
 
@@ -373,6 +375,7 @@ KEEPERS = {
     ("mpi4dl.comm.guard", "run"): "the way out of Python: it ends the job",
     ("mpi4dl.datasets.child_program", "main"): "a process of its own, which answers with the error",
     ("mpi4dl.datasets.prefetch", "_work"): "kept, and raised where the item is wanted",
+    ("mpi4dl.forecast.fitting", "_looked_at"): "an estimate of rank 0, without which training goes on",
     ("mpi4dl.reports.thumbnails", "thumbnail"): "a picture of a report, which no other rank waits for",
     ("mpi4dl.serving.server", "run"): "kept as `error`, which the main thread raises",
     ("mpi4dl.tasks.measuring", "update"): "kept, and told to all ranks at the end",

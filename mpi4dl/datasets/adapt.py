@@ -16,7 +16,7 @@ import torch
 
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
 from mpi4dl.datasets.mapped import MappedSamples
-from mpi4dl.datasets.randomness import Randomness
+from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval
 
 FACE = ("__len__", "label", "image", "channels")
@@ -61,7 +61,7 @@ class OwnDataset:
         self.whole = whole
         self._key: tuple[int, ...] = ()
         mapped = isinstance(whole, MappedSamples)
-        self._randomness: Randomness = whole.randomness if mapped else Randomness(whole)
+        self._randomness: DatasetRandomness = whole.randomness if mapped else DatasetRandomness(whole)
         self.channels: int = whole.channels
         self._shape: tuple[int, ...] | None = None
         self.task = self._task()

@@ -14,7 +14,7 @@ import torch
 from mpi4dl.datasets.base import IGNORED, DatasetError, WholeImage
 from mpi4dl.datasets.colour import rgb_of_pillow
 from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
-from mpi4dl.datasets.randomness import Randomness
+from mpi4dl.datasets.randomness import DatasetRandomness
 
 MOST_CHANNELS = 4
 _KEPT = 4  # samples, of which the label was asked for and the image comes next
@@ -34,7 +34,7 @@ class MappedSamples:
 
     def __init__(self, whole: Any) -> None:
         self._whole, self._kind = whole, type(whole).__name__
-        self.randomness = Randomness(whole)
+        self.randomness = DatasetRandomness(whole)
         self._key: tuple[int, ...] = ()
         self._of_key = lru_cache(_KEPT)(self._load)
         self._labels: dict[int, Any] = {}

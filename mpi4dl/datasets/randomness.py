@@ -1,7 +1,7 @@
 """Random numbers of a user's dataset or transform: drawn alike on all ranks, and apart from those of the model.
 
 A rank reads its own part of a sample. So whatever the user's code draws for a sample has to be the same wherever and
-whenever it runs. `Randomness.seeded(key)` gives all generators that the code can reach a state that follows from the
+whenever it runs. `DatasetRandomness.seeded(key)` gives all generators that the code can reach a state that follows from the
 key alone, and puts their own states back afterwards. These are the global generators of Python, NumPy and PyTorch, and
 those that the code keeps in attributes, closures, defaults and globals.
 
@@ -28,7 +28,7 @@ _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), np.ndarr
 _WORDS = 8  # of 32 bits, from which a generator is seeded
 
 
-class Randomness:
+class DatasetRandomness:
     """The generators that `parts` of a user's program may draw from."""
 
     def __init__(self, *parts: Any) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mpi4dl.datasets.augment import TRANSFORM_STREAM
 from mpi4dl.datasets.base import DatasetError, Values
-from mpi4dl.datasets.randomness import Randomness
+from mpi4dl.datasets.randomness import DatasetRandomness
 
 _TRIED_PX = 6  # each side of what it is tried on
 _TRIES = 8  # as so many samples
@@ -84,7 +84,7 @@ class Pointwise:
         random = np.random.default_rng(0)
         whole: npt.NDArray[Any] = random.integers(0, 256, (_TRIED_PX,) * num_axes + (channels,), np.uint8)
         whole = whole if pictures else (whole / 255).astype(np.float32)
-        half, randomness = _TRIED_PX // 2, Randomness(self._function)
+        half, randomness = _TRIED_PX // 2, DatasetRandomness(self._function)
         boxes: list[Any] = [np.s_[:half], np.s_[half:], np.s_[..., :half, :], np.s_[..., -1:, :]]
         for key in ((), *((0, 0, number) for number in range(_TRIES))):
             with randomness.seeded(0):

@@ -16,7 +16,7 @@ import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Augmentation, DatasetError, Loader, View, adapt
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.randomness import Randomness
+from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.datasets.sampling import repeats
 from mpi4dl.datasets.split import split
 from mpi4dl.datasets.synthetic import Synthetic
@@ -122,9 +122,9 @@ def test_what_a_dataset_draws_is_alike_on_all_ranks(source: str, kind: type[Eras
 def test_generators_are_found_wherever_the_code_keeps_them() -> None:
     inner = np.random.default_rng(0)
     kept = {"list": [random.Random(0)], "bound": np.random.RandomState(0).rand, "closure": lambda: inner.random()}
-    found = Randomness(kept, random.SystemRandom()).generators
+    found = DatasetRandomness(kept, random.SystemRandom()).generators
     assert len(found) == 3 + 3
-    with Randomness(kept).seeded(1) as drawn:
+    with DatasetRandomness(kept).seeded(1) as drawn:
         kept["bound"]()  # type: ignore[operator]
     assert drawn == ["a RandomState of its own"]
 

@@ -161,7 +161,7 @@ class Reads:
                 yield Watch(watch.words, path, watch.names, None, watch.now(module))
 
 
-class Attributes:
+class WrittenAttributes:
     """The attributes of all modules as they are now, to see what a forward writes, and to take it back."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -269,7 +269,7 @@ class Draws:
 
 
 @dataclass
-class Found:
+class CodeAccess:
     """What the code of a forward reads and writes outside of its arguments."""
 
     reads: dict[tuple[int, tuple[str, ...]], Watch] = field(default_factory=dict)
@@ -277,9 +277,9 @@ class Found:
     attributes_written: dict[str, None] = field(default_factory=dict)
 
 
-def scan(module: nn.Module, path: str = "") -> Found:
+def scan(module: nn.Module, path: str = "") -> CodeAccess:
     """Look through the code of a module's forward, and of the functions and methods of its own that it calls."""
-    found = Found()
+    found = CodeAccess()
     forward = vars(module).get("forward", getattr(type(module), "forward", None))
     pending: list[Any] = [forward]
     seen: set[int] = set()
@@ -313,7 +313,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _look(
-    code: CodeType, names: dict[str, Any], cells: Mapping[str, Any], module: nn.Module, path: str, found: Found
+    code: CodeType, names: dict[str, Any], cells: Mapping[str, Any], module: nn.Module, path: str, found: CodeAccess
 ) -> Iterable[Any]:
     """Note what one piece of code reads and writes; functions that it may call."""
     calls: list[Any] = []
@@ -360,9 +360,9 @@ def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ..
     return tuple(chain), value
 
 
-def written_by_all(modules: Sequence[nn.Module], within: bool = True) -> Found:
+def written_by_all(modules: Sequence[nn.Module], within: bool = True) -> CodeAccess:
     """What the code of these modules reads and writes, and of all `within` them."""
-    found = Found()
+    found = CodeAccess()
     every = {id(each): each for outer in modules for each in (outer.modules() if within else (outer,))}
     for module in every.values():
         if type(module).__module__.startswith("torch.nn."):

@@ -227,9 +227,11 @@ class Executor:
             yield
             return
         before = RandomStates.now(self._generators).digests()
-        known = torch.tensor([before[i] for i in sorted(self._drawn_from)], dtype=torch.int64)
-        if len(known) and bool(self.comm.all_reduce(torch.cat([known, -known]), "max").view(2, -1).sum(0).any()):
-            raise Refusal(UNLIKE_DRAWS)
+        if self._drawn_from:  # the same on all ranks
+            known = torch.tensor([before[i] for i in sorted(self._drawn_from)], dtype=torch.int64)
+            most, less = self.comm.all_reduce(torch.cat([known, -known]), "max").chunk(2)
+            if bool((most + less).any()):
+                raise Refusal(UNLIKE_DRAWS)
         yield
         after = RandomStates.now(self._generators).digests()
         changed = [(i, new) for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]

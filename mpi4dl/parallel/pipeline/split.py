@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import of_tokens, shape_only
 from mpi4dl.parallel.pipeline.aliasing import Aliasing
-from mpi4dl.parallel.pipeline.decisions import Found, hidden_tensors, written_by_all
+from mpi4dl.parallel.pipeline.decisions import CodeAccess, hidden_tensors, written_by_all
 from mpi4dl.parallel.pipeline.program import Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import trace
@@ -276,7 +276,7 @@ class Cuttable:
                         stages.setdefault(k, {})[call.target] = module
                         for each in module.modules():
                             of_module.setdefault(id(each), {})[k] = call.target
-        known: dict[str, Found] = {}
+        known: dict[str, CodeAccess] = {}
         for named in stages.values():
             for path, module in named.items():
                 known[path] = written_by_all([module]) if path not in known else known[path]

@@ -37,10 +37,10 @@ from mpi4dl._randomness import forked
 from mpi4dl.parallel.pipeline.aliasing import INPLACE
 from mpi4dl.parallel.pipeline.decisions import (
     QUANTILES,
-    Attributes,
     Draws,
     Reads,
     Watch,
+    WrittenAttributes,
     opened_paths,
     scan,
 )
@@ -80,7 +80,7 @@ def trace(model: nn.Module, whole: Collection[str] = (), image: Shape = None) ->
         )
     kept = dict.fromkeys(whole, "as asked")
     functions: dict[Global, str] = {}
-    reading = _Reading(model, functions, image, Attributes(model))
+    reading = _Reading(model, functions, image, WrittenAttributes(model))
     while True:
         try:
             with forked():
@@ -303,7 +303,9 @@ Forms = tuple[_Record, _Record, _Record, _Record]
 class _Reading:
     """Reads the forward of one model in the modes that are asked for."""
 
-    def __init__(self, model: nn.Module, functions: Collection[Global], image: Shape, attributes: Attributes) -> None:
+    def __init__(
+        self, model: nn.Module, functions: Collection[Global], image: Shape, attributes: WrittenAttributes
+    ) -> None:
         self.model, self.functions, self.image, self.attributes = model, functions, image, attributes
         self.reads = Reads()
         self._scanned: dict[str, dict[Any, Watch]] = {}
@@ -311,7 +313,7 @@ class _Reading:
     def globals(self, whole: Collection[str]) -> list[Watch]:
         """What the code of all opened modules reads of globals."""
         found: dict[Any, Watch] = {}
-        modules = dict(self.model.named_modules())
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         for path in opened_paths(self.model, lambda module, path: path in whole or not _opens(module)):
             if path not in self._scanned:
                 self._scanned[path] = scan(modules[path], path).reads
