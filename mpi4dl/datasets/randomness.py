@@ -1,9 +1,9 @@
 """Random numbers of a user's dataset or transform: drawn alike on all ranks, and apart from those of the model.
 
 A rank reads its own part of a sample. So whatever the user's code draws for a sample has to be the same wherever and
-whenever it runs. `DatasetRandomness.seeded(key)` gives all generators that the code can reach a state that follows from the
-key alone, and puts their own states back afterwards. These are the global generators of Python, NumPy and PyTorch, and
-those that the code keeps in attributes, closures, defaults and globals.
+whenever it runs. `DatasetRandomness.seeded(key)` gives all generators that the code can reach a state that follows from
+the key alone, and puts their own states back afterwards. These are the global generators of Python, NumPy and PyTorch,
+and those that the code keeps in attributes, closures, defaults and globals.
 
 The global generators belong to the whole process. So this is done in the main thread alone, where the model runs too;
 a thread that reads ahead runs the user's code only if it draws nothing.
