@@ -154,13 +154,13 @@ def drawn_by_the_user(comm: Communicator, task: Task, plan: Plan, seed: int) -> 
 
     Python's and NumPy's generators are not touched.
     """
-    before = random.getstate(), np.random.get_state()[1].tolist()
     torch.manual_seed(seed)
     if plan.num_stages > 1:
         model = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size))
     else:
         model = Held.whole(model_of(task), plan, comm)
     engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm)
+    before = (random.getstate(), np.random.get_state()[1].tolist())  # engines give ranks of one image those of rank 0
     torch.manual_seed(seed)
     drawn, losses = [torch.rand(3).tolist()], []
     for number in range(2):
