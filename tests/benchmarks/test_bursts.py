@@ -30,6 +30,7 @@ def refused_body(comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_losses_that_differ_are_refused_on_all_ranks(ranks: Ranks) -> None:
     first, second = ranks(2).run(refused_body)
     assert first == second

@@ -52,7 +52,7 @@ def cuttable(request: pytest.FixtureRequest) -> Cuttable:
     return Cuttable(MODELS[request.param]())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
     flops = count_flops(cuttable, IMAGE)
     balanced = [partition(shared_out(flops, [1] * stages)) for stages in (2, 5)]
