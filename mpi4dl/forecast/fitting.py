@@ -7,17 +7,16 @@ Rank 0 counts what each rank needs, on shapes. Each node adds up its own ranks, 
 """
 
 import platform
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil, prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from mpi4dl._memory import memory_of_node
+from mpi4dl._randomness import forked
 from mpi4dl._wording import counted
 from mpi4dl.comm import Refusal
 from mpi4dl.engine import Engine
@@ -77,7 +76,7 @@ def _looked_at(
     check = config.parallel.memory_check
     large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
     try:
-        with same_randomness(engine.device):
+        with forked([engine.device]):  # other ranks draw nothing meanwhile
             passes = passes_of(config, engine.held, num_classes, channels)
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
@@ -93,18 +92,6 @@ def _looked_at(
         # The model's own code runs on shapes here, which may fail in any way. Training then says what is wrong with it.
         return remarks, None
     return remarks, None
-
-
-@contextmanager
-def same_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the generators of Python, NumPy and PyTorch as they were: other ranks draw nothing meanwhile."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> bool:

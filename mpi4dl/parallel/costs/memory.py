@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl._randomness import forked
 from mpi4dl.parallel.costs.fused import FusedAttention
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, TensorMeter, made_up_part, needs_values
 from mpi4dl.parallel.costs.timing import Site, as_received, cut_at, imagined, input_at, local_part
@@ -100,7 +101,7 @@ def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
             except (RuntimeError, ValueError, TypeError) as error:
                 if not needs_values(error) and not of_tokens(site.image):
                     raise
-                with torch.random.fork_rng(devices=[]):
+                with forked():
                     torch.default_generator.manual_seed(0)
                     stage = deepcopy(cuttable.atom(i), {**empty})
                     atom = cut_at(site, made_up_stage(stage, torch.device("cpu")), grid)

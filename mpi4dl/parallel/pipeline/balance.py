@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4dl._randomness import forked
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, made_up_part, needs_values
 from mpi4dl.parallel.inputs import of_tokens
 from mpi4dl.parallel.pipeline.flops import FlopCounter
@@ -134,7 +135,7 @@ def _of_each_atom(cuttable: Cuttable, inputs: tuple[Any, ...], measure: Measure)
             except (RuntimeError, ValueError, TypeError) as error:
                 if not needs_values(error) and not of_tokens(inputs[0].shape):
                     raise
-                with torch.random.fork_rng(devices=[]):
+                with forked():
                     torch.default_generator.manual_seed(0)
                     made = map_leaves(partial(_made_up, known), values)
                     cost, results = measure(made_up_stage(stage, torch.device("cpu")), made)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._randomness import forked
 from mpi4dl.geometry import BATCH, GridShape
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, stage_bytes
 from mpi4dl.parallel.costs.meter import TensorMeter
@@ -186,7 +187,7 @@ def _segment(
     if norms != "exact":
         statistics = KnownStatistics().one_visit(noted=norms == "running")
     meter, counter, script = TensorMeter(), FlopCounter(), grid.comm.turn.script
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), meter, statistics:
+    with torch.enable_grad(), forked(), meter, statistics:
         with counter:
             outputs = part(*values)
             grid.foresight.pay()
