@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
 from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
 from mpi4dl.datasets.layout import visible
-from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, VolumeFile, open_volume
+from mpi4dl.datasets.volumes import AS_THEY_ARE, VOLUME_SUFFIXES, VolumeFile, open_volume
 
 PROBE_BYTES = 4096
 UNKNOWN = -1
@@ -38,7 +38,6 @@ class ListedFiles:
 
     Attributes:
         values: what values of volumes are read as, which all have alike; None of images.
-        were_divided: whether earlier versions read the values of NIfTI as shares of the largest of the stored type.
 
     Raises:
         DatasetError: values of volumes are of several kinds.
@@ -50,7 +49,8 @@ class ListedFiles:
         self.root, self.files, self.volumes = root, tuple(files), volumes
         self._prints: Sequence[int | None] = ()
         self._reader = "here"
-        self.channels, self.values, self.were_divided = self._look() if volumes else (3, None, False)
+        self._divided = False
+        self.channels, self.values = self._look() if volumes else (3, None)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -78,20 +78,32 @@ class ListedFiles:
         path = self.checked(index)
         if not self.volumes:
             return open_image(path)
-        volume = open_volume(path)
+        volume = open_volume(path, self._divided)
         if volume.channels != self.channels:
             raise BadImage(path, f"has {volume.channels} channels where others have {self.channels}")
         if self.values is not None and volume.values != self.values:
             raise BadImage(path, of_another_kind(volume.values, self.values))
         return volume
 
-    def _look(self) -> tuple[int, str | None, bool]:
+    def read_as_trained(self, values: str | None) -> None:
+        """Read volumes as a run did that recorded `values`; early versions recorded None.
+
+        Raises:
+            DatasetError: read so, values of the volumes are of several kinds.
+        """
+        if self.volumes and values != AS_THEY_ARE:
+            now, self._divided = self.values, True
+            self.channels, self.values = self._look()
+            if self.values != now:
+                self.remarks += (f"integers of NIfTI are read {self.values}, as in training",)
+
+    def _look(self) -> tuple[int, str | None]:
         """The channels of the first volume that can be read, and what its values are; some others are looked at."""
         first: VolumeFile | None = None
         looked = 0
         for index in dict.fromkeys([*range(0, len(self), max(1, len(self) // LOOKED_AT)), *range(len(self))]):
             try:
-                volume = open_volume(self.path(index))
+                volume = open_volume(self.path(index), self._divided)
             except BadImage:
                 continue
             looked += 1
@@ -101,7 +113,7 @@ class ListedFiles:
                 raise DatasetError(f"{self.path(index)}: {of_another_kind(volume.values, first.values)}")
             if looked >= LOOKED_AT:
                 break
-        return (1, None, False) if first is None else (first.channels, first.values, first.was_divided)
+        return (1, None) if first is None else (first.channels, first.values)
 
     def checked(self, index: int) -> Path:
         """Where file `index` is. Raises OtherFile if it is not the one that was listed."""

@@ -39,11 +39,6 @@ class Subset:
         return getattr(self.whole, "values", None)
 
     @property
-    def were_divided(self) -> bool:
-        """Whether earlier versions read them otherwise: see `ListedFiles`."""
-        return bool(getattr(self.whole, "were_divided", False))
-
-    @property
     def compared(self) -> bool:
         """Whether ranks compare what they have of a sample."""
         return bool(getattr(self.whole, "compared", False))

@@ -30,8 +30,11 @@ AS_THEY_ARE = "as they are"
 Slices = tuple[slice, ...]
 
 
-def open_volume(path: Path) -> "VolumeFile":
+def open_volume(path: Path, divided: bool = False) -> "VolumeFile":
     """Open a file of one volume, by its extension.
+
+    `divided`: integers of NIfTI are shares of the largest of their type, unless the file gives a slope or intercept.
+    Early versions read them so.
 
     Raises:
         BadImage: the file cannot be read, is damaged, or no volume; so does `read` of what this returns.
@@ -42,7 +45,8 @@ def open_volume(path: Path) -> "VolumeFile":
         suffix = next((suffix for suffix in VOLUME_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None:
             raise BadImage(path, f"is no volume: those end in {' '.join(VOLUME_SUFFIXES)}")
-        return VolumeFile(path, VOLUME_SUFFIXES[suffix](path))
+        opened = VOLUME_SUFFIXES[suffix](path)
+        return VolumeFile(path, opened._replace(scaled=False) if divided and opened.unscaled_integers else opened)
 
 
 class Opened(NamedTuple):
@@ -63,7 +67,6 @@ class VolumeFile:
 
     Attributes:
         values: what they are read as, "as they are" or "over 32767", which has to be alike in all volumes of a set.
-        was_divided: whether earlier versions divided them, of NIfTI, by the largest of their type.
     """
 
     def __init__(self, path: Path, opened: Opened) -> None:
@@ -73,7 +76,6 @@ class VolumeFile:
         self._path, self._read_part, self._scaled = path, opened.read_part, opened.scaled
         dtype = np.dtype(opened.dtype)
         self.values = AS_THEY_ARE if opened.scaled or dtype.kind not in "iu" else f"over {np.iinfo(dtype).max}"
-        self.was_divided = opened.unscaled_integers
         self._channel: int | None = None  # which dim
         if len(shape) > AXES:
             self._channel = AXES if shape[AXES] <= MOST_CHANNELS else 0

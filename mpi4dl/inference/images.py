@@ -21,7 +21,7 @@ from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.trainer.description import Description
-from mpi4dl.trainer.images import LOOKED_AT, open_images, shared, unlike_values
+from mpi4dl.trainer.images import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")
@@ -40,6 +40,7 @@ def open_labelled(comm: Communicator, config: Config, about: Description, source
 
         def open_twice() -> tuple[Named, Named]:
             images, which = _labelled(source, config, about)
+            read_as_trained((images, images), about.values)
             told.append(which)
             return images, images
 
@@ -119,7 +120,13 @@ def open_any(comm: Communicator, config: Config, about: Description, source: str
 
     Collective. Raises Refusal on all ranks.
     """
-    found, _ = shared(comm, lambda: 2 * (_listed(source, len(config.data.image_size) > 2),))
+
+    def opened() -> tuple[UnlabelledFiles, UnlabelledFiles]:
+        files = _listed(source, len(config.data.image_size) > 2)
+        files.read_as_trained(about.values)
+        return files, files
+
+    found, _ = shared(comm, opened)
     assert isinstance(found, UnlabelledFiles)
     if about.channels != found.channels:
         comm.agree(f"the images have {found.channels} channels, but the model was trained on {about.channels}")

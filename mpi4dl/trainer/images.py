@@ -86,10 +86,17 @@ def open_images(comm: Communicator, config: Config) -> Images:
         if comm.rank == 0:
             recorded = ImageLists.before(config)
     known = None if recorded is None else recorded.validating()
+
+    def opened() -> Pair:
+        pair = build_datasets(config, known)
+        if recorded is not None:
+            read_as_trained(pair, recorded.values)
+        return pair
+
     if config.data.dataset is not None:
         training, validation = _own(comm, lambda: build_datasets(config, known))
     else:
-        training, validation = shared(comm, lambda: build_datasets(config, known))
+        training, validation = shared(comm, opened)
     described = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
@@ -199,14 +206,16 @@ def _describe(
     return fit, tuple(datasets.printable(remark) for remark in remarks), largest
 
 
+def read_as_trained(pair: Pair, values: str | None) -> None:
+    """Read volumes as a run did that recorded `values`: see `ListedFiles`. Raises DatasetError."""
+    for whole in _wholes(pair):
+        if isinstance(whole, ListedFiles):
+            whole.read_as_trained(values)
+
+
 def unlike_values(images: Any, trained_on: str | None) -> str | None:
     """What is other of the values of volumes than in training, which recorded them as `trained_on`, in one sentence."""
     values = getattr(images, "values", None)
-    if trained_on is None and getattr(images, "were_divided", False):
-        return (
-            "the model was trained when integers of NIfTI were divided by the largest of their type, and they are "
-            "now read as they are: give it the same arrays as .npy files, which still are divided, or train anew"
-        )
     if None not in (values, trained_on) and values != trained_on:
         return (
             f"values of the volumes are read {values}, but those of training were {trained_on}: write them in the "

@@ -21,7 +21,7 @@ from mpi4dl.datasets.base import WholeImage
 from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
-from mpi4dl.trainer.images import unlike_values
+from mpi4dl.trainer.images import read_as_trained, unlike_values
 from tests.datasets.boxes import cuts
 
 SIZE = (5, 7, 6)
@@ -139,8 +139,14 @@ def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) 
         datasets.open(tmp_path / n, size=SIZE, validation_fraction=0.5)[0] for n in ("old", "float", "npy")
     )
     assert (old.values, floats.values, npy.values) == ("as they are", "as they are", "over 32767")
-    assert "was trained when integers of NIfTI were divided" in str(unlike_values(old, None))
     assert unlike_values(floats, None) is unlike_values(npy, None) is unlike_values(old, "as they are") is None
+    stored = np.asarray(old.image(0).stored(*(Interval(0, n) for n in SIZE)))
+    for trained_on, expected in (("as they are", "as they are"), (None, "over 32767"), ("over 32767", "over 32767")):
+        again, _ = datasets.open(tmp_path / "old", size=SIZE, validation_fraction=0.5)
+        read_as_trained((again, again), trained_on)
+        values = again.image(0).read(*(Interval(0, n) for n in SIZE))
+        assert again.values == expected and unlike_values(again, trained_on) is None
+        np.testing.assert_allclose(values, stored / (1 if expected == "as they are" else 32767), rtol=1e-6)
     assert "are read over 32767, but those of training were as they are" in str(unlike_values(npy, "as they are"))
 
 
