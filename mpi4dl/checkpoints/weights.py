@@ -146,8 +146,8 @@ def load_weights(
     `source` is a file of torch.save or safetensors, a folder of a run, a checkpoint, a name such as
     "ResNet50_Weights.IMAGENET1K_V2", or "pretrained", for which `model` is the name that the model was made by. What
     matches by name and shape is taken; the rest, such as a head of another number of classes, stays as it is, unless
-    the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it. Returns what
-    there is to say, alike on all ranks.
+    the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it; of a folder
+    they are taken if there are any. Returns what there is to say, alike on all ranks.
 
     Raises:
         Refusal: on all ranks: there are no such weights, none matches, or, if it is to be strict, not all do.
@@ -156,7 +156,9 @@ def load_weights(
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             stored = open_weights(source, model)
-            stored = stored if average is None else with_average(stored, average)
+            average = average_of(Path(stored.origin).parent) if Path(source).is_dir() else average
+            if average is not None:
+                stored = open_weights(str(average)) if average.name == AVERAGE else with_average(stored, average)
             matching = match(stored.shapes, {name: shape for name, (shape, _) in held.shapes.items()}, held.ties)
             _require(stored, matching, held, strict)
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))

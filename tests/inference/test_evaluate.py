@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mpi4dl
+from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.evaluate import evaluate
@@ -23,6 +24,8 @@ from mpi4dl.export import export
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import from_keywords
+from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
 from tests.pool.ranks import Ranks
@@ -216,6 +219,11 @@ def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_eve
         assert all(torch.equal(value, other) for value, other in pairs)
         assert any("averages of the weights (ema)" in remark for remark in model.remarks) is average
         assert any("weights of the last step" in remark for remark in model.remarks)
+        # Training that begins with a run begins with what its validations measured, and with a file with what is in it.
+        begun = Held.whole(flat(2), Plan(), world())
+        load_weights(begun, str(run if average else run / "model.safetensors"), strict=True)
+        pairs = zip(begun.own_state().values(), expected.values(), strict=True)
+        assert all(torch.equal(value, other) for value, other in pairs)
         export(run, tmp_path / "weights.safetensors", average)
         exported = load_file(tmp_path / "weights.safetensors")
         assert all(torch.equal(exported[name], value) for name, value in expected.items())

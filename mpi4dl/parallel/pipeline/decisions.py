@@ -66,8 +66,10 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Whether a forward could decide by this value: no function, layer, tensor, class or module of Python."""
+    """Whether a forward could decide by this value: no function, layer, class, module of Python, or tensors alone."""
     kinds = (Tensor, nn.Module, ModuleType, type, weakref.ref, fx.Proxy)
+    if isinstance(value, tuple) and value:
+        return any(map(is_data, value))
     return not (isinstance(value, kinds) or callable(value))
 
 
