@@ -1,5 +1,6 @@
 """How well a model does on images with labels: metrics with intervals by the bootstrap, and a record of each image."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,9 +101,15 @@ def _is_square(confusion: list[Any]) -> bool:
 
 
 def file_names(folder: Path, out: Path | None, now: datetime) -> tuple[Path, Path]:
-    """The files of an evaluation: in the folder that was asked for, or, with the date, in that of the run."""
-    stem = "evaluation" if out is not None else f"evaluation-{now:%Y%m%d-%H%M%S}"
-    return (out or folder) / f"{stem}.json", (out or folder) / f"{stem}.csv"
+    """The files of an evaluation: in the folder that was asked for, or new ones, with the date, in that of the run."""
+    if out is not None:
+        return out / "evaluation.json", out / "evaluation.csv"
+    dated = f"evaluation-{now:%Y%m%d-%H%M%S}"
+    for stem in itertools.chain([dated], (f"{dated}-{number}" for number in itertools.count(2))):
+        names = folder / f"{stem}.json", folder / f"{stem}.csv"
+        if not any(name.exists() for name in names):
+            break
+    return names
 
 
 def score(model: SeeingModel, images: Named, *, resamples: int, level: float, speaks: bool = False) -> Scores:

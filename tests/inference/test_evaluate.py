@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from contextlib import redirect_stdout
+from datetime import datetime
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from mpi4dl.datasets.base import WholeImage
 from mpi4dl.evaluate import evaluate
 from mpi4dl.export import export
 from mpi4dl.inference.options import Inference, Inputs, Placing, placed
+from mpi4dl.inference.scoring import file_names
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.parallel.pipeline.held import Held
@@ -230,6 +232,15 @@ def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_eve
         if average:
             assert model.evaluate(Halves(), resamples=0).metrics["accuracy"].value == validated.accuracy
     assert any(not torch.equal(files[True][name], files[False][name]) for name in files[True])
+
+
+def test_evaluations_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+    now, found = datetime(2026, 1, 31, 12), []
+    for number in range(3):
+        found += file_names(tmp_path, None, now)
+        found[-1 - number % 2].write_text("")  # a writer may have come no further than to one of both
+    assert len(set(found)) == 6
+    assert file_names(tmp_path, tmp_path / "out", now)[0] == tmp_path / "out" / "evaluation.json"
 
 
 def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:
