@@ -145,7 +145,8 @@ def test_a_model_gets_values_of_the_kind_that_it_was_trained_on(tmp_path: Path) 
         again, _ = datasets.open(tmp_path / "old", size=SIZE, validation_fraction=0.5)
         read_as_trained((again, again), trained_on)
         values = again.image(0).read(*(Interval(0, n) for n in SIZE))
-        assert again.values == expected and unlike_values(again, trained_on) is None
+        assert again.values == expected
+        assert unlike_values(again, trained_on) is None
         np.testing.assert_allclose(values, stored / (1 if expected == "as they are" else 32767), rtol=1e-6)
     assert "are read over 32767, but those of training were as they are" in str(unlike_values(npy, "as they are"))
 
