@@ -326,11 +326,12 @@ def problem_of(comm: Communicator, spec: Spec, plan: Plan, dice: random.Random) 
         assert list(state) == list(model.state_dict())
         for name, value in model.state_dict().items():
             assert_close(state[name], value, EXACT, name)
+        norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
         for name, p in model.named_parameters():
             found = gradients[name]
             assert (found is None) == (p.grad is None), f"{name}.grad is None in one alone"
             if found is not None and p.grad is not None:
-                assert_close(found, p.grad, EXACT, f"{name}.grad", 10 * ROUNDING)
+                assert_close(found, p.grad, EXACT, f"{name}.grad", 10 * ROUNDING * max(1.0, norm))
     except AssertionError as error:
         return str(error)
     return None
