@@ -59,7 +59,9 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
         return kind, id(value)
     if isinstance(value, Mapping):
         return kind, tuple((repr(key), fingerprint(item, depth - 1)) for key, item in list(value.items())[:LONGEST])
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(fingerprint(item, depth - 1) for item in value)
+    if isinstance(value, list | tuple | deque):
         return kind, len(value), tuple(fingerprint(item, depth - 1) for item in itertools.islice(value, LONGEST))
     inner = getattr(value, "__dict__", None)
     return (kind, id(value)) if inner is None else (kind, id(value), fingerprint(inner, depth - 1))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpi4dl.models import build
+from mpi4dl.parallel.pipeline.decisions import fingerprint
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.pipeline.trace import trace
@@ -350,3 +351,9 @@ def test_an_image_that_a_model_cannot_take_is_refused_in_the_words_of_the_model(
 
     with pytest.raises(ValueError, match=r"cannot take images of .*: a width of 5 is no multiple of 32"):
         Cuttable(Forward(check).to("meta"), image=(1, 1, 4, 5))
+
+
+def test_sets_are_alike_whatever_came_first() -> None:
+    first, second = {0, 8}, {8, 0}
+    assert list(first) != list(second)
+    assert fingerprint((first,)) == fingerprint((second,)) != fingerprint(({0, 9},))
