@@ -29,7 +29,7 @@ class _Gradient:
     """The gradient of a tensor of this layout. Collective, and so are its methods."""
 
     def __init__(self, layout: Layout) -> None:
-        if any(flat.prefix for flat in layout.flat):
+        if any(flat.copies for flat in layout.flat):
             raise refusal("a hook", "of some entries of the tensor every rank has a share of the gradient")
         if layout.flat and layout.wide:
             raise refusal("a hook", "the tensor has several axes in one dim, and halos")

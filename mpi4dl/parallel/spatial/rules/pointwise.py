@@ -145,7 +145,7 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
     for dim, flat in flats.items():
         for x in spread:
             at = dim - ndim + x.dim()
-            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != (flat.factors, flat.prefix) and x.layout.cut(at):
+            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != flat[1:] and x.layout.cut(at):
                 raise Unlike(f"operands have different axes of the image in dim {dim}")
     together = tuple(flat._replace(dim=dim) for dim, flat in sorted(flats.items()))
     layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place), together)
@@ -166,7 +166,7 @@ def _held_by_both(first: Split, other: Split) -> Split:
 
 def _made_of(x: SpatialTensor, dim: int) -> Any:
     flat = x.layout.flat_at(dim)
-    return flat and (flat.factors, flat.prefix)
+    return flat and flat[1:]
 
 
 def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:
