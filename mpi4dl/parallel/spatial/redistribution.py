@@ -42,6 +42,9 @@ class Cuts(NamedTuple):
     def of(cls, layout: Layout) -> "Cuts":
         return cls(layout.tiling, layout.dims, layout.flat)
 
+    def prefix(self, dim: int) -> int:
+        return sum(flat.prefix for flat in self.flat if flat.dim == dim)
+
     def entries(self, dim: int, size: int, rank: int, copies: bool = True) -> Entries:
         """Those that a rank has of a dim of this size, perhaps without those that every rank has."""
         if self.only is not None and self.only[0] == dim:
@@ -51,10 +54,8 @@ class Cuts(NamedTuple):
         if flat is None:
             return np.arange(*box[self.dims.index(dim)]) if dim in self.dims else np.arange(size)
         numbers = np.arange(flat.prefix, size - flat.suffix).reshape(Layout.sizes(flat, self.tiling.whole))
-        for place, factor in enumerate(flat.factors):
-            if factor.axis is not None:
-                numbers = numbers.take(range(*box[factor.axis]), place)
-        inner = numbers.reshape(-1)
+        cut = (slice(None) if factor.axis is None else slice(*box[factor.axis]) for factor in flat.factors)
+        inner = numbers[tuple(cut)].reshape(-1)
         if not copies or not flat.copies:
             return inner
         return np.concatenate([np.arange(flat.prefix), inner, np.arange(size - flat.suffix, size)])
@@ -146,13 +147,14 @@ def _route(rank: int, have: Cuts, want: Cuts, shape: tuple[int, ...]) -> Route |
     def common(sender: int, receiver: int) -> tuple[Places, Places] | None:
         places = []
         for dim in dims:
-            local = have.entries(dim, shape[dim], sender)
-            ours = local if sender == receiver else have.entries(dim, shape[dim], sender, copies=False)
+            ours = have.entries(dim, shape[dim], sender, copies=sender == receiver)
             theirs = want.entries(dim, shape[dim], receiver)
-            both = np.intersect1d(ours, theirs, assume_unique=True)
+            found = np.searchsorted(theirs, ours)
+            both = np.flatnonzero(np.append(theirs, -1)[found] == ours)
             if not len(both) and sender != receiver:
                 return None
-            places.append((dim, np.searchsorted(local, both), np.searchsorted(theirs, both)))
+            before = have.prefix(dim) if sender != receiver else 0
+            places.append((dim, both + before, found[both]))
         return tuple((d, a) for d, a, _ in places), tuple((d, b) for d, _, b in places)
 
     kept = common(rank, rank)

@@ -83,6 +83,7 @@ WHOLE: dict[str, Function] = {
     "tokens here and there": lambda x: tokens(x)[:, 2:20:3] * 2,
     "one token": lambda x: squared(tokens(x))[:, 17] - squared(tokens(x)).select(1, -3),
     "none": lambda x: squared(tokens(x))[:, :0],
+    "no rows": lambda x: (x[:, :, 3:3], x[:, :, :, 9:]),
     "sum": lambda x: with_token(squared(tokens(x))).sum(1),
     "mean": lambda x: with_last_token(with_token(squared(tokens(x)))).mean((1, 2)),
     "weighed sum": lambda x: squared(tokens(x)).softmax(1).mT @ with_last_token(squared(tokens(x)))[:, :-1],

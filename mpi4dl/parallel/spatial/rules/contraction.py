@@ -104,19 +104,22 @@ def _flats(
 def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels) -> list[Tensor]:
     """The operands, where an axis that stands under several labels, as in q @ k.T, is gathered under all but one.
 
-    It is kept where the result has it, or else in the first operand. That of features is kept in the last one: of
-    tokens that ranks share they come to have all, rather than all of the parameter.
+    It is kept in the longest of the dims that the result has, or else in the first operand. That of features is kept in
+    the last one: of tokens that ranks share they come to have all, rather than all of the parameter.
     """
     kept: dict[int, Hashable] = {}
     for x, names in zip(operands, labels, strict=True):
         features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
         if features is not None and (dim := x.layout.dims[features]) is not None:  # type: ignore[attr-defined]
             kept[features] = names[dim]
+    length: dict[int, int] = {}  # of the dim where an axis is kept
     for wanted in (True, False):
         for x, names in zip(operands, labels, strict=True):
             for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
                 if dim is not None and (names[dim] in result or not wanted):
-                    kept.setdefault(axis, names[dim])
+                    longer = wanted and axis in length and x.shape[dim] > length[axis]
+                    if longer or axis not in kept:
+                        kept[axis], length[axis] = names[dim], x.shape[dim]
     found = []
     for x, names in zip(operands, labels, strict=True):
         if isinstance(x, SpatialTensor):

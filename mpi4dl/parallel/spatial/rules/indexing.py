@@ -30,7 +30,9 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     flat = x.layout.flat_at(dim)
     if flat is not None:
         return _of_flat(x, flat, start, stop, step)
-    if axis == BATCH or step < 1 or length == 0:
+    if length == 0:  # every rank has it
+        return wrap(x.local.narrow(dim, 0, 0), reduced_layout(x.layout, [dim], True))
+    if axis == BATCH or step < 1:
         raise refusal("Tensor.__getitem__", f"a slice of {length} of {x.shape[dim]} along dim {dim}, which is spread")
     last = start + (length - 1) * step
     reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
