@@ -201,6 +201,11 @@ def among_copies(rest: Tensor, copies: Tensor, flat: Flat, dim: int | None = Non
     return torch.cat([first, rest, last], dim)
 
 
+def copies_of(x: Tensor, flat: Flat) -> Tensor:
+    """Of a tensor with this flat dim the entries that every rank has, in one."""
+    return torch.cat([x.narrow(flat.dim, start, n) for start, n in copies_in(x.shape[flat.dim], flat)], flat.dim)
+
+
 def copies_in(size: int, flat: Flat) -> tuple[tuple[int, int], tuple[int, int]]:
     """Where in a dim of so many entries those are that every rank has: twice a start, and how many."""
     return (0, flat.prefix), (size - flat.suffix, flat.suffix)

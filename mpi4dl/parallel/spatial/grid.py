@@ -294,7 +294,12 @@ class Layout:
 
     def first_along(self, flat: Flat) -> bool:
         """Whether this rank is the first of those that share a flat dim: it speaks for the entries that all have."""
-        return not any(self.grid.coordinates[factor.axis] for factor in flat.factors if factor.axis is not None)
+        return not any(self.grid.coordinates[axis] for axis in self.axes_of(flat))
+
+    @staticmethod
+    def axes_of(flat: Flat) -> tuple[int, ...]:
+        """The axes that a flat dim is made of."""
+        return tuple(factor.axis for factor in flat.factors if factor.axis is not None)
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)

@@ -61,7 +61,7 @@ class Cuts(NamedTuple):
         return np.concatenate([np.arange(flat.prefix), inner, np.arange(size - flat.suffix, size)])
 
 
-class Route(NamedTuple):
+class RedistributionPlan(NamedTuple):
     """What a rank sends of its part, and where what it receives, or keeps, is in its new part."""
 
     sends: tuple[tuple[int, Places], ...]
@@ -72,8 +72,8 @@ class Route(NamedTuple):
     want: tuple[int, ...]  # and after
 
     @property
-    def reversed(self) -> "Route":
-        return Route(self.receives, self.sends, self.kept_into, self.kept, self.want, self.have)
+    def reversed(self) -> "RedistributionPlan":
+        return RedistributionPlan(self.receives, self.sends, self.kept_into, self.kept, self.want, self.have)
 
     def run(self, x: Tensor, comm: Communicator, tag: int) -> Tensor:
         """The new part; what has several places to go to is the sum of what comes from there, on the way back."""
@@ -127,7 +127,7 @@ def _add(result: Tensor, places: Places, part: Tensor) -> None:
 
 
 @lru_cache(maxsize=32)
-def _route(rank: int, have: Cuts, want: Cuts, shape: tuple[int, ...]) -> Route | None:
+def _planned(rank: int, have: Cuts, want: Cuts, shape: tuple[int, ...]) -> RedistributionPlan | None:
     """The part of `rank`; None where entries that every rank has would have to travel along another dim."""
     num_ranks = have.tiling.grid.size
     dims = [d for d in range(len(shape)) if d in have.dims or d in want.dims or (want.only and want.only[0] == d)]
@@ -166,19 +166,19 @@ def _route(rank: int, have: Cuts, want: Cuts, shape: tuple[int, ...]) -> Route |
     for dim in dims:
         local[dim] = len(have.entries(dim, shape[dim], rank))
         after[dim] = len(want.entries(dim, shape[dim], rank))
-    return Route(tuple(sends), tuple(receives), *kept, tuple(local), tuple(after))
+    return RedistributionPlan(tuple(sends), tuple(receives), *kept, tuple(local), tuple(after))
 
 
 def _travel(x: SpatialTensor, want: Cuts) -> Tensor | None:
     """This rank's part by these cuts; differentiable."""
     x = retile(x, x.layout.tiling.narrow)
     grid = x.layout.grid
-    route = _route(grid.rank, Cuts.of(x.layout), want, tuple(x.shape))
-    if route is None:
+    plan = _planned(grid.rank, Cuts.of(x.layout), want, tuple(x.shape))
+    if plan is None:
         return None
-    back = route.reversed
+    back = plan.reversed
     return collectives.linear(
-        x.local, lambda t: route.run(t, grid.comm, FORWARD_TAG), lambda t: back.run(t, grid.comm, BACKWARD_TAG)
+        x.local, lambda t: plan.run(t, grid.comm, FORWARD_TAG), lambda t: back.run(t, grid.comm, BACKWARD_TAG)
     )
 
 

@@ -73,6 +73,7 @@ SPREAD: dict[str, Function] = {
     "channels of a square": lambda x: F.conv2d(
         squared(tokens(x)).view(3, 36, 4).mT.reshape(3, 4, 6, 6), WEIGHT.view(5, 4, 1, 1)
     ),
+    "dropout": lambda x: torch.manual_seed(5) and F.dropout(with_token(squared(tokens(x)))),
     "keys of few queries": lambda x: torch.einsum(
         "nid,njd->nij", tokens(x)[:, :3], with_token(squared(tokens(x)))
     ).softmax(-1),
@@ -110,7 +111,7 @@ ARRANGEMENTS = [
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_tokens_in_another_order_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
 
@@ -203,12 +204,12 @@ def differences(comm: Communicator, name: str, arrangement: Arrangement) -> list
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("arrangement", ON, ids=str)
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_a_step_of_transmil_is_that_on_the_whole(ranks: Ranks, name: str, arrangement: Arrangement) -> None:
     assert ranks(arrangement.size).run(differences, name, arrangement) == [[]] * arrangement.size
 
 
-@pytest.mark.parametrize("name", ["written out", "token last", "by landmarks"])
+@pytest.mark.parametrize("name", ["token last", "by landmarks"])
 def test_what_transmil_keeps_for_backward_is_spread(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
