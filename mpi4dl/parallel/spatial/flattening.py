@@ -39,7 +39,7 @@ def regroup(layout: Layout, shape: Sequence[int], target: Sequence[int]) -> Regr
     """How a tensor of this global shape is made of the same factors in shape `target`; None if it cannot be told.
 
     It cannot where a cut axis would begin within a dim, and of cut axes of one pixel among what changes. One that is
-    not cut is then no axis any more. A dim with a prefix stays as it is.
+    not cut is then no axis any more. A dim with entries that every rank has stays as it is.
     """
     uncut = [axis for axis in layout.grid.axes if layout.grid.shape[axis] == 1]
     return _regroup(layout, shape, target, []) or _regroup(layout, shape, target, uncut)
@@ -99,7 +99,7 @@ def _factors(
     found: list[tuple[int | Flat | None, int]] = []
     for dim in dims:
         flat, axis, size = layout.flat_at(dim), layout.axis(dim), shape[dim]
-        if flat is not None and flat.prefix:
+        if flat is not None and flat.copies:
             found.append((flat, size))
         elif flat is not None:
             sizes = layout.sizes(flat, layout.tiling.whole)
@@ -159,7 +159,7 @@ def regrouped(layout: Layout, found: Regrouped) -> Layout:
         for factor in group.factors:
             if factor.axis is not None:
                 dims[factor.axis] = dim
-        if len(group.factors) > 1 or group.prefix:
+        if len(group.factors) > 1 or group.copies:
             flats.append(group._replace(dim=dim))
     for axis, known in enumerate(layout.dims):
         if known is not None and dims[axis] is None:
@@ -168,7 +168,7 @@ def regrouped(layout: Layout, found: Regrouped) -> Layout:
 
 
 def opened(layout: Layout) -> Layout:
-    """The layout in which each axis of a flat dim is a dim of its own; without the prefixes."""
+    """The layout in which each axis of a flat dim is a dim of its own; without the entries that every rank has."""
     place: dict[int, int] = {}
     dims = list(layout.dims)
     shift, last = 0, max((dim for dim in layout.dims if dim is not None), default=-1)
@@ -186,16 +186,40 @@ def opened(layout: Layout) -> Layout:
     return replace(layout, dims=tuple(dims), flat=())
 
 
+def between_copies(x: Tensor, flat: Flat, dim: int | None = None) -> Tensor:
+    """Of a tensor with this flat dim, which may be another `dim` of it, what is between the entries of every rank."""
+    dim = flat.dim if dim is None else dim
+    return x.narrow(dim, flat.prefix, x.shape[dim] - flat.copies) if flat.copies else x
+
+
+def among_copies(rest: Tensor, copies: Tensor, flat: Flat, dim: int | None = None) -> Tensor:
+    """The way back: `rest` between the entries that every rank has, which are the first and the last of `copies`."""
+    dim = flat.dim if dim is None else dim
+    if not flat.copies:
+        return rest
+    first, last = (copies.narrow(dim, start, n) for start, n in copies_in(copies.shape[dim], flat))
+    return torch.cat([first, rest, last], dim)
+
+
+def copies_of(x: Tensor, flat: Flat) -> Tensor:
+    """Of a tensor with this flat dim the entries that every rank has, in one."""
+    return torch.cat([x.narrow(flat.dim, start, n) for start, n in copies_in(x.shape[flat.dim], flat)], flat.dim)
+
+
+def copies_in(size: int, flat: Flat) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where in a dim of so many entries those are that every rank has: twice a start, and how many."""
+    return (0, flat.prefix), (size - flat.suffix, flat.suffix)
+
+
 def open_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
-    """This box of a tensor of that layout, without its prefixes, with a dim for each axis."""
+    """This box of a tensor of that layout, with a dim for each axis, without the entries that every rank has."""
     for flat in sorted(layout.flat, reverse=True):
-        x = x.narrow(flat.dim, flat.prefix, x.shape[flat.dim] - flat.prefix) if flat.prefix else x
-        x = x.unflatten(flat.dim, layout.sizes(flat, box))
+        x = between_copies(x, flat).unflatten(flat.dim, layout.sizes(flat, box))
     return x
 
 
 def close_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
-    """The way back, still without prefixes."""
+    """The way back, still without the entries that every rank has."""
     for flat in sorted(layout.flat):
         sizes = layout.sizes(flat, box)
         x = x.reshape(*x.shape[: flat.dim], prod(sizes), *x.shape[flat.dim + len(sizes) :])
@@ -203,14 +227,14 @@ def close_dims(x: Tensor, layout: Layout, box: Box) -> Tensor:
 
 
 def part_along(x: Tensor, dim: int, layout: Layout, flat: Flat) -> Tensor:
-    """Of a plain tensor whose `dim` is whole, this rank's part of it as of the flat one: prefix and all."""
+    """Of a plain tensor whose `dim` is whole, this rank's part of it as of the flat one."""
     whole = layout.tiling.whole
     axes = [None if factor.axis is None else factor.axis for factor in flat.factors]
-    rest = x.narrow(dim, flat.prefix, x.shape[dim] - flat.prefix).unflatten(dim, layout.sizes(flat, whole))
+    rest = between_copies(x, flat, dim).unflatten(dim, layout.sizes(flat, whole))
     where = [dim + axes.index(axis) if axis in axes else None for axis in range(len(layout.dims))]
     rest = narrow(rest, where, whole, layout.held)
     rest = rest.flatten(dim, dim + len(axes) - 1)
-    return torch.cat([x.narrow(dim, 0, flat.prefix), rest], dim) if flat.prefix else rest
+    return among_copies(rest, x, flat, dim)
 
 
 def cut_out(whole: Tensor, layout: Layout) -> Tensor:

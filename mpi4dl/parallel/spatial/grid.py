@@ -201,12 +201,24 @@ class Factor(NamedTuple):
 class Flat(NamedTuple):
     """A dim that is the flattening of several, axes among them, such as the tokens of an image: (rows, cols).
 
-    In front of them may be a `prefix` of entries that every rank has, such as a class token.
+    In front of them may be a `prefix` of entries that every rank has, such as a class token, and behind them a `suffix`
+    of such entries, such as the first tokens once more, which fill a square.
     """
 
     dim: int
     factors: tuple[Factor, ...]
     prefix: int = 0
+    suffix: int = 0
+
+    @property
+    def copies(self) -> int:
+        """How many entries every rank has."""
+        return self.prefix + self.suffix
+
+    @property
+    def bare(self) -> "Flat":
+        """The same without the entries that every rank has."""
+        return self._replace(prefix=0, suffix=0)
 
 
 @dataclass(frozen=True)
@@ -280,13 +292,22 @@ class Layout:
     def flat_at(self, dim: int) -> Flat | None:
         return next((flat for flat in self.flat if flat.dim == dim), None)
 
+    def first_along(self, flat: Flat) -> bool:
+        """Whether this rank is the first of those that share a flat dim: it speaks for the entries that all have."""
+        return not any(self.grid.coordinates[axis] for axis in self.axes_of(flat))
+
+    @staticmethod
+    def axes_of(flat: Flat) -> tuple[int, ...]:
+        """The axes that a flat dim is made of."""
+        return tuple(factor.axis for factor in flat.factors if factor.axis is not None)
+
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
         for axis, dim in enumerate(self.dims):
             if dim is not None:
                 shape[dim] = self.tiling.splits[axis].size
         for flat in self.flat:
-            shape[flat.dim] = flat.prefix + prod(self.sizes(flat, self.tiling.whole))
+            shape[flat.dim] = flat.copies + prod(self.sizes(flat, self.tiling.whole))
         return tuple(shape)
 
     @staticmethod
@@ -301,7 +322,7 @@ class Layout:
             if dim is not None:
                 local[dim] = self.held[axis].length
         for flat in self.flat:
-            local[flat.dim] = flat.prefix + prod(self.sizes(flat, self.held))
+            local[flat.dim] = flat.copies + prod(self.sizes(flat, self.held))
         return tuple(local)
 
     def with_dims(self, dims: Iterable[int | None]) -> "Layout":

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import torch
 from torch import Tensor
 
 from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of, narrow
 from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
-from mpi4dl.parallel.spatial.flattening import close_dims, cut_out, open_dims, opened
+from mpi4dl.parallel.spatial.flattening import among_copies, close_dims, cut_out, open_dims, opened
 from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, tell_gathered, wrap
@@ -118,17 +117,15 @@ def retile(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
     if not layout.flat:
         return SpatialTensor(x.layout.exchange_to(tiling)(x.local), layout)
     brought = opened(x.layout).exchange_to(tiling)(open_dims(x.local, x.layout, x.layout.held))
-    return SpatialTensor(_behind_prefix(x, close_dims(brought, layout, layout.held)), layout)
+    return SpatialTensor(_among_copies(x, close_dims(brought, layout, layout.held)), layout)
 
 
-def _behind_prefix(x: SpatialTensor, rest: Tensor) -> Tensor:
-    """`rest` behind the prefix of x's flat dim, if there is one."""
-    prefixed = [flat for flat in x.layout.flat if flat.prefix]
-    if len(prefixed) > 1:
-        raise refusal("a tensor", "two of its dims have entries that every rank has in front of those that are spread")
-    for flat in prefixed:
-        rest = torch.cat([x.local.narrow(flat.dim, 0, flat.prefix), rest], flat.dim)
-    return rest
+def _among_copies(x: SpatialTensor, rest: Tensor) -> Tensor:
+    """`rest` among the entries of x's flat dim that every rank has, if there are any."""
+    having = [flat for flat in x.layout.flat if flat.copies]
+    if len(having) > 1:
+        raise refusal("a tensor", "two of its dims have entries that every rank has beside those that are spread")
+    return among_copies(rest, x.local, having[0]) if having else rest
 
 
 def part(x: Tensor, layout: Layout) -> Tensor:
@@ -184,14 +181,14 @@ def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this
     if layout.flat:
         carried = [factor.axis for flat in layout.flat for factor in flat.factors if factor.axis is not None]
-        # A prefix is cut along other axes, such as the batch, as the rest is: those come once it is in front of it.
-        first = carried if any(flat.prefix for flat in layout.flat) else [*axes, *carried]
+        # Entries of every rank are cut along other axes, such as the batch, as the rest is: those come afterwards.
+        first = carried if any(flat.copies for flat in layout.flat) else [*axes, *carried]
         bare = _gathered(SpatialTensor(open_dims(x.local, layout, layout.held), opened(layout)), first)
         left = replace(layout, flat=()).with_dims(
             None if axis in first else dim for axis, dim in enumerate(layout.dims)
         )
         local = bare.local if isinstance(bare, SpatialTensor) else bare
-        y = wrap(_behind_prefix(x, close_dims(local, layout, layout.tiling.whole)), left)
+        y = wrap(_among_copies(x, close_dims(local, layout, layout.tiling.whole)), left)
         rest = [axis for axis in axes if axis not in first]
         return _gathered(y, rest) if rest and isinstance(y, SpatialTensor) else y
     for axis in axes:

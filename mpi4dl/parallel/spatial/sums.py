@@ -153,7 +153,7 @@ def _gathered(x: SpatialTensor) -> Tensor:
 def flat_tokens(layout: Layout, dim: int) -> Flat | None:
     """The flat dim of tokens that another axis cuts into pieces, of which ranks along that of features have shares."""
     flat = layout.flat_at(dim)
-    if flat is None or flat.prefix or len(flat.factors) != 2:
+    if flat is None or flat.copies or len(flat.factors) != 2:
         return None
     tokens, shares = (factor.axis for factor in flat.factors)
     return flat if tokens is not None and shares == layout.grid.axes[-1] else None

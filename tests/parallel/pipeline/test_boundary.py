@@ -238,6 +238,8 @@ FLAT: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens": tokens,
     "a class token": lambda x: torch.cat([torch.full((4, 2, 3), 0.5, dtype=x.dtype), tokens(x)], 1),
     "a token of each image": lambda x: torch.cat([x.new_ones(4, 1, 3) * 2, tokens(x)], 1),
+    "the first tokens again": lambda x: torch.cat([tokens(x), tokens(x)[:, :3]], 1),
+    "and a class token": lambda x: torch.cat([x.new_ones(4, 1, 3) * 2, tokens(x), tokens(x)[:, :3]], 1),
     "windows": lambda x: x[:, :, :6].unflatten(2, (3, 2)).unflatten(4, (3, 2)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2),
 }
 

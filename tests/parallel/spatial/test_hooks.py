@@ -25,7 +25,10 @@ ALSO_EMPTY = Arrangement(2, 2, style="uneven")
 
 
 class Hooked(nn.Module):
-    """A hook on an activation with all axes of the image, on one with columns alone, and on features without any."""
+    """A hook on an activation with all axes of the image, on one with columns alone, and on features without any.
+
+    One more on tokens, a class token before them and some of them once more behind them.
+    """
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -36,10 +39,12 @@ class Hooked(nn.Module):
         h = self.first(x)
         y = self.second(torch.tanh(h)) * h
         rows = y.mean(2)
-        features = rows.square().mean(2)
+        tokens = y.flatten(2).mT
+        tokens = torch.cat([torch.ones(len(y), 1, 3) * rows.mean(), tokens, tokens[:, :2]], 1)
+        features = rows.square().mean(2) + (tokens * tokens.sin()).mean(1)
         logits = self.last(features)
         outer = logits * features.sum(0)
-        self.kept = [h, y, rows, features, outer]
+        self.kept = [h, y, rows, tokens, features, outer]
         for value in self.kept:
             value.retain_grad()
             value.register_hook(self.hook)

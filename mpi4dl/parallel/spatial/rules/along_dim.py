@@ -50,7 +50,7 @@ def along_dim(function: Any, shared: Shared | None = None, of_flat: bool = False
         position = DIM_POSITION.get(short, 0)
         dim = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIM.get(short))
         found = [f for f in input.layout.flat if not isinstance(dim, int) or place_of(dim, input.dim()) == f.dim]
-        if found and not (of_flat and isinstance(dim, int) and not found[0].prefix):
+        if found and not (of_flat and isinstance(dim, int)):
             return function(gather_axes(input, ()), *args, **kwargs)
         if isinstance(dim, list | tuple) and len(dim) == 1:
             dim = dim[0]

@@ -115,7 +115,7 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
     many = query.shape[-2] >= MANY_TOKENS if way == "auto" else way == "ring"
     if len(others) < 2 or not many or not layout.cut(tokens) or layout.wide or options.get("enable_gqa"):
         return None
-    if flat is not None and (flat.prefix or causal):
+    if flat is not None and (flat.copies or causal):
         return None
     axes = tuple(axis for axis in _axes_at(query, tokens) if layout.grid.shape[axis] > 1)
     ranks = layout.grid.ranks_along(axes)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import narrow
 from mpi4dl.geometry import Split, Tiling
-from mpi4dl.parallel.spatial.flattening import Unlike, part_along
+from mpi4dl.parallel.spatial.flattening import Unlike, between_copies, part_along
 from mpi4dl.parallel.spatial.grid import Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.sums import add_up, with_all_features
@@ -60,7 +60,8 @@ def _contract(
                     held[axis] = label, known.narrow()
     flats = _flats(operands, labels, held, result)
     layout = _tiling_of(lead.layout, held)
-    y = function(*(_part(x, names, held, layout, flats) for x, names in zip(operands, labels, strict=True)))
+    once = {label: flat for label, flat in flats.items() if label not in result and not layout.first_along(flat)}
+    y = function(*(_part(x, names, held, layout, flats, once) for x, names in zip(operands, labels, strict=True)))
     summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
     dims = [
         list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in layout.grid.axes
@@ -82,10 +83,8 @@ def _flats(
         if isinstance(x, SpatialTensor):
             for flat in x.layout.flat:
                 known = found.setdefault(names[flat.dim], flat)
-                if (known.factors, known.prefix) != (flat.factors, flat.prefix):
+                if known[1:] != flat[1:]:
                     raise Unlike("operands have different axes of the image in a dim")
-                if flat.prefix and names[flat.dim] not in result:
-                    raise Unlike("what every rank has in a dim that is summed would be counted by all")
     for x, names in zip(operands, labels, strict=True):
         if isinstance(x, SpatialTensor):
             for axis, dim in enumerate(x.layout.dims):
@@ -105,19 +104,22 @@ def _flats(
 def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels) -> list[Tensor]:
     """The operands, where an axis that stands under several labels, as in q @ k.T, is gathered under all but one.
 
-    It is kept where the result has it, or else in the first operand. That of features is kept in the last one: of
-    tokens that ranks share they come to have all, rather than all of the parameter.
+    It is kept in the longest of the dims that the result has, or else in the first operand. That of features is kept in
+    the last one: of tokens that ranks share they come to have all, rather than all of the parameter.
     """
     kept: dict[int, Hashable] = {}
     for x, names in zip(operands, labels, strict=True):
         features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
         if features is not None and (dim := x.layout.dims[features]) is not None:  # type: ignore[attr-defined]
             kept[features] = names[dim]
+    length: dict[int, int] = {}  # of the dim where an axis is kept
     for wanted in (True, False):
         for x, names in zip(operands, labels, strict=True):
             for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
                 if dim is not None and (names[dim] in result or not wanted):
-                    kept.setdefault(axis, names[dim])
+                    longer = wanted and axis in length and x.shape[dim] > length[axis]
+                    if longer or axis not in kept:
+                        kept[axis], length[axis] = names[dim], x.shape[dim]
     found = []
     for x, names in zip(operands, labels, strict=True):
         if isinstance(x, SpatialTensor):
@@ -157,8 +159,12 @@ def _part(
     held: dict[int, tuple[Hashable, Split]],
     layout: Layout,
     flats: dict[Hashable, Flat],
+    once: dict[Hashable, Flat],
 ) -> Tensor:
-    """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others."""
+    """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others.
+
+    Along the dims `once`, which are summed, another rank has the entries that every rank has.
+    """
     present: tuple[int | None, ...] = (None,) * len(layout.dims)
     if isinstance(x, SpatialTensor):
         present, tiling = x.layout.dims, x.layout.tiling
@@ -179,6 +185,9 @@ def _part(
             dim = names.index(label)
             if x.shape[dim] == split.size:
                 crop[axis] = dim
+    for label, flat in once.items():
+        if label in names and x.shape[names.index(label)] != 1:
+            x = between_copies(x, flat, names.index(label))
     return narrow(x, crop, layout.tiling.whole, layout.held)
 
 

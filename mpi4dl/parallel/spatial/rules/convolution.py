@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from mpi4dl.geometry import TransposedWindow, Window
-from mpi4dl.parallel.spatial.halo import Reach
+from mpi4dl.parallel.spatial.halo import Reach, gather_axes
+from mpi4dl.parallel.spatial.redistribution import as_image
 from mpi4dl.parallel.spatial.rules.channels import with_cut_channels
 from mpi4dl.parallel.spatial.rules.seams import ConvolutionOptions, Joined, Way, choose
 from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, output_shape, slide
@@ -229,10 +230,23 @@ def _transposed_convolution(
     return wrap(y, reached.output)
 
 
+def _along_tokens(function: Callable[..., Tensor], rule: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """The rule; tokens (N, heads, tokens, features) are cut as the rows and columns of an image first."""
+
+    def opened(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(input, SpatialTensor) or not input.layout.flat:
+            return rule(input, *args, **kwargs)
+        image = input.dim() == count + 2 and len(input.layout.grid.space) == count
+        return function(as_image(input) if image else gather_axes(input, ()), *args, **kwargs)
+
+    return opened
+
+
 for count in (1, 2, 3):
     for name, rule, out in (
         (f"conv{count}d", _convolution, 0),
         (f"conv_transpose{count}d", _transposed_convolution, 1),
     ):
         function = getattr(torch, name)
-        register(function)(with_cut_channels(function, partial(rule, count), out))
+        rule = with_cut_channels(function, partial(rule, count), out)
+        register(function, flat=out == 0)(_along_tokens(function, rule, count) if out == 0 else rule)

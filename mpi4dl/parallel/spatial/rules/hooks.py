@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl.comm.exchange import narrow
-from mpi4dl.parallel.spatial.flattening import cut_out
+from mpi4dl.parallel.spatial.flattening import among_copies, between_copies, copies_of, cut_out
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
@@ -29,13 +29,12 @@ class _Gradient:
     """The gradient of a tensor of this layout. Collective, and so are its methods."""
 
     def __init__(self, layout: Layout) -> None:
-        if any(flat.prefix for flat in layout.flat):
-            raise refusal("a hook", "of some entries of the tensor every rank has a share of the gradient")
         if layout.flat and layout.wide:
             raise refusal("a hook", "the tensor has several axes in one dim, and halos")
         self.layout = layout
         absent = tuple(axis for axis, dim in enumerate(layout.dims) if dim is None and layout.grid.shape[axis] > 1)
         self.holders = layout.grid.along(absent) if absent else None
+        self.copies = tuple((flat, layout.grid.along(layout.axes_of(flat))) for flat in layout.flat if flat.copies)
 
     def whole(self, share: Tensor) -> Tensor:
         """The whole gradient, spread as the tensor is, from this rank's share of it."""
@@ -44,6 +43,9 @@ class _Gradient:
             share = halo.adjoint.bring(share)
         if self.holders is not None:
             share = self.holders.all_reduce(share.clone(memory_format=torch.contiguous_format))
+        for flat, ranks in self.copies:  # of these entries every rank has a share of the gradient
+            rest, beside = between_copies(share, flat), copies_of(share, flat)
+            share = among_copies(rest, ranks.all_reduce(beside), flat)
         return wrap(share, self.layout.narrow)
 
     def part(self, whole: Tensor, share: Tensor) -> Tensor:
@@ -55,6 +57,8 @@ class _Gradient:
         mine = retile(whole, layout.tiling).local if isinstance(whole, SpatialTensor) else cut_out(whole, layout)
         if self.holders is not None:
             mine = mine / self.holders.size
+        for flat, ranks in self.copies:
+            mine = among_copies(between_copies(mine, flat), copies_of(mine, flat) / ranks.size, flat)
         if not self.layout.wide:
             return mine.to(share.dtype)
         held = torch.zeros_like(share)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from mpi4dl.geometry import BATCH, Window
 from mpi4dl.parallel.spatial.grid import Flat
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, reach
+from mpi4dl.parallel.spatial.redistribution import entries_on_all
 from mpi4dl.parallel.spatial.rules.choosing import choose_by_lists, dims_of, look_up, write_by_lists
 from mpi4dl.parallel.spatial.rules.rearranging import choose, one_row
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
@@ -29,7 +30,9 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
     flat = x.layout.flat_at(dim)
     if flat is not None:
         return _of_flat(x, flat, start, stop, step)
-    if axis == BATCH or step < 1 or length == 0:
+    if length == 0:  # every rank has it
+        return wrap(x.local.narrow(dim, 0, 0), reduced_layout(x.layout, [dim], True))
+    if axis == BATCH or step < 1:
         raise refusal("Tensor.__getitem__", f"a slice of {length} of {x.shape[dim]} along dim {dim}, which is spread")
     last = start + (length - 1) * step
     reached = reach(x, {axis: Window(1, step, -start, last + 1 - x.shape[dim])})
@@ -39,17 +42,22 @@ def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
 
 
 def _of_flat(x: SpatialTensor, flat: Flat, start: int, stop: int, step: int) -> Tensor:
-    """A slice of a flat dim: of the entries that every rank has, or all that are spread; of others gathered."""
-    dim, prefix = flat.dim, flat.prefix
-    if 0 < start == prefix and stop == x.shape[dim] and step == 1:
-        rest = x.local.narrow(dim, prefix, x.local.shape[dim] - prefix)
+    """A slice of a flat dim: all that is spread stays so; other entries come to every rank, if it lacks them."""
+    dim, end = flat.dim, x.shape[flat.dim]
+    first_behind = end - flat.suffix  # of the entries of every rank behind those that are spread
+    if step == 1 and start <= flat.prefix and stop >= first_behind and start < stop:
+        rest = x.local.narrow(dim, start, x.local.shape[dim] - start - (end - stop))
         others = tuple(each for each in x.layout.flat if each != flat)
-        behind = (flat._replace(prefix=0),) if len(flat.factors) > 1 else ()
-        return wrap(rest, replace(x.layout, flat=tuple(sorted((*others, *behind)))))
-    if step > 0 and stop <= prefix:
-        index = (slice(None),) * dim + (slice(start, stop, step),)
+        left = flat._replace(prefix=flat.prefix - start, suffix=stop - first_behind)
+        kept = (left,) if len(left.factors) > 1 or left.copies else ()
+        return wrap(rest, replace(x.layout, flat=tuple(sorted((*others, *kept)))))
+    if step > 0 and (stop <= flat.prefix or start >= first_behind):
+        shift = 0 if stop <= flat.prefix else x.local.shape[dim] - end
+        index = (slice(None),) * dim + (slice(start + shift, stop + shift, step),)
         return wrap(x.local[index], reduced_layout(x.layout, [dim], True))
-    return copied(gather_axes(x, ())[(slice(None),) * dim + (slice(start, stop, step),)], x)
+    if step < 1:
+        return copied(gather_axes(x, ())[(slice(None),) * dim + (slice(start, stop, step),)], x)
+    return copied(entries_on_all(x, dim, start, stop, step), x)
 
 
 @register(Tensor.__getitem__, flat=True)
@@ -113,8 +121,11 @@ def narrow(input: SpatialTensor, dim: int, start: int, length: int) -> Tensor:
 def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
     dim %= input.dim()
     flat = input.layout.flat_at(dim)
-    if flat is not None and not 0 <= index < flat.prefix:
-        return copied(gather_axes(input, ()).select(dim, index), input)
+    if flat is not None:
+        size = input.shape[dim]
+        if not -size <= index < size:
+            raise IndexError(f"index {index} is out of range for dimension {dim} with size {size}")
+        return _of_flat(input, flat, index % size, index % size + 1, 1).squeeze(dim)
     if flat is None and input.layout.cut(dim):
         return one_row(input, dim, index)
     return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))

@@ -49,17 +49,23 @@ def _along_image(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _along_flat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Entries that every rank has, such as a class token, in front of those that are spread; else all is gathered."""
-    *before, last = tensors
-    flat = last.layout.flat_at(dim) if isinstance(last, SpatialTensor) else None
-    if flat is None or any(isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None for x in before):
+    """Entries that every rank has, such as a class token, in front of those that are spread, or behind them.
+
+    Where several tensors are spread along the dim, all is gathered.
+    """
+    spread = [i for i, x in enumerate(tensors) if isinstance(x, SpatialTensor) and x.layout.axis(dim) is not None]
+    middle = tensors[spread[0]]
+    assert isinstance(middle, SpatialTensor)
+    flat, layout = middle.layout.flat_at(dim), middle.layout
+    if len(spread) > 1 or flat is None:
         return torch.cat([gather_axes(x, ()) if isinstance(x, SpatialTensor) else x for x in tensors], dim)
-    assert isinstance(last, SpatialTensor)
-    layout = last.layout
+    before, after = tensors[: spread[0]], tensors[spread[0] + 1 :]
     carried = {factor.axis for each in layout.flat for factor in each.factors}
     beside = layout.with_dims(None if axis in carried else known for axis, known in enumerate(layout.dims))
-    local = torch.cat([*(part(x, beside) for x in before), last.local], dim)
-    longer = flat._replace(prefix=flat.prefix + sum(x.shape[dim] for x in before))
+    local = torch.cat([*(part(x, beside) for x in before), middle.local, *(part(x, beside) for x in after)], dim)
+    longer = flat._replace(
+        prefix=flat.prefix + sum(x.shape[dim] for x in before), suffix=flat.suffix + sum(x.shape[dim] for x in after)
+    )
     return wrap(local, replace(layout, flat=tuple(longer if each == flat else each for each in layout.flat)))
 
 

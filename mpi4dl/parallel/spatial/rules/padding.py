@@ -11,18 +11,20 @@ from torch.nn import functional as F
 from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab
 from mpi4dl.geometry import BATCH, Box, Interval, Split, Tiling, Window
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import reach
+from mpi4dl.parallel.spatial.halo import gather_axes, reach
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
 
-@register(torch.constant_pad_nd)
+@register(torch.constant_pad_nd, flat=True)
 def constant_pad_nd(input: SpatialTensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return pad_image(input, pad, value=value)
 
 
-@register(*named("pad"))
+@register(*named("pad"), flat=True)
 def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    if input.layout.flat:
+        return _pad_flat(input, pad, mode, value)
     last = input.local.dim() - 1
     amounts = {last - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     x: Tensor = input
@@ -49,6 +51,25 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
             assert isinstance(x, SpatialTensor)
             x = _pad_dim(x, dim, before, after, mode, value)
     return x
+
+
+def _pad_flat(x: SpatialTensor, pad: Sequence[int], mode: str, value: float | None) -> Tensor:
+    """Beside the entries of flat dims every rank has those that are added; where they are no constants, or the pad
+    crops, all is gathered.
+    """
+    last = x.dim() - 1
+    amounts = {last - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    if mode != "constant" or min(pad, default=0) < 0:
+        return F.pad(gather_axes(x, ()), pad, mode, value)
+    y: Tensor = x
+    for dim, (before, after) in amounts.items():
+        shape = list(y.shape)
+        sides = []
+        for amount in (before, after):
+            shape[dim] = amount
+            sides.append(x.local.new_full((1,) * x.dim(), value or 0).expand(shape))
+        y = torch.cat([sides[0]] * (before > 0) + [y] + [sides[1]] * (after > 0), dim) if before or after else y
+    return y.clone() if y is x else y
 
 
 def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, value: float | None) -> Tensor:

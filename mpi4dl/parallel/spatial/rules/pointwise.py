@@ -15,6 +15,7 @@ from mpi4dl.parallel.spatial.flattening import Unlike, part_along
 from mpi4dl.parallel.spatial.grid import Dims, Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_flat_dims
 from mpi4dl.parallel.spatial.memory import writes
+from mpi4dl.parallel.spatial.redistribution import redistribute
 from mpi4dl.parallel.spatial.sums import share_alike
 from mpi4dl.parallel.spatial.tensor import (
     ALIASES,
@@ -82,6 +83,9 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
     try:
         return _align(operands, function, keep_first)
     except Unlike as unlike:
+        anew = _laid_alike(operands)
+        if anew is not None:
+            return align(anew, function, keep_first)
         opened = [x if keep_first and x is operands[0] else without_flat_dims(x) for x in operands]
         opened = _in_one_dim(opened)
         if all(x is y for x, y in zip(opened, operands, strict=True)):
@@ -90,6 +94,25 @@ def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -
         return align(opened, function, keep_first)
     grid = next(x.layout.grid for x in operands if isinstance(x, SpatialTensor))
     return opened, Layout.of_copies(grid)
+
+
+def _laid_alike(operands: Sequence[Tensor]) -> list[Tensor] | None:
+    """The operands, where one of them has another layout than the first of the same shape, in that; None if none has.
+
+    Those that broadcast stay as they are.
+    """
+    spread = [x for x in operands if isinstance(x, SpatialTensor)]
+    lead, found, changed = spread[0], list(operands), False
+    if lead.layout.grid.arrangement.shares_tokens or len(lead.shape) < max(x.dim() for x in operands):
+        return None
+    layout = lead.layout.narrow
+    for i, x in enumerate(operands):
+        if isinstance(x, SpatialTensor) and x.shape == lead.shape and x.layout != layout and x is not lead:
+            anew = redistribute(x, layout)
+            if anew is None:
+                return None
+            found[i], changed = anew, True
+    return found if changed else None
 
 
 def _in_one_dim(operands: Sequence[Tensor]) -> list[Tensor]:
@@ -145,7 +168,7 @@ def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple
     for dim, flat in flats.items():
         for x in spread:
             at = dim - ndim + x.dim()
-            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != (flat.factors, flat.prefix) and x.layout.cut(at):
+            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != flat[1:] and x.layout.cut(at):
                 raise Unlike(f"operands have different axes of the image in dim {dim}")
     together = tuple(flat._replace(dim=dim) for dim, flat in sorted(flats.items()))
     layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place), together)
@@ -166,7 +189,7 @@ def _held_by_both(first: Split, other: Split) -> Split:
 
 def _made_of(x: SpatialTensor, dim: int) -> Any:
     flat = x.layout.flat_at(dim)
-    return flat and (flat.factors, flat.prefix)
+    return flat and flat[1:]
 
 
 def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:

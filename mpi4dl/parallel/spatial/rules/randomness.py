@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import narrow, shape_of
-from mpi4dl.parallel.spatial.flattening import cut_out
+from mpi4dl.parallel.spatial.flattening import between_copies, copies_in, cut_out
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
 
@@ -68,11 +68,12 @@ def _part_of_whole(input: SpatialTensor, share: float) -> Tensor:
 def _of_tiles(input: SpatialTensor, share: float) -> Tensor:
     keep = torch.empty_like(input.local)
     for flat in input.layout.flat:  # what every rank has is dropped alike
-        keep.narrow(flat.dim, 0, flat.prefix).bernoulli_(share)
-    behind = keep
+        for start, length in copies_in(keep.shape[flat.dim], flat):
+            keep.narrow(flat.dim, start, length).bernoulli_(share)
+    rest = keep
     for flat in input.layout.flat:
-        behind = behind.narrow(flat.dim, flat.prefix, behind.shape[flat.dim] - flat.prefix)
-    _draw(input, behind, share)
+        rest = between_copies(rest, flat)
+    _draw(input, rest, share)
     return keep
 
 

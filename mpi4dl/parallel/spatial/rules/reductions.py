@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import collectives
+from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, register, wrap
 
 DimsArgument = int | Sequence[int] | None
@@ -51,13 +52,11 @@ def total(
 
     Where several ranks add up, 16 bits neither overflow nor are rounded in between: PyTorch adds in float32 too.
     """
-    if any(flat.prefix and flat.dim in dims for flat in x.layout.flat):
-        whole = gather_axes(x, ())  # what every rank has would be counted by all
-        if not isinstance(whole, SpatialTensor):
-            return add(whole, tuple(dims), keepdim=keepdim, dtype=dtype)
-        x = whole
     axes = reduced_axes(x.layout, dims)
     part = owned_along(x, axes)
+    for flat in x.layout.flat:
+        if flat.dim in dims and not x.layout.first_along(flat):  # what every rank has is counted by one
+            part = between_copies(part, flat)
     if not any(x.layout.grid.shape[axis] > 1 for axis in axes):
         y = add(part, tuple(dims), keepdim=keepdim, dtype=dtype)
     else:

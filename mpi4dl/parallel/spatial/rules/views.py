@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.flattening import cuts_that_divide, regroup, regrouped
 from mpi4dl.parallel.spatial.halo import gather_axes, retile
+from mpi4dl.parallel.spatial.redistribution import in_grid_of, redistribute
 from mpi4dl.parallel.spatial.rules.rearranging import numbers
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, named, place_of, refusal, register, wrap
@@ -61,7 +62,8 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
 
     What ranks then have is a view of what they had, but where an axis is cut within what is to be one entry, such as
     the windows of a transformer: first its cuts are moved. Where one of one pixel went among dims of one cannot be
-    told: it is gathered, which is one pixel; all are where one would begin within a dim.
+    told: it is gathered, which is one pixel. A dim of several axes that becomes dims of other sizes than theirs is cut
+    anew. All are gathered where an axis would begin within a dim.
     """
     shape = list(shape)
     if -1 in shape:
@@ -78,6 +80,9 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         layout = regrouped(cut.layout, grouped)
         y = wrap(cut.local.reshape(layout.local_shape(tuple(shape))), layout)
         return y if cut is x else copied(y, x)
+    anew = _cut_for(x, shape)
+    if anew is not None:
+        return copied(reshape_local(anew, shape), x)
     grid, pixels = x.layout.grid, x.layout.tiling.whole
     single = [axis for axis in grid.axes if x.layout.dims[axis] is not None and pixels[axis].length == 1]
     y = gather_axes(x, [axis for axis in single if grid.shape[axis] > 1] or grid.axes).reshape(shape)
@@ -87,6 +92,18 @@ def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     except RuntimeError:
         return y
     return copied(y, x)
+
+
+def _cut_for(x: SpatialTensor, shape: Sequence[int]) -> SpatialTensor | None:
+    """x with one of its flat dims cut so that it can become several dims; None if it is not that alone that changes."""
+    for flat in x.layout.flat:
+        dim, behind = flat.dim, x.dim() - flat.dim - 1
+        around = (*shape[:dim], x.shape[dim], *shape[len(shape) - behind :])
+        if len(shape) > x.dim() and around == tuple(x.shape):
+            layout = in_grid_of(x.layout, dim, shape[dim : len(shape) - behind])
+            if layout is not None and regroup(layout, x.shape, shape) is not None:
+                return redistribute(x, layout)
+    return None
 
 
 @register(Tensor.view, Tensor.reshape, torch.reshape, flat=True)
