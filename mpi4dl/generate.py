@@ -15,6 +15,8 @@ if __name__ == "__main__":
 
 from mpi4dl.generation.options import Batching, Choosing, Prompts, Ranks
 from mpi4dl.options.command import CommandLine, command
+from mpi4dl.options.config import Parallel
+from mpi4dl.options.declare import like
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -24,11 +26,17 @@ DESCRIPTION = "Let a trained model go on with text."
 
 
 @dataclass(frozen=True)
+class Cores:
+    threads: int | None = like(Parallel, "threads")
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     prompts: Prompts = field(default_factory=Prompts)
     choosing: Choosing = field(default_factory=Choosing)
     ranks: Ranks = field(default_factory=Ranks)
     batching: Batching = field(default_factory=Batching)
+    cores: Cores = field(default_factory=Cores)
 
 
 @command(GenerateConfig, USAGE, DESCRIPTION, source="the folder of a run, or a checkpoint")
@@ -43,7 +51,7 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
 
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []
-    comm.node.share_cores()
+    comm.node.share_cores(config.cores.threads)
     trained = find_trained(comm, Path(asked.source), config.ranks.average, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():

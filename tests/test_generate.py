@@ -112,6 +112,13 @@ def test_many_prompts_as_json(folder: Path) -> None:
     assert two == "".join(f"--- {e['prompt']!r}, sample {e['sample'] + 1}\n{e['prompt']}{e['text']}\n" for e in found)
 
 
+def test_a_rank_computes_with_the_threads_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    said(world(), str(folder / "bytes"), "--prompt", PROMPT, "--max-tokens", "1", "--threads", "3")
+    assert asked == [3]
+
+
 def test_a_prompt_from_a_file_and_a_checkpoint(folder: Path) -> None:
     (folder / "prompt.txt").write_text(PROMPT)
     (checkpoint,) = (folder / "bytes" / "checkpoints").glob("step-*")

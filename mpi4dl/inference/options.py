@@ -5,16 +5,10 @@ from math import isqrt, prod
 from typing import Any
 
 from mpi4dl.options.config import Config, Parallel, Training
-from mpi4dl.options.declare import option
+from mpi4dl.options.declare import like, option
 from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, GRIDS, PART, choice, optional
 
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
-
-
-def like(section: type, name: str) -> Any:
-    """The same option as in training."""
-    found = next(each for each in fields(section) if each.name == name)
-    return field(default=found.default, metadata=found.metadata)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,12 @@ def option(default: Any, help: str, kind: Kind, *, per_rank: bool = False, flag_
     return field(default=default, metadata=metadata)
 
 
+def like(section: type, name: str) -> Any:
+    """Declare a field as the option of this name in another section."""
+    found = next(each for each in fields(section) if each.name == name)
+    return field(default=found.default, metadata=found.metadata)
+
+
 def options_of(config_type: type) -> dict[str, Option]:
     """All options of a config by name, in the order of their declaration."""
     options: dict[str, Option] = {}

@@ -67,6 +67,24 @@ def fingerprint(value: Any, depth: int = DEPTH) -> Any:
     return (kind, id(value)) if inner is None else (kind, id(value), fingerprint(inner, depth - 1))
 
 
+def _find_changeable(value: Any, found: dict[int, Any], depth: int = DEPTH) -> None:
+    """Find, by their ids, the containers in a value and the attributes of its objects, as deep as `fingerprint` does.
+
+    Whatever adds to them, or replaces what they hold, changes the value in place.
+    """
+    if depth == 0 or isinstance(value, (*PLAIN, type)) or not is_data(value):
+        return
+    within = (
+        value if isinstance(value, list | dict | tuple | set | frozenset | deque) else getattr(value, "__dict__", ())
+    )
+    if id(within) in found:
+        return
+    if isinstance(within, list | dict | set | deque):
+        found[id(within)] = within
+    for item in itertools.islice(within.values() if isinstance(within, dict) else within, LONGEST):
+        _find_changeable(item, found, depth - 1)
+
+
 def is_data(value: Any) -> bool:
     """Whether a forward could decide by this value: no function, layer, class, module of Python, or tensors alone."""
     kinds = (Tensor, nn.Module, ModuleType, type, weakref.ref, fx.Proxy)
@@ -176,12 +194,12 @@ class WrittenAttributes:
             for path, module in model.named_modules()
         }
         self.prints = {path: self._prints(own, inner) for path, (own, inner) in self.before.items()}
-        self.contents = [
-            (value, value.copy())
-            for own, _ in self.before.values()
-            for name, value in own.items()
-            if name not in INTERNAL and isinstance(value, list | dict | set | deque)
-        ]
+        found: dict[int, Any] = {}
+        for own, _ in self.before.values():
+            for name, value in own.items():
+                if name not in INTERNAL:
+                    _find_changeable(value, found)
+        self.contents = [(value, value.copy()) for value in found.values()]
 
     @staticmethod
     def _prints(own: dict[str, Any], inner: dict[str, dict[str, Any]]) -> dict[str, Any]:

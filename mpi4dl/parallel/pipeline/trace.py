@@ -192,7 +192,19 @@ class _Tracer(fx.Tracer):
                 f"it makes a tensor of shape {tuple(value.shape)} that does not depend on its input, which would be "
                 "the same one forever (register it as a buffer)"
             )
+        if isinstance(value, fx.Proxy):
+            self._own(value)
         return value if is_opaque(value) else super().create_arg(value)
+
+    def _own(self, value: fx.Proxy) -> fx.Proxy:
+        """The value, which must be one of this trace. The model cannot run once it keeps one of another trace."""
+        if value.tracer is not self:
+            raise _Untraceable(
+                "",
+                "it uses a tensor that an earlier call kept where tracing cannot take it back, such as in a default "
+                f"argument{line_of(traceback.extract_stack())} (keep it in an attribute of its module)",
+            )
+        return value
 
     def to_bool(self, asked: fx.Proxy) -> bool:
         if self.opened[-1]:  # kept whole, the module asks again each time
@@ -222,7 +234,7 @@ class _Tracer(fx.Tracer):
             # fx would turn the containers of the result into containers of its own.
             self.result = root_fn(*args)
             # What is picked from a value by its name is noted when it is asked for, and that is now.
-            map_leaves(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else None, self.result)
+            map_leaves(lambda leaf: self._own(leaf).node if isinstance(leaf, fx.Proxy) else None, self.result)
 
         return forward, [self.root, *inputs]
 
@@ -344,11 +356,21 @@ class _Reading:
         model = self.model
         draws = Draws(lambda scope: drawn.get(scope, 0.5))
         watched = [(watch, watch.now(), watch.keep()) for watch in self.globals(whole)]
-        try:
+
+        def restore() -> None:
+            self.attributes.restore()
+            for watch, before, put in watched:
+                if watch.now() != before:
+                    put()
+
+        def begin() -> None:
+            restore()
             for module in model.modules():
                 module.training = inner
             model.training = training
-            tracer, graph = self._answered(whole, draws)
+
+        try:
+            tracer, graph = self._answered(whole, draws, begin)
             written = self._written()
             for watch, before, _ in watched:
                 if watch.now() != before:
@@ -358,10 +380,7 @@ class _Reading:
         except Exception as error:
             raise _Untraceable("", reason_of(error), culprit(error, model)) from error
         finally:
-            self.attributes.restore()
-            for watch, before, restore in watched:
-                if watch.now() != before:
-                    restore()
+            restore()
         if draws.others:
             raise _Untraceable(
                 max(draws.others, key=len), f"it draws random numbers in Python as it is traced, {DECIDES}"
@@ -373,10 +392,14 @@ class _Reading:
         names = _names(nodes, tracer.scopes)
         return _Record(nodes, tracer.scopes, names, tracer.result, tracer.contexts), draws
 
-    def _answered(self, whole: Collection[str], draws: Draws) -> tuple[_Tracer, fx.Graph]:
-        """Trace the model as it is, again and again, until all questions are answered that it asks about sizes."""
+    def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
+        """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.
+
+        `begin` takes back what the last trace wrote: the model would go on with placeholders of that one.
+        """
         answers: list[bool] = []
         while True:
+            begin()
             tracer = _Tracer(whole, answers, draws)
             try:
                 with ExitStack() as stack:

@@ -4,6 +4,8 @@ import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -357,3 +359,90 @@ def test_sets_are_alike_whatever_came_first() -> None:
     first, second = {0, 8}, {8, 0}
     assert list(first) != list(second)
     assert fingerprint((first,)) == fingerprint((second,)) != fingerprint(({0, 9},))
+
+
+SCALES: dict[str, Tensor] = {}
+
+
+def of_attribute(module: nn.Module) -> dict[str, Any]:
+    return vars(module)
+
+
+def of_object(module: nn.Module) -> dict[str, Any]:
+    return vars(vars(module).setdefault("settings", SimpleNamespace()))
+
+
+def of_nested_list(module: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = vars(module).setdefault("caches", [{}])[0]
+    return found
+
+
+def of_global(module: nn.Module) -> dict[str, Any]:
+    return SCALES
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class Keeping(nn.Module):
+    """Holds blocks, so it is opened, and keeps a tensor that its first call computes for all later ones."""
+
+    def __init__(self, place: Callable[[nn.Module], dict[str, Any]]) -> None:
+        super().__init__()
+        self.blocks, self.place = nn.ModuleList(Residual() for _ in range(2)), place
+        place(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.place(self)
+        if kept.get("scale") is None:
+            kept["scale"] = x.detach()[:1].exp()
+        return self.blocks[1](self.blocks[0](x) * kept["scale"])
+
+
+class Asking(nn.Module):
+    """Asks for sizes behind what keeps a tensor, so that it is traced again and again."""
+
+    def __init__(self, place: Callable[[nn.Module], dict[str, Any]]) -> None:
+        super().__init__()
+        self.keeping, self.last = Keeping(place), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.keeping(x))
+        if y.shape[0] == 1:
+            y = y[0]
+        return y if y.shape[1] == 2 else y[:, :2]
+
+
+@pytest.mark.parametrize("place", [of_attribute, of_object, of_nested_list, of_global])
+def test_a_tensor_that_a_module_keeps_for_later_calls_is_the_one_of_real_batches(place: Any) -> None:
+    SCALES.clear()
+    with torch.device("meta"):
+        cuttable = Cuttable(Asking(place), image=(4, 2))
+    SCALES.clear()  # answers to what the model asks are found by a call on the meta device
+    assert cuttable.names[:2] == ("keeping", "last")
+    assert "it changes" in cuttable.program.kept_whole["keeping"]
+    model = Asking(place)
+    plain, stages = deepcopy(model), [Stage(cuttable.stage((1, len(cuttable) - 1), i).recipe, model) for i in range(2)]
+    batches = [torch.randn(4, 2) for _ in range(2)]
+    expected = [plain(x) for x in batches]
+    SCALES.clear()
+    for x, y in zip(batches, expected, strict=True):
+        assert torch.equal(stages[1](*stages[0](x)), y)
+    SCALES.clear()
+    with pytest.raises(ValueError, match=r"cannot split Keeping: .*it changes"):
+        trace(Keeping(place))
+    assert not SCALES
+
+
+def test_a_tensor_that_is_kept_where_nothing_finds_it_is_refused() -> None:
+    def of_default(module: nn.Module, kept: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
+        return kept
+
+    with pytest.raises(ValueError, match=r"earlier call kept .*line \d+ of test_trace.py"):
+        trace(Keeping(of_default))

@@ -5,7 +5,7 @@ not. For both sides alike they compute in float64 here.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -156,6 +156,34 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
     return loss if penalty is None else loss + 0.1 * penalty
 
 
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+
+
+def train_plainly(model: nn.Module, batches: Sequence[Tensor], loss_of: Callable[[Any, Tensor], Tensor]) -> list[float]:
+    """The loss of each step of plain PyTorch. Tokens of each batch are (N, T + 1)."""
+    optimizer, losses = optimizer_of(model), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model(batch[:, :-1]), batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_trains_alike(
+    engine: Engine, batches: Sequence[Tensor], losses: Sequence[float], expected: nn.Module
+) -> None:
+    """The engine has these losses and learns what the trained plain model has learnt. Collective."""
+    for batch, loss in zip(batches, losses, strict=True):
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        boxes = [each.box for each in engine.reads(len(tokens), (tokens.shape[1],))]
+        tiles = [tokens[slice(*box.batch), slice(*box.space[0])] for box in boxes]
+        assert engine.step(tiles, targets, (tokens.shape[1],)).loss == pytest.approx(loss, rel=EXACT)
+    assert_learnt_alike(engine, expected)
+
+
 def train(comm: Communicator, name: str, plan: Plan) -> None:
     with precise(build(name)):
         compare(comm, name, plan)
@@ -164,14 +192,7 @@ def train(comm: Communicator, name: str, plan: Plan) -> None:
 def compare(comm: Communicator, name: str, plan: Plan) -> None:
     balanced = plan.num_stages == 1
     expected = build(name, balanced)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=1e-2)
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = loss_of(expected(batch[:, :-1]), batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train_plainly(expected, batches(), loss_of)
     styles = STYLES.get(name)
     if plan.num_stages == 1:
         held = Held.whole(build(name, balanced), plan, comm, styles=styles)
@@ -180,12 +201,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
         counts = (first := atoms.index(BLOCKS.get(name, "model.layers.1")), len(atoms) - first)
         held = split(lambda: build(name), plan, comm, balance=counts, image=(BATCH, LENGTH), styles=styles)
     assert bool(held.cutting) == (plan.cuts_parameters or name in MODELS_OF_EXPERTS)
-    engine = Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
-    for batch, loss in zip(batches(), losses, strict=True):
-        boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
-        tiles = [batch[:, :-1][slice(*box.batch), slice(*box.space[0])] for box in boxes]
-        assert engine.step(tiles, batch[:, 1:], (LENGTH,)).loss == pytest.approx(loss, rel=EXACT)
-    assert_learnt_alike(engine, expected)
+    assert_trains_alike(Engine(held, plan, optimizer_of(held), loss_of, comm=comm), batches(), losses, expected)
 
 
 @pytest.mark.parametrize("plan", PLANS | OF_EXPERTS)
