@@ -41,7 +41,7 @@ def needs(flags: str) -> int:
     return fitting.memory_of_command(config, build_plan(config), 10)
 
 
-@pytest.mark.parametrize("more", [UNSTREAMED, pytest.param("", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("more", [UNSTREAMED, pytest.param("--image-size 1024", marks=pytest.mark.exhaustive)])
 def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path: Path, more: str) -> None:
     """On all ranks alike. What it proposes is started on the same nodes, and is neither refused nor warned of."""
     flags = f"{LARGE} --tiles 1x2 {more}"
@@ -51,7 +51,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path:
     assert not (tmp_path / "refused").exists()
     proposed = [words for words in re.findall(r"--[a-z][^;,.]*", refusal) if not words.startswith("--memory-check")]
     words_of_all = {word for words in proposed for word in words.split()}
-    assert words_of_all >= {"--batch-size", "--recompute", *(["--stream"] if not more else [])}
+    assert words_of_all >= {"--batch-size", "--recompute", *(["--stream"] if more != UNSTREAMED else [])}
     for number, words in enumerate(proposed):
         folder = tmp_path / f"run{number}"
         told = ranks(2).run(begun, f"{flags} {words.replace(' with ', ' ')}", limit, folder)[0]
