@@ -13,6 +13,7 @@ PACKAGE = ROOT / "mpi4dl"
 MAX_LINES = 700
 
 FLOORS = {
+    "__main__": 12,
     "train": 11,
     "generate": 11,
     "plan": 11,
@@ -38,6 +39,7 @@ FLOORS = {
     "geometry": 1,
     "models": 1,
     "datasets": 1,
+    "_commands": 0,
     "_exits": 0,
     "_files": 0,
     "_randomness": 0,
