@@ -384,6 +384,7 @@ QUIET = {
     "export, help": ["export", "--help"],
     "report, help": ["report", "--help"],
     "train, help": ["train", "--help"],
+    "train, all help": ["train", "--help", "all"],
     "doctor, help": ["doctor", "--help"],
 }
 
