@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
+from mpi4dl._wording import to_install
 from mpi4dl.forecast.planning import Searched, Shown, TrainedOn, planned, searched
 from mpi4dl.forecast.progress import ProgressLine
 from mpi4dl.options.config import Config, ConfigError, to_toml
@@ -91,7 +92,7 @@ def timeline_of(asked: str) -> Path:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ConfigError(
-                f"--timeline {path} needs matplotlib: pip install matplotlib, or draw to a .txt file"
+                f"--timeline {path} needs matplotlib; run {to_install('matplotlib')}, or draw to a .txt file"
             ) from None
     return path
 

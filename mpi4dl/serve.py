@@ -17,6 +17,7 @@ if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._files import read_regular
+from mpi4dl._wording import to_install
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
@@ -141,10 +142,8 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
     try:
         from mpi4dl.serving.server import bind
     except ImportError as error:
-        raise ConfigError(
-            f"serving needs packages that are not there ({error}): run pip install '.[serve]' in the source tree of "
-            "mpi4dl"
-        ) from None
+        needed = to_install("fastapi", "pydantic", "uvicorn", "prometheus_client")
+        raise ConfigError(f"serving needs packages that are not installed ({error}); run {needed}") from None
     token = _token(options.token_file)
     if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
         print(

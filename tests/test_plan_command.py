@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import mpi4dl.forecast.progress
 from mpi4dl import models
+from mpi4dl._wording import to_install
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.forecast import dry_run
 from mpi4dl.forecast.progress import CLEAR, ProgressLine
@@ -172,7 +173,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refusal(capsys, *STAGES, "--timeline", "t.png") == (
-        "--timeline t.png needs matplotlib: pip install matplotlib, or draw to a .txt file"
+        f"--timeline t.png needs matplotlib; run {to_install('matplotlib')}, or draw to a .txt file"
     )
 
 

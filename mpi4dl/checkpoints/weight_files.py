@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl._wording import to_install
 from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MODEL, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 
@@ -163,7 +164,8 @@ def _of_timm(name: str) -> Path:
     try:
         timm = import_module("timm")
     except ImportError:
-        raise ValueError(f"`weights` {PRETRAINED}: {TIMM}{name} needs the package timm: pip install timm") from None
+        message = f"`weights` {PRETRAINED}: {TIMM}{name} needs the package timm; run {to_install('timm')}"
+        raise ValueError(message) from None
     known = timm.models.get_pretrained_cfg(name)
     if known is None or not (known.hf_hub_id or known.url):
         raise ValueError(f"`weights` {PRETRAINED}: timm has no trained weights of {name}")

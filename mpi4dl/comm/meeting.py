@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mpi4dl._wording import to_install
 from mpi4dl.comm.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ def meeting() -> Meeting:
         from mpi4py import MPI
     except ImportError as error:
         raise Refusal(
-            f"MPI cannot be used: {error}. Run pip install '.[mpich]' in the source tree of mpi4dl, which brings "
-            "mpi4py and an MPI library; on a cluster that has its own MPI: pip install mpi4py"
+            f"MPI cannot be used: {error}. Run {to_install('mpi4py', 'mpich')}, which brings an MPI library; on a "
+            f"cluster that has its own: {to_install('mpi4py')}"
         ) from None
     except RuntimeError as error:  # mpi4py is there, and the library is not
         reason = " ".join(str(error).split())[:200]
         raise Refusal(
             f"mpi4py finds no MPI library: {reason}. Load the MPI of your cluster (module load), or run "
-            "pip install '.[mpich]' in the source tree of mpi4dl"
+            f"{to_install('mpich')}"
         ) from None
 
     return Meeting(MPI.COMM_WORLD.Dup())

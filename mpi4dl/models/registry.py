@@ -19,6 +19,7 @@ from typing import Literal, get_type_hints
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl._wording import to_install
 from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
 from mpi4dl.models.experts import Mixture
@@ -231,7 +232,7 @@ def _imported(package: str, model: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(f"model {model} needs the package {package}: pip install {package}") from None
+        raise ValueError(f"model {model} needs the package {package}; run {to_install(package)}") from None
 
 
 def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
