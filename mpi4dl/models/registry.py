@@ -170,6 +170,8 @@ def require_known(name: str) -> None:
     known = names(torchvision=True)
     if name not in known and name in import_torchvision().models.list_models():
         raise ValueError(refusal(name))
+    if name.endswith(".py"):
+        raise ValueError(f"model {name!r} is a file: name what makes the model in it too, as in {name}:build")
     if name not in known:
         nearest = difflib.get_close_matches(name.lower(), known) or names()
         raise ValueError(

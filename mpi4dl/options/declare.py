@@ -312,7 +312,7 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
             elif name in options:
                 raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
             else:
-                ours = in_our_words(name, _shown(raw), options, lambda item: f"`{item.name}` of [{item.section}]:")
+                ours = in_our_words(name, _shown(raw), options, lambda item: f"{item.name} of [{item.section}]:")
                 raise ConfigError(f"{path}: there is no key {name} in [{section}]{ours or nearest(name, allowed)}")
     return values
 

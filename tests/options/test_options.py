@@ -122,7 +122,7 @@ def test_a_name_of_other_tools_leads_to_ours(argv: str, message: str) -> None:
 
 def test_it_does_so_in_files_and_in_python_too(tmp_path: Path) -> None:
     (tmp_path / "house.toml").write_text("[kitchen]\nstoves = 3\n")
-    with pytest.raises(ConfigError, match=r"there is no key stoves in \[kitchen\]; use `num_ovens` of \[kitchen\]: 3"):
+    with pytest.raises(ConfigError, match=r"there is no key stoves in \[kitchen\]; use num_ovens of \[kitchen\]: 3"):
         parse_options(House, ["--config", str(tmp_path / "house.toml")], "", "")
     with pytest.raises(ConfigError, match="there is no option `stoves`; use `num_ovens` 3"):
         from_keywords(House, {"stoves": 3})
