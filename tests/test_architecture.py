@@ -1,6 +1,7 @@
 """The floors of docs/architecture.md, held over the source: who imports whom, who imports MPI, how files look."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,6 +200,13 @@ def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
 def test_no_file_is_longer_than_one_idea() -> None:
     lengths = {str(path): len(path.read_text().splitlines()) for path in python_files("mpi4dl")}
     assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_the_files_that_contributors_are_sent_to_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {path for path in re.findall(r"`([\w/.]+\.(?:py|cfg))`", text) if path != "my_code.py"}
+    assert len(named) > 25
+    assert {path for path in named if not (ROOT / path).is_file() and not (PACKAGE / path).is_file()} == set()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
