@@ -122,6 +122,16 @@ def test_a_console_command_is_declared_and_the_types_are_packaged() -> None:
     assert (ROOT / "mpi4dl" / "py.typed").is_file()
 
 
+def test_an_installation_has_every_folder_of_the_package() -> None:
+    """`packages = find:` takes folders with an __init__.py alone; an editable installation finds the others too."""
+    folders = {path.parent for path in (ROOT / "mpi4dl").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+    declared = (ROOT / "setup.cfg").read_text()
+    others = [path for path in (ROOT / "mpi4dl").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert others
+    assert [path.name for path in others if f"= {path.name}" not in declared] == []
+
+
 def known_as(config: type) -> dict[str, tuple[str, str]]:
     """All names of other tools: the flag of ours where they are declared, and what to do instead."""
     found: dict[str, tuple[str, str]] = {}
