@@ -20,6 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mpi4dl._wording import to_install
+
 IDLE_SECONDS = 0.02
 ANSWER_SECONDS = 1800.0
 STOP_SECONDS = 60.0
@@ -30,7 +32,7 @@ def launcher(ranks: int) -> list[str]:
     mpirun = Path(sys.executable).with_name("mpirun")
     found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
     if found is None:
-        raise SystemExit("benchmarks need mpirun on the PATH: pip install mpich")
+        raise SystemExit(f"benchmarks need mpirun on the PATH; run {to_install('mpich')}")
     return [found, "-n", str(ranks)]
 
 

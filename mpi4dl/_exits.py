@@ -12,7 +12,8 @@ USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two as shells cou
 def one_message(spell: Callable[[str], str] = str) -> Iterator[None]:
     """Run a command in here. A ValueError or OSError becomes one line, put into words by `spell`, and exit code 2.
 
-    A reader that closes the pipe early, such as `head`, ends the command without a message.
+    A reader that closes the pipe early, such as `head`, ends the command without a message. `sys.exit` would let the
+    guard of an MPI job speak, but nothing that runs in here has started MPI.
     """
     try:
         try:
@@ -21,13 +22,13 @@ def one_message(spell: Callable[[str], str] = str) -> Iterator[None]:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED) from None
     except (ValueError, OSError) as problem:
         if isinstance(problem, BrokenPipeError) and problem.filename is None:
             _let_go_of_stdout()
-            sys.exit(BROKEN_PIPE)
+            raise SystemExit(BROKEN_PIPE) from None
         print(f"mpi4dl: {spell(str(problem))}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        raise SystemExit(USER_ERROR) from None
 
 
 def _let_go_of_stdout() -> None:

@@ -40,6 +40,8 @@ def first_match(patterns: Iterable[str], names: Iterable[str]) -> str | None:
 def _nearest(pattern: str, names: Names) -> str:
     known = [name for same in names.values() for name in same]
     plain = pattern.strip("*.").replace("*", "")
+    if any(name.startswith(f"{pattern}.") for name in known):
+        return f"; write {pattern}.* for all that is in it"
     begin = [name for name in known if plain and plain in name]
     close = (begin or difflib.get_close_matches(plain, known, n=MOST_NAMED, cutoff=0.4) or known)[:MOST_NAMED]
     return f"; the nearest are {', '.join(close)}" if close else ": there is none at all"

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+from mpi4dl._wording import to_install
+
 UNGUARDED_SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -38,7 +40,8 @@ def _compiled_operators_load() -> bool:
     # Found without importing the package: a failed import would leave some of its modules and shape rules behind.
     spec = find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("torchvision is not installed; pip install torchvision", name="torchvision")
+        message = f"torchvision is not installed; run {to_install('torchvision')}"
+        raise ModuleNotFoundError(message, name="torchvision")
     libraries = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("_C.*")]
     try:
         for library in libraries:

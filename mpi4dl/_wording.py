@@ -1,6 +1,17 @@
-"""How numbers are written for people: counts with their nouns, runs of ranks, bytes, tables."""
+"""How numbers and commands are written for people: counts with their nouns, runs of ranks, bytes, tables, advice."""
 
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def to_install(*packages: str) -> str:
+    """The command that installs packages for the Python that runs, as a shell takes it."""
+    found = shutil.which("python")
+    at_hand = found is not None and Path(found).parent == Path(sys.executable).parent
+    return shlex.join(["python" if at_hand else sys.executable, "-m", "pip", "install", *packages])
 
 
 def runs(numbers: Sequence[int]) -> str:

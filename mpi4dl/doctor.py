@@ -4,18 +4,20 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
 from mpi4dl.comm import guard
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
+DESCRIPTION = "Show what a job runs on: nodes, cores, GPUs, the MPI library, and how fast messages are."
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 REPEAT_SECONDS = 0.2
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mpi4dl.doctor", description=(__doc__ or "").split(":")[0])
+    parser = argparse.ArgumentParser(prog=f"mpirun -n RANKS {typed('doctor')}", description=DESCRIPTION)
     parser.add_argument(
         "--gpu-wire", default="auto", choices=("auto", "direct", "staged", "nccl"), help="how GPU tensors travel"
     )
@@ -59,7 +61,7 @@ def examine(comm: "Communicator", gpu_wire: str) -> None:
     print(f"waiting ranks {first} and then sleep")
     print(f"GPU tensors go {wire}: {why}")
     if comm.size == 1:
-        print("wire: start at least 2 ranks to measure it, as in: mpirun -n 2 python -m mpi4dl.doctor")
+        print(f"wire: start at least 2 ranks to measure it, as in: mpirun -n 2 {typed('doctor')}")
         return
     print(f"wire, rank 0 to rank 1, tensors on {device.type}:")
     for size, seconds in zip(MESSAGE_BYTES, measured, strict=True):

@@ -8,37 +8,44 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpi4dl._commands import runs
 from mpi4dl.comm import guard
 
-if __name__ == "__main__":
+if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import option
+from mpi4dl.options.declare import option, same_as
 from mpi4dl.options.kinds import COUNT_OR_ZERO, NAME, PROPER_FRACTION, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
-USAGE = "mpirun -n RANKS python -m mpi4dl.evaluate RUN_OR_WEIGHTS [--images FOLDER] [--FLAG VALUE ...]"
+USAGE = "RUN_OR_WEIGHTS [--images FOLDER] [--FLAG VALUE ...]"
 DESCRIPTION = "Measure how well a trained model does on images with labels."
 
 
 @dataclass(frozen=True)
 class Evaluating:
+    """What the model is measured on, and where results go."""
+
     images: str | None = option(
         None,
         "a folder with one subfolder per class, with labels.csv, or with images and masks; an .npz file; none: what "
         "validated in training",
         optional(NAME),
+        brief="a folder of images with labels",
+        known_as=same_as("data-dir data-path data-root"),
     )
     out: str | None = option(
         None,
         "the folder that evaluation.json and evaluation.csv are written to; none: that of the run, with the date in "
         "their names",
         optional(NAME),
+        brief="the folder for evaluation.json and evaluation.csv",
+        known_as=same_as("output output-dir results-dir"),
     )
     resamples: int = option(
         1000, "how often images are drawn anew for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO

@@ -9,8 +9,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
 
+DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
 
 
@@ -21,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command(argv: Sequence[str] | None) -> None:
     """Export what a command line asks for. Raises ValueError and OSError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpi4dl.export", description="Write the weights of a run as a state_dict for plain PyTorch."
-    )
+    parser = argparse.ArgumentParser(prog=typed("export"), description=DESCRIPTION)
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="a file that ends in .pt or .safetensors")
     parser.add_argument(

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpi4dl._commands import runs
 from mpi4dl.comm import guard
 
-if __name__ == "__main__":
+if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl.generation.options import Batching, Choosing, Prompts, Ranks
@@ -21,7 +22,7 @@ from mpi4dl.options.declare import like
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
-USAGE = "mpirun -n RANKS python -m mpi4dl.generate RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
+USAGE = "RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model go on with text."
 
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
+from mpi4dl._wording import to_install
 from mpi4dl.forecast.planning import Searched, Shown, TrainedOn, planned, searched
 from mpi4dl.forecast.progress import ProgressLine
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import parse_options, without_flags
 from mpi4dl.options.words import spelling
 
-USAGE = "python -m mpi4dl.plan [--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
-DESCRIPTION = (
-    "Show what training by these flags would be: stages, tiles, messages, memory and a timeline. No MPI needed."
-)
+USAGE = "[--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
+DESCRIPTION = "Show stages, tiles, messages, memory and a timeline of a training run. No MPI needed."
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show(argv: Sequence[str]) -> None:
     """Print the overview, and draw its timeline. Raises ValueError."""
-    config = parse_options(PlanConfig, argv, USAGE, DESCRIPTION)
+    config = parse_options(PlanConfig, argv, f"{typed('plan')} {USAGE}", DESCRIPTION)
     if config.run.print_config:
         print(to_toml(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
@@ -92,7 +92,7 @@ def timeline_of(asked: str) -> Path:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ConfigError(
-                f"--timeline {path} needs matplotlib: pip install matplotlib, or draw to a .txt file"
+                f"--timeline {path} needs matplotlib; run {to_install('matplotlib')}, or draw to a .txt file"
             ) from None
     return path
 

@@ -8,37 +8,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpi4dl._commands import runs
 from mpi4dl.comm import guard
 
-if __name__ == "__main__":
+if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError, option
+from mpi4dl.options.declare import ConfigError, option, same_as
 from mpi4dl.options.kinds import NAME, optional
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
-USAGE = "mpirun -n RANKS python -m mpi4dl.predict RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
+USAGE = "RUN_OR_WEIGHTS --images FOLDER [--FLAG VALUE ...]"
 DESCRIPTION = "Let a trained model predict of images without labels."
 
 
 @dataclass(frozen=True)
 class ToPredict:
+    """Images to predict of, and where predictions go."""
+
     images: str | None = option(
         None,
         "a folder, of which all images below it are taken; an image; a pattern such as 'new/*.png'; or a .txt file "
         "with a path in each line",
         optional(NAME),
+        brief="a folder, an image, a pattern, or a .txt list",
+        known_as=same_as("data-dir data-path input source i"),
     )
     out: str | None = option(
         None,
         "the folder for predictions.csv, predictions.jsonl and masks; images that have a line there are not looked at "
         "again; none: predictions-IMAGES in that of the run",
         optional(NAME),
+        brief="the folder for predictions and masks",
+        known_as=same_as("output output-dir results-dir"),
     )
 
 

@@ -7,7 +7,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
+
+DESCRIPTION = "Write an HTML page of runs: options, curves, metrics, images, speed and memory. No MPI needed."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -18,10 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command(argv: Sequence[str] | None) -> None:
     """Write the page that a command line asks for. Raises ValueError and OSError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpi4dl.report",
-        description="Write one HTML page of runs: configuration, curves, metrics, images, speed, memory, timeline.",
-    )
+    parser = argparse.ArgumentParser(prog=typed("report"), description=DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a run's folder; several are shown together")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="default: %(default)s")
     options = parser.parse_args(argv)

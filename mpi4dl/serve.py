@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpi4dl._commands import runs
 from mpi4dl.comm import guard
 
-if __name__ == "__main__":
+if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._files import read_regular
+from mpi4dl._wording import to_install
 from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.declare import ConfigError, option
+from mpi4dl.options.declare import ConfigError, instead, option, same_as
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
 from mpi4dl.trainer.stopping import StopSignals
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
     from mpi4dl.generation.batcher import Batcher
 
-USAGE = "mpirun -n RANKS python -m mpi4dl.serve RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
+USAGE = "RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
 DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
 TOKEN_VARIABLE = "MPI4DL_TOKEN"
 PORT = integer("a port from 0 to 65535", lambda port: 0 <= port <= 65535)
@@ -35,19 +37,42 @@ LOOPBACK = ("127.", "::1")
 
 @dataclass(frozen=True)
 class Serving:
-    host: str = option("127.0.0.1", "the address to listen on; the default is reached from this machine alone", NAME)
-    port: int = option(8000, "the port to listen on; 0: any that is free, which is printed", PORT)
+    """The address, limits of requests and connections, and how the server ends."""
+
+    host: str = option(
+        "127.0.0.1",
+        "the address to listen on; the default is reached from this machine alone",
+        NAME,
+        brief="the address to listen on",
+        known_as=same_as("bind"),
+    )
+    port: int = option(
+        8000,
+        "the port to listen on; 0: any that is free, which is printed",
+        PORT,
+        brief="the port to listen on; 0: any",
+    )
     model_name: str | None = option(
-        None, "what requests call the model; none: the name of the folder that is served", optional(NAME)
+        None,
+        "what requests call the model; none: the name of the folder that is served",
+        optional(NAME),
+        brief="what requests call the model",
+        known_as=same_as("served-model-name"),
     )
     token_file: str | None = option(
         None,
         f"a file with what requests must bear as a token; none: what {TOKEN_VARIABLE} says, if set",
         optional(NAME),
+        brief="a file with the token that requests must bear",
+        known_as=instead("use {option} FILE, a file that holds the token", "api-key"),
     )
     max_queue: int = option(64, "how many texts may wait for a place in the batch; more are refused", COUNT_OR_ZERO)
     max_tokens: int | None = option(
-        None, "how many tokens a text may have at most; none: as many as the context has room for", optional(COUNT)
+        None,
+        "how many tokens a text may have at most; none: as many as the context has room for",
+        optional(COUNT),
+        brief="tokens of a text at most",
+        known_as=same_as("max-model-len max-new-tokens"),
     )
     max_body: int = option(1 << 20, "how long the body of a request may be at most", BYTES)
     max_connections: int = option(512, "how many connections there may be; idle ones make room for new ones", COUNT)
@@ -117,10 +142,8 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
     try:
         from mpi4dl.serving.server import bind
     except ImportError as error:
-        raise ConfigError(
-            f"serving needs packages that are not there ({error}): run pip install '.[serve]' in the source tree of "
-            "mpi4dl"
-        ) from None
+        needed = to_install("fastapi", "pydantic", "uvicorn", "prometheus_client")
+        raise ConfigError(f"serving needs packages that are not installed ({error}); run {needed}") from None
     token = _token(options.token_file)
     if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
         print(

@@ -5,9 +5,10 @@
 
 from typing import TYPE_CHECKING
 
+from mpi4dl._commands import runs
 from mpi4dl.comm import guard
 
-if __name__ == "__main__":
+if runs(__name__):
     guard.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl.options.command import CommandLine, command

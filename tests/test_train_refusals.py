@@ -143,7 +143,7 @@ def test_a_mistake_on_one_rank_is_told_by_that_rank() -> None:
             "--scheduler is for 3 steps, but there will be 4",
         ),
         ("--batch-size 1", "--data 2 replicas cannot share a batch of 1: raise --batch-size"),
-        ("--batch-size 9", "8 images to train on do not fill one batch of 9: choose a smaller batch size"),
+        ("--batch-size 9", "8 images to train on do not fill one batch of 9: choose a smaller --batch-size"),
         ("--device cuda", "device 'cuda' was asked for, but PyTorch sees no GPU here: use --device cpu"),
         ("--model unet", r"the model's output has shape \(4, 10, 32, 32\), but --task classify.*\(batch, classes\)"),
         ("--lr 1e30", "step [12]: the loss is not finite .*try a smaller --lr"),

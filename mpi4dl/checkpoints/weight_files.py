@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl._wording import to_install
 from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MODEL, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 
@@ -102,8 +103,8 @@ def _of_pickle(path: Path) -> WeightSource:
     except DAMAGED as error:
         if path.stat().st_size == 0:
             raise ValueError(f"`weights` {path} is empty (0 bytes)") from None
-        said = (str(error).splitlines() or ["it is no file that torch.save wrote, or is cut"])[0]
-        raise ValueError(f"`weights` {path} cannot be read: {said}") from None
+        said = type(error).__name__ + (f": {str(error).splitlines()[0]}" if str(error) else "")
+        raise ValueError(f"`weights` {path} is no file that torch.save wrote, or is cut off ({said})") from None
     state = _state_dict(whole)
     if state is None:
         has = (
@@ -153,7 +154,8 @@ def _cached(source: str, model: str) -> Path:
         with suppress(ValueError, KeyError, AttributeError):  # torchvision does not have this model
             known = f"; of {model} it has {', '.join(str(one) for one in models.get_model_weights(model))}"
         what = f"{model} has no trained weights" if source == PRETRAINED else f"there are no weights {source}"
-        raise ValueError(f"`weights` {source}: {what} in torchvision{known}") from None
+        remedy = known or "; name a file of weights, or choose a `model` of torchvision or timm"
+        raise ValueError(f"`weights` {source}: {what} in torchvision{remedy}") from None
     file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
     return _there(file, f"{source} of torchvision", f"torch.hub.load_state_dict_from_url({found.url!r})")
 
@@ -163,7 +165,8 @@ def _of_timm(name: str) -> Path:
     try:
         timm = import_module("timm")
     except ImportError:
-        raise ValueError(f"`weights` {PRETRAINED}: {TIMM}{name} needs the package timm: pip install timm") from None
+        message = f"`weights` {PRETRAINED}: {TIMM}{name} needs the package timm; run {to_install('timm')}"
+        raise ValueError(message) from None
     known = timm.models.get_pretrained_cfg(name)
     if known is None or not (known.hf_hub_id or known.url):
         raise ValueError(f"`weights` {PRETRAINED}: timm has no trained weights of {name}")

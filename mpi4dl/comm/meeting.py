@@ -1,11 +1,13 @@
 """Where the ranks of a job speak of its end: plain MPI, without torch, on a communicator that nobody else uses."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mpi4dl._wording import to_install
 from mpi4dl.comm.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.25
 LAST_TURN_SECONDS = 1.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-3, 0.05
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # what launchers set, and say to no other MPI library
 SPEAKING = 1  # the tag of "I say what went wrong"
 
 
@@ -84,14 +87,14 @@ def meeting() -> Meeting:
         from mpi4py import MPI
     except ImportError as error:
         raise Refusal(
-            f"MPI cannot be used: {error}. Run pip install '.[mpich]' in the source tree of mpi4dl, which brings "
-            "mpi4py and an MPI library; on a cluster that has its own MPI: pip install mpi4py"
+            f"MPI cannot be used: {error}. Run {to_install('mpi4py', 'mpich')}, which brings an MPI library; on a "
+            f"cluster that has its own: {to_install('mpi4py')}"
         ) from None
     except RuntimeError as error:  # mpi4py is there, and the library is not
         reason = " ".join(str(error).split())[:200]
         raise Refusal(
             f"mpi4py finds no MPI library: {reason}. Load the MPI of your cluster (module load), or run "
-            "pip install '.[mpich]' in the source tree of mpi4dl"
+            f"{to_install('mpich')}"
         ) from None
 
     return Meeting(MPI.COMM_WORLD.Dup())
@@ -105,6 +108,18 @@ def met() -> Meeting | None:
 def mpi_has_started() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized()
+
+
+def strangers() -> int:
+    """How many processes the launcher says that it started, where MPI sees one; 0 where that is no contradiction.
+
+    This happens where mpirun belongs to another MPI library than the one that mpi4py uses.
+    """
+    if not mpi_has_started() or mpi_is_over() or sys.modules["mpi4py.MPI"].COMM_WORLD.size > 1:
+        return 0
+    told = (os.environ.get(name, "") for name in SIZE_VARIABLES)
+    number = max((int(each) for each in told if each.isdecimal()), default=0)
+    return number if number > 1 else 0
 
 
 def mpi_is_over() -> bool:

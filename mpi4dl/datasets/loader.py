@@ -90,7 +90,7 @@ class Loader:
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "
-                "smaller batch size"
+                "smaller `batch_size`"
             )
         self._batch_size, self._boxes_of = batch_size, boxes_of
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last

@@ -110,7 +110,7 @@ def set_aside(
             else ("train on", f"less than {floor(100 * max(places)) / 100}")
         )
         raise DatasetError(
-            f"a share of {fraction} for validation leaves none of {len(names)} {kind} to {lacks}, since each goes by a "
+            f"`val_fraction` {fraction} leaves none of {len(names)} {kind} to {lacks}, since each goes by a "
             f"hash of its name: choose {remedy}, or {otherwise}"
         )
     return aside

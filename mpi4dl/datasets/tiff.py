@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
 from mpi4dl.datasets.child import ask
 from mpi4dl.datasets.colour import WHITE
@@ -46,7 +47,8 @@ def open_tiff(path: Path, indices: bool = False) -> Image:
     try:
         import tifffile
     except ImportError as error:
-        raise DatasetError(f"{path}: reading TIFF needs tifffile: run pip install tifffile imagecodecs") from error
+        remedy = to_install("tifffile", "imagecodecs")
+        raise DatasetError(f"{path}: reading TIFF needs tifffile; run {remedy}") from error
     try:
         with tifffile.TiffFile(path, _multifile=False) as file:
             first: Any = file.pages[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
 from mpi4dl.datasets.child import ask
 from mpi4dl.datasets.colour import over_white
@@ -24,8 +25,8 @@ class OpenSlideImage:
 
     def __init__(self, path: Path) -> None:
         if find_spec("openslide") is None:
-            remedy = "run pip install openslide-python openslide-bin"
-            raise DatasetError(f"{path}: reading {path.suffix} needs openslide: {remedy}")
+            remedy = to_install("openslide-python", "openslide-bin")
+            raise DatasetError(f"{path}: reading {path.suffix} needs openslide; run {remedy}")
         self._path = path
         answer, _ = ask("openslide", path)
         if "error" in answer:

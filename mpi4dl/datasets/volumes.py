@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
 from mpi4dl.datasets.files import blaming, open_regular
 from mpi4dl.geometry import Interval
@@ -161,7 +162,7 @@ def _open_stack(path: Path) -> Opened:
 
 def _require(path: Path, module: str, package: str) -> None:
     if find_spec(module) is None:
-        raise DatasetError(f"{path}: reading it needs {module}: run pip install {package}")
+        raise DatasetError(f"{path}: reading it needs {module}; run {to_install(package)}")
 
 
 VOLUME_SUFFIXES: dict[str, Callable[[Path], Opened]] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mpi4dl.forecast.progress import Tell, quietly
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import option
+from mpi4dl.options.declare import option, same_as
 from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
 
 if TYPE_CHECKING:
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shown:
+    """What the plan shows."""
+
     timeline: str | None = option(
         None,
         "where to draw the timeline of a step, as FILE.png or FILE.txt; none: nowhere",
         optional(NAME),
         flag_only=True,
+        brief="FILE.png or FILE.txt for the timeline of a step",
     )
     rank_gflops: float = option(
         50.0, "what a rank is assumed to compute per second, in GFLOP, unless it is measured", POSITIVE, flag_only=True
@@ -33,13 +36,23 @@ class Shown:
 
 @dataclass(frozen=True)
 class Searched:
+    """The search for the fastest plan."""
+
     search: bool = option(
         False,
         "show the fastest of all plans for --ranks ranks, instead of the one that flags name, as --ranks alone does",
         BOOLEAN,
         flag_only=True,
+        brief="show the fastest of all plans for --ranks",
     )
-    ranks: int | None = option(None, "for how many ranks to search", optional(COUNT), flag_only=True)
+    ranks: int | None = option(
+        None,
+        "for how many ranks to search",
+        optional(COUNT),
+        flag_only=True,
+        brief="for how many ranks to search",
+        known_as=same_as("n np gpus devices num-gpus world-size nproc"),
+    )
     ranks_per_node: int | None = option(
         None,
         "how many of them share a node, as those who share features are to; none: all",
@@ -47,7 +60,12 @@ class Searched:
         flag_only=True,
     )
     memory: int | None = option(
-        None, "how much memory each rank has, such as 4GiB; none: any", optional(BYTES), flag_only=True
+        None,
+        "how much memory each rank has, such as 4GiB; none: any",
+        optional(BYTES),
+        flag_only=True,
+        brief="how much memory each rank has, such as 4GiB",
+        known_as=same_as("memory-per-gpu gpu-memory max-memory"),
     )
 
 

@@ -5,7 +5,7 @@ from math import isqrt, prod
 from typing import Any
 
 from mpi4dl.options.config import Config, Parallel, Training
-from mpi4dl.options.declare import like, option
+from mpi4dl.options.declare import instead, like, option, same_as
 from mpi4dl.options.kinds import BOOLEAN, COUNT, COUNT_OR_ZERO, GRIDS, PART, choice, optional
 
 LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
@@ -13,6 +13,8 @@ LARGE_PIXELS = 1 << 22  # of an image, from which on ranks share each one
 
 @dataclass(frozen=True)
 class Inputs:
+    """How the model sees images, and how many at once."""
+
     model: Any = option(
         None,
         "an own model again, such as my_code.py:build, if its file was moved or changed; none: as it was trained",
@@ -20,7 +22,10 @@ class Inputs:
     )
     transforms: Any = option(None, "an own --transforms of training again; none: as it was trained", optional(PART))
     average: bool = option(
-        True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
+        True,
+        "of a run trained with --ema, take the average of the weights, which its validations measured",
+        BOOLEAN,
+        known_as=instead("use {option}", "use-ema"),
     )
     fit: str = option(
         "auto",
@@ -35,20 +40,35 @@ class Inputs:
         None,
         "images at once, over all ranks together; none: as in training, and at least one for each of --data",
         optional(COUNT),
+        brief="images at once, over all ranks",
+        known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),
     )
-    num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
+    num_workers: int = option(
+        2,
+        "how many workers on each rank read images ahead",
+        COUNT_OR_ZERO,
+        per_rank=True,
+        known_as=same_as("workers j"),
+    )
 
 
 @dataclass(frozen=True)
 class Placing:
+    """How ranks share the work, and where it is computed."""
+
     tiles: tuple[tuple[int, ...], ...] | None = option(
         None,
         "the grid of tiles that every image is cut into, one per rank; none: of large images one tile for each rank",
         optional(GRIDS),
+        brief="the grid of tiles that each image is cut into",
     )
     stages: int = like(Parallel, "stages")
     data: int | None = option(
-        None, "how many groups of ranks share the batch; none: as many as there are ranks for", optional(COUNT)
+        None,
+        "how many groups of ranks share the batch; none: as many as there are ranks for",
+        optional(COUNT),
+        brief="groups of ranks that share the images",
+        known_as=same_as("dp"),
     )
     microbatches: int = like(Parallel, "microbatches")
     tensor: int = like(Parallel, "tensor")

@@ -19,6 +19,7 @@ from typing import Literal, get_type_hints
 from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
+from mpi4dl._wording import to_install
 from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
 from mpi4dl.models.experts import Mixture
@@ -169,6 +170,8 @@ def require_known(name: str) -> None:
     known = names(torchvision=True)
     if name not in known and name in import_torchvision().models.list_models():
         raise ValueError(refusal(name))
+    if name.endswith(".py"):
+        raise ValueError(f"model {name!r} is a file: name what makes the model in it too, as in {name}:build")
     if name not in known:
         nearest = difflib.get_close_matches(name.lower(), known) or names()
         raise ValueError(
@@ -231,7 +234,7 @@ def _imported(package: str, model: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(f"model {model} needs the package {package}: pip install {package}") from None
+        raise ValueError(f"model {model} needs the package {package}; run {to_install(package)}") from None
 
 
 def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mpi4dl._commands import typed
 from mpi4dl._exits import one_message
 from mpi4dl._memory import within_limits
 from mpi4dl.comm import guard
-from mpi4dl.options.declare import ConfigError, facts, parse_options
+from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options
 from mpi4dl.options.words import speaking, spelling
 
 if TYPE_CHECKING:
@@ -34,22 +35,27 @@ class CommandLine(Generic[T]):
 class Command(Generic[T]):
     """`main()` is the command; called with a communicator and a command line, it is the same inside an MPI job.
 
-    `source`: what the first word must name; empty: all are flags. `patience`: the seconds that a command line lets
-    the ranks wait for each other.
+    `words`: what follows its name in the line on usage. `source`: what the first word must name; empty: all are flags.
+    `patience`: the seconds that a command line lets the ranks wait for each other.
     """
 
     def __init__(
         self,
         act: Callable[["Communicator", CommandLine[T]], None],
         config: type[T],
-        usage: str,
+        words: str,
         description: str,
         source: str,
         patience: Callable[[Sequence[str]], float],
     ) -> None:
-        self.act, self.config, self.usage, self.description = act, config, usage, description
+        self.act, self.config, self.words, self.description = act, config, words, description
         self.source, self.patience = source, patience
         functools.update_wrapper(self, act)
+
+    @property
+    def usage(self) -> str:
+        """The line on usage, with the command as the user started it."""
+        return f"mpirun -n RANKS {typed(self.act.__name__)} {self.words}"
 
     def __reduce__(self) -> str:
         return self.act.__qualname__  # a command is pickled by its name, as functions are
@@ -66,9 +72,9 @@ class Command(Generic[T]):
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Start MPI, and do what `argv` asks for, or the program's own command line, on all ranks of the job."""
         arguments = list(sys.argv[1:] if argv is None else argv)
-        if "-h" in arguments or "--help" in arguments:
+        if asked_topic(arguments) is not None:
             with one_message():
-                parse_options(self.config, ["--help"], self.usage, self.description)
+                parse_options(self.config, arguments, self.usage, self.description)
 
         def begin() -> None:
             from mpi4dl.comm import world
@@ -88,10 +94,10 @@ class Command(Generic[T]):
 
 def command(
     config: type[T],
-    usage: str,
+    words: str,
     description: str,
     source: str = "",
     patience: Callable[[Sequence[str]], float] = lambda _: guard.START_SECONDS,
 ) -> Callable[[Callable[["Communicator", CommandLine[T]], None]], Command[T]]:
     """Make a function of a communicator and what is asked for into a `Command`."""
-    return lambda act: Command(act, config, usage, description, source, patience)
+    return lambda act: Command(act, config, words, description, source, patience)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpi4dl.options.declare import ConfigError, facts, option, parse_options, shared_options, to_toml
+from mpi4dl._commands import typed
+from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
 from mpi4dl.options.kinds import (
     BOOLEAN,
     BYTES,
@@ -46,20 +47,35 @@ from mpi4dl.options.tuning import Tuning
 __all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]
 
-USAGE = "mpirun -n RANKS python -m mpi4dl.train [--config FILE] [--FLAG VALUE ...]"
-DESCRIPTION = "Train an unmodified PyTorch model on images or text that are spread over the ranks of an MPI job."
+USAGE = "[--config FILE] [--FLAG VALUE ...]"
+DESCRIPTION = "Train an unmodified PyTorch model on images or text, over the ranks of an MPI job."
 
 
 @dataclass(frozen=True)
 class Model:
+    """The model, and the patches that it sees."""
+
     model: Any = option(
         "resnet18",
         "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS; or an own one: "
         "my_code.py:build or package.module:Class",
         PART,
+        brief="a model of mpi4dl, torchvision, timm/ or smp/, or yours",
+        known_as=same_as("arch architecture a backbone model-name model-type net")
+        | instead("use {option} for the model, and --weights for its weights", "model-name-or-path"),
     )
-    num_classes: int | None = option(None, "how many classes; none: as many as the data has", optional(COUNT))
-    model_options: Mapping[str, Any] = option({}, "keyword arguments of the model, such as depth=29,pool=max", KEYWORDS)
+    num_classes: int | None = option(
+        None,
+        "how many classes; none: as many as the data has",
+        optional(COUNT),
+        known_as=same_as("nb-classes n-classes num-labels"),
+    )
+    model_options: Mapping[str, Any] = option(
+        {},
+        "keyword arguments of the model, such as depth=29,pool=max",
+        KEYWORDS,
+        known_as=same_as("model-kwargs model-args model-config"),
+    )
     patches: int | None = option(
         None,
         "cut images into patches of so many pixels, which the model encodes, each alone, for the aggregator; none: the "
@@ -79,39 +95,77 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
+    """Images, volumes or text: where they are, their size, and how they vary."""
+
     images: str = option(
         "synthetic",
         "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks; an "
         ".npz file, or synthetic",
         NAME,
+        brief="a folder, an .npz file, or synthetic",
+        known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root"),
     )
     dataset: Any = option(
         None,
         "a dataset of your own instead of --images, such as my_code.py:Slides: it says the size of an image, and reads "
         "a box of it",
         optional(PART_OR_PAIR),
+        known_as=instead("use --images FOLDER, or {option} for a dataset in Python", "dataset-name"),
     )
     dataset_options: Mapping[str, Any] = option({}, "its keyword arguments, such as root=slides", KEYWORDS)
     image_size: tuple[int, ...] = option(
-        (224, 224), "the height and width of every image, in pixels, or the three sides of volumes", IMAGE_SIZE
+        (224, 224),
+        "the height and width of every image, in pixels, or the three sides of volumes",
+        IMAGE_SIZE,
+        brief="height x width in pixels, or three sides of volumes",
+        known_as=same_as("img-size imgsz input-size resolution crop-size train-crop-size"),
     )
-    batch_size: int = option(4, "images per step (of --accumulate batches: in each), over all ranks together", COUNT)
-    num_samples: int = option(256, "how many images there are, if they are synthetic", COUNT)
-    val_fraction: float = option(0.1, "the share of the images that is kept for validation", PROPER_FRACTION)
+    batch_size: int = option(
+        4,
+        "images per step (of --accumulate batches: in each), over all ranks together",
+        COUNT,
+        brief="images per step, over all ranks",
+        known_as=same_as("b batch global-batch-size train-batch-size")
+        | instead(
+            "use {option} N, which counts the images of all ranks together",
+            "batch-size-per-gpu per-gpu-batch-size per-device-train-batch-size batch-size-per-device "
+            "per-device-batch-size",
+        ),
+    )
+    num_samples: int = option(
+        256, "how many images there are, if they are synthetic", COUNT, known_as=same_as("dataset-size")
+    )
+    val_fraction: float = option(
+        0.1,
+        "the share of the images that is kept for validation",
+        PROPER_FRACTION,
+        known_as=same_as("val-split validation-split test-size"),
+    )
     fit: str = option(
         "auto",
         "how images of all formats are brought to the image size; auto: slides of more than 8192 x 8192 px are cropped",
         choice("auto", "resize", "crop"),
     )
-    flip: bool = option(True, "mirror training images at random", BOOLEAN)
-    random_crop: bool = option(False, "crop training images at a random place", BOOLEAN)
+    flip: bool = option(
+        True, "mirror training images at random", BOOLEAN, known_as=instead("use {option} or --no-flip", "hflip")
+    )
+    random_crop: bool = option(
+        False,
+        "crop training images at a random place",
+        BOOLEAN,
+        known_as=instead("use {option}", "random-resized-crop"),
+    )
     jitter: float = option(
-        0.0, "how far brightness, contrast and saturation of training images vary; 0: not at all", SHARE
+        0.0,
+        "how far brightness, contrast and saturation of training images vary; 0: not at all",
+        SHARE,
+        known_as=same_as("color-jitter"),
     )
     mixup: float = option(
         0.0,
         "train on weighted means of two images and of their labels, with weights from Beta(X, X); 0: not",
         NOT_NEGATIVE,
+        known_as=same_as("mixup-alpha"),
     )
     transforms: Any = option(
         None,
@@ -142,15 +196,28 @@ class Data:
         "train on text instead of images: files and folders of UTF-8, with commas between them, or stdlib, the source "
         "of Python's standard library",
         optional(NAME),
+        known_as=same_as("train-file text-file"),
     )
     task: str = option(
         "auto",
         "what is learnt: a class or any labels of an image, numbers, a mask, or survival; of text the next token, or "
         "masked ones; auto: as labels are, language of text",
         choice("auto", *TASK_NAMES),
+        brief="classify, segment, ...; auto: what the labels are for",
+        known_as=same_as("problem-type"),
     )
-    context: int = option(256, "how many tokens of text are one sample", COUNT)
-    tokenizer: str = option("bytes", "how text becomes tokens: bytes, or byte pairs, such as bpe:8192", NAME)
+    context: int = option(
+        256,
+        "how many tokens of text are one sample",
+        COUNT,
+        known_as=same_as("seq-length seq-len block-size max-seq-length sequence-length"),
+    )
+    tokenizer: str = option(
+        "bytes",
+        "how text becomes tokens: bytes, or byte pairs, such as bpe:8192",
+        NAME,
+        known_as=same_as("tokenizer-name"),
+    )
     document_mask: bool = option(
         False, "let no token see other documents of the text than its own, where a sample has several", BOOLEAN
     )
@@ -159,19 +226,53 @@ class Data:
     )
     prompt_tokens: int = option(200, "how many tokens it prints of its own", COUNT)
     token_folder: str = option("runs/tokens", "where tokens are kept, for all runs with the same text", NAME)
-    num_workers: int = option(2, "how many workers on each rank read images ahead", COUNT_OR_ZERO, per_rank=True)
+    num_workers: int = option(
+        2,
+        "how many workers on each rank read images ahead",
+        COUNT_OR_ZERO,
+        per_rank=True,
+        known_as=same_as("workers j dataloader-num-workers"),
+    )
     on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
 
 
 @dataclass(frozen=True)
 class Parallel:
+    """How ranks share the work: tiles, stages, replicas, tensors, experts."""
+
     tiles: tuple[tuple[int, ...], ...] = option(
-        ((1, 1),), "the grid of tiles that every image is cut into, one per rank: for all stages, or for each", GRIDS
+        ((1, 1),),
+        "the grid of tiles that every image is cut into, one per rank: for all stages, or for each",
+        GRIDS,
+        brief="the grid of tiles that each image is cut into",
+        known_as=instead("use {option} with a grid of as many tiles, such as 2x2", "num-spatial-parts spatial-parts")
+        | instead("use {option}: 2x2 is square, 1x4 vertical, 4x1 horizontal", "slice-method")
+        | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size"),
     )
-    stages: int = option(1, "into how many stages the model is cut, one behind the other", COUNT)
+    stages: int = option(
+        1,
+        "into how many stages the model is cut, one behind the other",
+        COUNT,
+        brief="pipeline stages that the model is cut into",
+        known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
+    )
     batch_ways: tuple[int, ...] = option((1,), "in how many ways a stage splits its batch: for all, or each", COUNTS)
-    data: int = option(1, "data replicas: how many groups of ranks share the batch", COUNT)
-    microbatches: int = option(1, "into how many microbatches a batch is cut, in each wave", COUNT)
+    data: int = option(
+        1,
+        "data replicas: how many groups of ranks share the batch",
+        COUNT,
+        brief="data replicas: groups of ranks that share the batch",
+        known_as=same_as("dp dp-size data-parallel-size num-replicas")
+        | instead("use {option} N for replicas, --zero to shard their state, --tiles for large images", "strategy")
+        | instead("leave it out: batch norm takes its statistics over all ranks", "sync-bn sync-batchnorm"),
+    )
+    microbatches: int = option(
+        1,
+        "into how many microbatches a batch is cut, in each wave",
+        COUNT,
+        known_as=same_as("num-microbatches parts gradient-accumulation-chunks")
+        | instead("use {option} N, which counts the microbatches of a batch", "micro-batch-size"),
+    )
     schedule: str = option(
         "1f1b",
         "how microbatches go through the stages",
@@ -181,16 +282,29 @@ class Parallel:
         0, "GEMS: how many pairs of waves go through the model and a mirrored copy of it; 0: no copy", COUNT_OR_ZERO
     )
     chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
-    tensor: int = option(1, "how many ranks share the parameters of each layer, and its features", COUNT)
+    tensor: int = option(
+        1,
+        "how many ranks share the parameters of each layer, and its features",
+        COUNT,
+        known_as=same_as("tp tp-size tensor-parallel-size tensor-model-parallel-size"),
+    )
     sequence: bool = option(
-        False, "sequence parallel: the ranks of --tensor share tokens where each would have all of them", BOOLEAN
+        False,
+        "sequence parallel: the ranks of --tensor share tokens where each would have all of them",
+        BOOLEAN,
+        known_as=instead("use {option}", "sequence-parallel"),
     )
     tensor_styles: str | None = option(
         None,
         'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: as the model\'s table or plan says',
         optional(NAME),
     )
-    experts: int = option(1, "how many ranks share experts, and the batch as those of --data do", COUNT)
+    experts: int = option(
+        1,
+        "how many ranks share experts, and the batch as those of --data do",
+        COUNT,
+        known_as=same_as("ep ep-size expert-parallel-size expert-model-parallel-size"),
+    )
     moe: str = option(
         "tensor",
         "what the ranks of --tensor have of experts: a part of each, or whole ones",
@@ -198,12 +312,19 @@ class Parallel:
     )
     moe_pieces: int = option(1, "in how many pieces a batch travels to experts: one while they have another", COUNT)
     zero: int = option(
-        0, "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)", ZERO_STAGE
+        0,
+        "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)",
+        ZERO_STAGE,
+        brief="ZeRO: share optimizer state (1), gradients (2), all (3)",
+        known_as=same_as("zero-stage")
+        | instead("use {option} 3", "fsdp")
+        | instead("use {option} 1, 2 or 3", "deepspeed sharding"),
     )
     offload: str = option(
         "none",
         "where masters and optimizer state are kept: on the device, the host, or disk",
         choice("none", "cpu", "disk"),
+        known_as=instead("use {option} cpu", "cpu-offload offload-optimizer"),
     )
     offload_folder: str | None = option(
         None, "a fast local disk for --offload disk; none: that of temporary files", optional(NAME), per_rank=True
@@ -230,9 +351,13 @@ class Parallel:
         "visit so many tiles of each rank's part of an image one after the other, so that memory is that of one; none: "
         "all at once; auto: as few as fit into --memory-limit",
         optional(sides_or("auto")),
+        brief="compute so many tiles of a rank one after the other",
     )
     memory_limit: int | None = option(
-        None, "what --stream auto keeps the peak memory of every rank within, such as 6GiB", optional(BYTES)
+        None,
+        "what --stream auto keeps the peak memory of every rank within, such as 6GiB",
+        optional(BYTES),
+        known_as=same_as("max-memory"),
     )
     stream_until: str | None = option(
         None, "the last module that is streamed; none: as far as margins are small beside tiles", optional(NAME)
@@ -259,7 +384,27 @@ class Parallel:
         optional(COUNT),
         per_rank=True,
     )
-    device: str = option("auto", "where to compute; auto: on a GPU if there is one", choice("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto",
+        "where to compute; auto: on a GPU if there is one",
+        choice("auto", "cpu", "cuda"),
+        known_as=same_as("accelerator")
+        | instead(
+            "start one rank for each GPU or group of cores, as in mpirun -n {value}",
+            "gpus devices num-gpus n-gpus nproc-per-node num-processes world-size np n num-ranks",
+        )
+        | instead(
+            "name the hosts to mpirun, or let the cluster's scheduler choose them",
+            "num-nodes nnodes hosts hostfile num-machines",
+        )
+        | instead(
+            "leave it out: mpirun tells each rank its place",
+            "local-rank rank node-rank master-addr master-port rdzv-endpoint rdzv-backend dist-url "
+            "dist-backend backend",
+        )
+        | instead("use {option} cuda", "gpu cuda use-cuda")
+        | instead("use {option} cpu", "cpu use-cpu no-cuda"),
+    )
     gpu_wire: str = option(
         "auto",
         "how GPU tensors travel: by MPI directly, by MPI staged on the host, or by NCCL where the order is fixed",
@@ -285,67 +430,198 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Optimizer:
-    optimizer: Any = option("SGD", "a class of torch.optim, or an own one such as my_code.py:Lion", PART)
-    lr: float = option(0.01, "the learning rate", NOT_NEGATIVE)
-    optimizer_options: Mapping[str, Any] = option({}, "its keyword arguments, such as momentum=0.9", KEYWORDS)
+    """The optimizer, the learning rate and its schedule."""
+
+    optimizer: Any = option(
+        "SGD",
+        "a class of torch.optim, or an own one such as my_code.py:Lion",
+        PART,
+        brief="a class of torch.optim, or your own",
+        known_as=same_as("opt optim optimizer-name"),
+    )
+    lr: float = option(
+        0.01,
+        "the learning rate",
+        NOT_NEGATIVE,
+        brief="the learning rate",
+        known_as=same_as("learning-rate base-lr lr0 initial-lr"),
+    )
+    optimizer_options: Mapping[str, Any] = option(
+        {},
+        "its keyword arguments, such as momentum=0.9",
+        KEYWORDS,
+        brief="such as momentum=0.9,weight_decay=0.05",
+        known_as=same_as("opt-args optimizer-args optim-args")
+        | instead("use {option} momentum={value}", "momentum sgd-momentum")
+        | instead("use {option} weight_decay={value}", "weight-decay wd")
+        | instead("use {option} betas=(0.9,0.999)", "betas opt-betas adam-beta1 adam-beta2")
+        | instead("use {option} eps={value}", "eps opt-eps adam-epsilon")
+        | instead("use {option} momentum=0.9,nesterov=true", "nesterov"),
+    )
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
     scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
     lr_schedule: str = option(
         "constant",
         "how the learning rate falls from step to step, to 0 at the end: constant, linear, or as half a cosine",
         choice("constant", "linear", "cosine"),
+        brief="constant, linear or cosine",
+        known_as=same_as("lr-scheduler-type sched lr-policy")
+        | instead("use {option} linear or cosine, or --scheduler with a class of PyTorch", "lr-scheduler")
+        | instead("use --scheduler CosineAnnealingLR --scheduler-options T_max=EPOCHS,eta_min={value}", "min-lr"),
     )
-    warmup: int = option(0, "in how many steps the learning rate rises before that, from a hundredth", COUNT_OR_ZERO)
-    clip_norm: float | None = option(None, "the largest norm of the gradient; none: any", optional(POSITIVE))
+    warmup: int = option(
+        0,
+        "in how many steps the learning rate rises before that, from a hundredth",
+        COUNT_OR_ZERO,
+        known_as=same_as("warmup-steps num-warmup-steps")
+        | instead("use {option} N, which counts steps, not epochs", "warmup-epochs lr-warmup-epochs")
+        | instead("use {option} N, which counts steps", "warmup-ratio"),
+    )
+    clip_norm: float | None = option(
+        None,
+        "the largest norm of the gradient; none: any",
+        optional(POSITIVE),
+        known_as=same_as("clip-grad clip-grad-norm max-grad-norm gradient-clip-val grad-clip gradient-clipping"),
+    )
     clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
 
 
 @dataclass(frozen=True)
 class Training:
-    epochs: int = option(1, "how many times every image is seen", COUNT)
-    accumulate: int = option(1, "how many batches make one step together", COUNT)
-    max_steps: int | None = option(None, "stop after so many steps; none: after the epochs", optional(COUNT))
+    """Epochs and steps, the loss, precision, and validation."""
+
+    epochs: int = option(
+        1,
+        "how many times every image is seen",
+        COUNT,
+        brief="how many times each image is seen",
+        known_as=same_as("num-epochs max-epochs num-train-epochs n-epochs"),
+    )
+    accumulate: int = option(
+        1,
+        "how many batches make one step together",
+        COUNT,
+        known_as=same_as("grad-accum-steps gradient-accumulation-steps accumulate-grad-batches accum-iter update-freq"),
+    )
+    max_steps: int | None = option(
+        None,
+        "stop after so many steps; none: after the epochs",
+        optional(COUNT),
+        known_as=same_as("max-iter max-iters num-steps train-iters iterations total-steps max-train-steps"),
+    )
     loss: Any = option(
         None,
         "what is minimised: cross_entropy, bce, dice, focal, mse, l1, huber, cox, or several with + between them; or "
         "an own one such as my_code.py:loss(outputs, targets); none: what suits the task",
         optional(PART),
+        brief="cross_entropy, dice, ... or your own",
+        known_as=same_as("criterion loss-fn loss-function"),
     )
     loss_options: Mapping[str, Any] = option(
         {}, "the options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or what makes an own one", KEYWORDS
     )
-    precision: str = option("fp32", "the type to compute in", choice("fp32", "bf16", "fp16"))
+    precision: str = option(
+        "fp32",
+        "the type to compute in",
+        choice("fp32", "bf16", "fp16"),
+        brief="fp32, bf16 or fp16",
+        known_as=same_as("dtype mixed-precision amp-dtype")
+        | instead("use {option} bf16 or {option} fp16", "amp")
+        | instead("use {option} fp16", "fp16 half")
+        | instead("use {option} bf16", "bf16"),
+    )
     low_precision_weights: bool = option(
         False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
     )
-    recompute: bool = option(False, "recompute activations in the backward pass, to save memory", BOOLEAN)
+    recompute: bool = option(
+        False,
+        "recompute activations in the backward pass, to save memory",
+        BOOLEAN,
+        brief="compute activations again, to save memory",
+        known_as=instead(
+            "use {option}",
+            "gradient-checkpointing grad-checkpointing activation-checkpointing activation-checkpoint "
+            "checkpoint-activations recompute-activations",
+        ),
+    )
     check_replicas: bool = option(
         False, "check after every epoch that ranks with the same weights have the same bits of them", BOOLEAN
     )
-    seed: int = option(0, "the seed of weights, order and augmentation", SEED)
-    eval_every: int | None = option(1, "validate after every so many epochs; none: never", optional(COUNT))
+    seed: int = option(
+        0, "the seed of weights, order and augmentation", SEED, known_as=same_as("random-seed manual-seed")
+    )
+    eval_every: int | None = option(
+        1,
+        "validate after every so many epochs; none: never",
+        optional(COUNT),
+        known_as=same_as("check-val-every-n-epoch val-interval eval-freq")
+        | instead(
+            "run the command evaluate, or name images for validation with {option}",
+            "do-eval test-only evaluate validate",
+        )
+        | instead("use {option} N, which counts epochs", "eval-steps"),
+    )
 
 
 @dataclass(frozen=True)
 class Run:
+    """The folder of a run, checkpoints, reports and callbacks."""
+
     run_folder: str | None = option(
-        None, "where the run is recorded; none: runs/MODEL-DATE-TIME", optional(NAME), per_rank=True
+        None,
+        "where the run is recorded; none: runs/MODEL-DATE-TIME",
+        optional(NAME),
+        per_rank=True,
+        brief="where the run is recorded",
+        known_as=same_as("output-dir output out-dir save-dir log-dir logdir default-root-dir work-dir exp-dir"),
     )
     save_every: str | int = option(
         "epoch",
         "when all is saved that a run needs to go on: after every epoch, so many steps, or never",
         count_or("epoch", "none"),
+        known_as=same_as("save-steps checkpoint-interval every-n-train-steps")
+        | instead("use {option} epoch, a number of steps, or none", "save-strategy save-freq"),
     )
-    keep: int = option(2, "how many checkpoints are kept, the newest", COUNT)
+    keep: int = option(
+        2,
+        "how many checkpoints are kept, the newest",
+        COUNT,
+        known_as=same_as("save-total-limit checkpoint-hist save-top-k"),
+    )
     resume: str = option(
-        "none", "go on: in --run-folder, if there is a run (auto), or from a run or checkpoint at this path", NAME
+        "none",
+        "go on: in --run-folder, if there is a run (auto), or from a run or checkpoint at this path",
+        NAME,
+        brief="auto, or the run or checkpoint to go on with",
+        known_as=same_as("resume-from resume-from-checkpoint ckpt-path")
+        | instead("use {option} auto", "auto-resume")
+        | instead(
+            "use {option} {value} to go on with a run, or --weights {value} to begin with its weights", "checkpoint"
+        ),
     )
     callbacks: tuple[Any, ...] = option(
-        (), "objects of yours that are told how the run goes, such as my_code.py:Notify", PARTS, per_rank=True
+        (),
+        "objects of yours that are told how the run goes, such as my_code.py:Notify",
+        PARTS,
+        per_rank=True,
+        known_as=instead(
+            "use {option} my_code.py:Logger with a callback that logs there",
+            "wandb use-wandb log-wandb logger report-to",
+        ),
     )
-    log_interval: int = option(10, "steps between two reports", COUNT)
+    log_interval: int = option(
+        10,
+        "steps between two reports",
+        COUNT,
+        known_as=same_as("log-every-n-steps print-freq logging-steps log-freq"),
+    )
     tensorboard: bool = option(True, "write TensorBoard event files into the run folder", BOOLEAN, per_rank=True)
-    dry_run: bool = option(False, "build everything, print the plan, and stop before the first step", BOOLEAN)
+    dry_run: bool = option(
+        False,
+        "build everything, print the plan, and stop before the first step",
+        BOOLEAN,
+        brief="build everything, print the plan, and stop",
+    )
     print_config: bool = option(False, "print all options as a TOML file, and stop", BOOLEAN, flag_only=True)
 
 
@@ -399,7 +675,7 @@ def parse(argv: Sequence[str]) -> Config:
 
     Raises ConfigError with one message for the user; only `--help` exits.
     """
-    return parse_options(Config, argv, USAGE, DESCRIPTION)
+    return parse_options(Config, argv, f"mpirun -n RANKS {typed('train')} {USAGE}", DESCRIPTION)
 
 
 def hang_timeout(argv: Sequence[str]) -> float:

@@ -6,6 +6,8 @@ functions here work on any such config. The name of an option is unique over all
 
 import argparse
 import difflib
+import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +21,10 @@ from mpi4dl.options.kinds import BOOLEAN, Kind, dump
 T = TypeVar("T")
 
 CLOSE = 0.75  # of 1 for equal names: a slip of the pen, not another word
+HELP = ("-h", "--help")
+ALL = "all"  # the topic of --help that shows every option
+SAME = "use {option} {value}"
+LONGEST_METAVAR = 12
 
 
 class ConfigError(ValueError):
@@ -27,7 +33,11 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as declared; `per_rank` ones may differ from rank to rank, `flag_only` ones are no key of a file."""
+    """One option, as declared; `per_rank` ones may differ from rank to rank, `flag_only` ones are no key of a file.
+
+    `brief`: its line in the overview of `--help`, for the options that most people use; empty: it is not there.
+    `known_as`: what other tools call it, and what to do instead, with `{option}` and `{value}` in place of ours.
+    """
 
     name: str
     section: str
@@ -36,15 +46,22 @@ class Option:
     kind: Kind
     per_rank: bool
     flag_only: bool
+    brief: str = ""
+    known_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def negation(self) -> str:
+        """The flag that switches a boolean option off."""
+        return self.flag.replace("--", "--no-", 1)
+
     def words(self, value: Any) -> list[str]:
         """The words of a command line that give the option this value."""
         if self.kind is BOOLEAN:
-            return [self.flag if value else self.flag.replace("--", "--no-", 1)]
+            return [self.flag if value else self.negation]
         raw = self.kind.raw(value)
         text = ",".join(f"{key}={each!r}" for key, each in raw.items()) if isinstance(raw, dict) else str(raw)
         return [self.flag, text]
@@ -55,16 +72,36 @@ class Option:
         return raw if isinstance(raw, str) and raw else dump(raw)
 
 
-def option(default: Any, help: str, kind: Kind, *, per_rank: bool = False, flag_only: bool = False) -> Any:
-    """Declare a field of a section."""
+def option(
+    default: Any,
+    help: str,
+    kind: Kind,
+    *,
+    per_rank: bool = False,
+    flag_only: bool = False,
+    brief: str = "",
+    known_as: Mapping[str, str] | None = None,
+) -> Any:
+    """Declare a field of a section; see `Option`."""
     metadata = {"help": help, "kind": kind, "per_rank": per_rank, "flag_only": flag_only}
+    metadata |= {"brief": brief, "known_as": known_as or {}}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def same_as(names: str) -> dict[str, str]:
+    """For `known_as`: names of other tools for an option that takes the same values, with spaces between them."""
+    return instead(SAME, names)
+
+
+def instead(remedy: str, names: str) -> dict[str, str]:
+    """For `known_as`: names of other tools, with spaces between them, and what to do instead of each."""
+    return dict.fromkeys(names.split(), remedy)
+
+
 def like(section: type, name: str) -> Any:
-    """Declare a field as the option of this name in another section."""
+    """Declare a field of a section as another section declares the field of that name."""
     found = next(each for each in fields(section) if each.name == name)
     return field(default=found.default, metadata=found.metadata)
 
@@ -82,14 +119,21 @@ def options_of(config_type: type) -> dict[str, Option]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists every flag")
+        raise ConfigError(message)
 
 
-def _parser(config_type: type, usage: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="read options from a TOML file; flags override it")
+def _parser(config_type: type, usage: str = "", description: str = "", section: str = "") -> argparse.ArgumentParser:
+    """What reads and describes the flags of a config, or of one section."""
+    parser = _Parser(
+        usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
+    )
+    if not section:
+        parser.add_argument(*HELP, metavar="GROUP", nargs="?", help="show the most used options, one group, or all")
+        parser.add_argument("--config", metavar="FILE", help="read options from a TOML file; flags override it")
     groups: dict[str, Any] = {}
     for item in options_of(config_type).values():
+        if section not in ("", item.section):
+            continue
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.section)
         text = f"{item.help} (default: {item.default_shown})".replace("%", "%%")
@@ -98,6 +142,59 @@ def _parser(config_type: type, usage: str, description: str) -> argparse.Argumen
         else:
             groups[item.section].add_argument(item.flag, help=text, metavar=item.kind.metavar)
     return parser
+
+
+def asked_topic(argv: Sequence[str]) -> str | None:
+    """What a command line asks help on: a group, all, or empty for the overview; None: it asks for no help."""
+    for place, word in enumerate(argv):
+        flag, equals, topic = word.partition("=")
+        if flag in HELP:
+            following = "".join(argv[place + 1 : place + 2])
+            return topic if equals else "" if following.startswith("-") else following
+    return None
+
+
+def help_text(config_type: type, topic: str, usage: str, description: str) -> str:
+    """What `--help TOPIC` prints. Raises ConfigError for a topic that is no group of options."""
+    sections = {section: _first_line(found) for section, found in get_type_hints(config_type).items()}
+    if topic in sections:
+        return _parser(config_type, usage, sections[topic], topic).format_help()
+    if topic == ALL:
+        return _parser(config_type, usage, description).format_help()
+    if topic:
+        known = (*sections, ALL)
+        hint = nearest(topic, known) or f"; the groups are {', '.join(known)}"
+        raise ConfigError(f"--help {topic}: there is no group {topic}{hint}")
+    common = [item for item in options_of(config_type).values() if item.brief]
+    rows = {"--config FILE": "read options from a TOML file; flags override it"}
+    rows |= {_short_form(item): f"{item.brief}{_short_default(item)}" for item in common}
+    lines = [f"usage: {usage}", "", description, "", "options that most people use [default]:", *_columns(rows)]
+    lines += ["", "groups of options:", *_columns({**sections, ALL: "Every option of all groups."})]
+    return (
+        "\n".join([*lines, "", "--help GROUP shows the options of one group, as in --help " + next(iter(sections))])
+        + "\n"
+    )
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").partition("\n")[0]
+
+
+def _short_form(item: Option) -> str:
+    if item.kind is BOOLEAN:
+        return item.negation if item.default else item.flag
+    plain = item.kind.metavar.partition("|")[0]
+    return f"{item.flag} {plain if len(plain) <= LONGEST_METAVAR and not plain.startswith('{') else 'VALUE'}"
+
+
+def _short_default(item: Option) -> str:
+    shown = item.default_shown
+    return "" if item.kind is BOOLEAN or shown in ("none", "{}", '""', "") else f" [{shown}]"
+
+
+def _columns(rows: Mapping[str, str]) -> list[str]:
+    width = max(map(len, rows))
+    return [f"  {name:<{width}}  {text}" for name, text in rows.items()]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -111,14 +208,57 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _refuse_unknown_argument(argument: str, options: dict[str, Option]) -> NoReturn:
-    name = argument.split("=")[0]
+def in_our_words(name: str, value: str, options: Mapping[str, Option], spell: Callable[[Option], str]) -> str:
+    """The end of an error about a name that other tools have for something of ours: what to do; else nothing."""
+    foreign = name.lower().lstrip("-").replace("_", "-")
+    for item in reversed([*options.values()]):  # what a command adds to the options of training counts first
+        if foreign in item.known_as:
+            given = value or item.kind.metavar
+            return "; " + item.known_as[foreign].format(option=spell(item), value=given).rstrip()
+    return ""
+
+
+def _refuse_unknown_argument(unknown: Sequence[str], argv: Sequence[str], options: Mapping[str, Option]) -> NoReturn:
+    """`unknown`: the words of the command line `argv` that belong to no option, in their order."""
+    (name, _, value), following = unknown[0].partition("="), [*unknown[1:2], "-"][0]
     if not name.startswith("-"):
-        raise ConfigError(f"the argument {argument!r} belongs to no flag; values follow their flag, as in --epochs 3")
+        raise ConfigError(_misplaced(unknown[0], argv, options))
+    if not value and not following.startswith("-"):
+        value = following
     flags = ["--help", "--config"]
     for item in options.values():
-        flags += [item.flag, item.flag.replace("--", "--no-", 1)] if item.kind is BOOLEAN else [item.flag]
-    raise ConfigError(f"there is no flag {name}{nearest(name, flags) or '; --help lists every flag'}")
+        flags += [item.flag, item.negation] if item.kind is BOOLEAN else [item.flag]
+    ours = in_our_words(name, value, options, lambda item: item.flag)
+    raise ConfigError(f"there is no flag {name}{ours or nearest(name, flags) or '; --help all lists every flag'}")
+
+
+def _misplaced(word: str, argv: Sequence[str], options: Mapping[str, Option]) -> str:
+    """What is wrong with a word that is the value of no flag."""
+    before = argv[: argv.index(word)] if word in argv else ()
+    flag = next((each.partition("=")[0] for each in reversed(before) if each.startswith("--")), None)
+    for item in options.values():
+        if item.kind is BOOLEAN and flag in (item.flag, item.negation):
+            return f"{flag} takes no value, but {word!r} follows it: write {item.flag} or {item.negation} alone"
+        if flag == item.flag:
+            return f"{flag} takes one value, but {word!r} follows it: it must be {item.kind.wanted}"
+    return f"the argument {word!r} belongs to no flag; values follow their flag, as in --epochs 3"
+
+
+def _parse_flags(config_type: type, argv: list[str], options: Mapping[str, Option]) -> dict[str, Any]:
+    """The values of all flags as text. Raises ConfigError."""
+    try:
+        given, unknown = _parser(config_type).parse_known_args(argv)
+    except ConfigError as error:
+        found = re.match(r"argument (--[\w-]+)(?:/\S+)?: (expected one argument|ignored explicit)", str(error))
+        named = {item.flag: item for item in options.values()}.get(found[1]) if found else None
+        if named is None:
+            raise ConfigError(f"{error}; --help all lists every flag") from None
+        if named.kind is BOOLEAN:
+            raise ConfigError(f"{named.flag} takes no value: write {named.flag} or {named.negation} alone") from None
+        raise ConfigError(f"{named.flag} has no value: it must be {named.kind.wanted}") from None
+    if unknown:
+        _refuse_unknown_argument(unknown, argv, options)
+    return vars(given)
 
 
 def _type_name(value: Any) -> str:
@@ -172,7 +312,8 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
             elif name in options:
                 raise ConfigError(f"{path}: {name} is a flag only; give {options[name].flag} on the command line")
             else:
-                raise ConfigError(f"{path}: there is no key {name} in [{section}]{nearest(name, allowed)}")
+                ours = in_our_words(name, _shown(raw), options, lambda item: f"{item.name} of [{item.section}]:")
+                raise ConfigError(f"{path}: there is no key {name} in [{section}]{ours or nearest(name, allowed)}")
     return values
 
 
@@ -181,11 +322,12 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
 
     Raises ConfigError for whatever is unknown, of the wrong type, or out of range. Only `--help` exits.
     """
+    topic = asked_topic(argv)
+    if topic is not None:
+        print(help_text(config_type, topic, usage, description), end="")
+        sys.exit(0)
     options = options_of(config_type)
-    given, unknown = _parser(config_type, usage, description).parse_known_args(list(argv))
-    if unknown:
-        _refuse_unknown_argument(unknown[0], options)
-    flags = vars(given)
+    flags = _parse_flags(config_type, list(argv), options)
     file = flags.pop("config", None)
     values = {} if file is None else _values_from_file(file, options)
     values |= {name: _value_from_flag(options[name], text) for name, text in flags.items()}
@@ -216,7 +358,8 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     options = options_of(config_type)
     unknown = next((name for name in values if name not in options), None)
     if unknown is not None:
-        raise ConfigError(f"there is no option `{unknown}`{nearest(unknown, options)}")
+        ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")
+        raise ConfigError(f"there is no option `{unknown}`{ours or nearest(unknown, options)}")
     sections: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(config_type)}
     for name, value in values.items():
         item = options[name]

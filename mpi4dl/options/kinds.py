@@ -283,7 +283,7 @@ def _check_keywords(value: Any) -> dict[str, Any]:
 
 
 KEYWORDS = Kind(
-    'keyword arguments such as depth=29,pool=max (in a file: { depth = 29, pool = "max" })',
+    'keyword arguments such as depth=29,pool=max, with _ for - in names (in a file: { depth = 29, pool = "max" })',
     "K=V,...",
     _check_keywords,
     read=_read_keywords,

@@ -66,7 +66,9 @@ def _drawn(config: Config, num_classes: int, channels: int) -> nn.Module:
     tokens, asked = takes(name) == "tokens", "`text`" if config.data.text is not None else "`images`"
     if tokens != (config.data.text is not None):
         require_known(name)
-        raise ConfigError(f"`model` {name} takes {takes(name)}, which {asked} {'have' if tokens else 'has'} not")
+        remedy = "give `text`, or choose a model of images" if tokens else "choose a model of text such as gpt2"
+        lacks = f"which {asked} {'have' if tokens else 'has'} not"
+        raise ConfigError(f"`model` {name} takes {takes(name)}, {lacks}: {remedy}")
     if tokens:
         options = {"vocabulary": num_classes, "context": config.data.context, **options}
         if config.data.document_mask:  # the end of a document is the last of the tokenizer's, before the mask

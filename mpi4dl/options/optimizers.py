@@ -27,12 +27,15 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
     """An instance of the class `name` of a torch module. Raises ConfigError for unknown names and options."""
     known = [n for n, c in vars(home).items() if inspect.isclass(c) and issubclass(c, base) and c is not base]
     if name not in known:
-        raise ConfigError(f"`{kind}` {name}: {home.__name__} has no such class{nearest(name, known)}")
+        hint = nearest(name, known) or f"; it has {', '.join(sorted(known))}"
+        by_step = ", or give `lr_schedule` linear or cosine instead" if kind == "scheduler" and "?" not in hint else ""
+        raise ConfigError(f"`{kind}` {name}: {home.__name__} has no such class{hint}{by_step}")
     kind_of = getattr(home, name)
     legal = list(inspect.signature(kind_of).parameters)[len(args) :]
     for option in options:
         if option not in legal:
-            raise ConfigError(f"`{kind}` {name} has no option {option}{nearest(option, legal)}")
+            hint = nearest(option, legal) or f"; its options are {', '.join(legal)}"
+            raise ConfigError(f"`{kind}` {name} has no option {option}{hint}")
     try:
         return kind_of(*args, **options)
     except NOT_TAKEN as error:  # torch raises any of these for values that it cannot use

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mpi4dl.comm import Communicator
+from mpi4dl.comm.meeting import strangers
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
 from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
@@ -100,9 +101,8 @@ class Plan:
         for flag, number in (("`tiles`", len(tiles)), ("`batch_ways`", len(batch_ways))):
             if number not in (1, places):
                 dealt = f" ({stages} stages in {chunks} chunks)" if chunks > 1 else ""
-                raise ValueError(
-                    f"{flag} has {number} entries, but `stages` {stages} needs 1 for all, or {places}{dealt}"
-                )
+                needed = f"1 for all, or {places}{dealt}" if places > 1 else "1: a grid has an x, as in 2x2"
+                raise ValueError(f"{flag} has {number} entries, but `stages` {stages} needs {needed}")
         ways = tuple(batch_ways) * (places // len(batch_ways))
         return cls(tuple(tiles) * (places // len(tiles)), ways, data, chunks=chunks, **others)
 
@@ -230,6 +230,11 @@ class Plan:
         """What to say if mpirun started so many ranks; None if that fits."""
         if self.num_ranks == num_ranks:
             return None
+        if num_ranks == 1 and strangers():
+            return (
+                f"{self} = {self.num_ranks} ranks, but each of the {strangers()} processes of this mpirun is alone: "
+                "start with the mpirun of the MPI library that mpi4py uses, which mpi4dl.doctor names"
+            )
         flags = "`tiles` or `data`" if self.num_stages == 1 else "`stages`, `tiles`, `batch_ways` or `data`"
         flags = f"`tensor`, {flags}" if self.tensor > 1 else flags
         shared = "; ranks of `experts` share the batch, as those of `data` do" if self.experts > 1 else ""

@@ -1,5 +1,6 @@
 """Losses by name, and those of the training command: cross entropy of images with one label each, or of tokens."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,8 +79,11 @@ def build_loss(name: str, **options: Any) -> BatchLoss:
     names = [each.strip() for each in name.split("+")]
     unknown = [each for each in names if each not in LOSSES]
     if unknown:
+        close = difflib.get_close_matches(unknown[0].lower(), LOSSES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"`loss` {unknown[0]!r} is unknown: choose of {', '.join(LOSSES)}, several with + between them, or your own"
+            f"`loss` {unknown[0]!r} is unknown: choose of {', '.join(LOSSES)}, several with + between them, or your "
+            f"own such as my_code.py:loss{hint}"
         )
     taken = [set(inspect.signature(LOSSES[each]).parameters) for each in names]
     stray = options.keys() - set().union(*taken)

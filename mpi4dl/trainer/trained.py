@@ -50,7 +50,8 @@ def folder_of(comm: Communicator, source: Path) -> Path:
             return source.absolute().parent
         folder = next((path for path in (source, *source.absolute().parents[:2]) if _is_run(path)), None)
         if folder is None:
-            raise ConfigError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint of one")
+            why = "name the --run-folder of the training" if source.exists() else "there is no such file or folder"
+            raise ConfigError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint of one: {why}")
     assert folder is not None
     return folder
 

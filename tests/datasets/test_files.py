@@ -175,11 +175,9 @@ def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.svs").write_bytes(b"a slide")
     monkeypatch.setitem(__import__("sys").modules, "tifffile", None)
     monkeypatch.setattr("mpi4dl.datasets.vendor.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="reading TIFF needs tifffile: run pip install tifffile imagecodecs"):
+    with pytest.raises(ValueError, match=r"reading TIFF needs tifffile; run .* -m pip install tifffile imagecodecs"):
         open_image(tmp_path / "a.tif")
-    with pytest.raises(
-        ValueError, match=r"reading \.svs needs openslide: run pip install openslide-python openslide-bin"
-    ):
+    with pytest.raises(ValueError, match=r"reading \.svs needs openslide; run .* openslide-python openslide-bin"):
         open_image(tmp_path / "a.svs")
 
 

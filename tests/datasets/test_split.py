@@ -90,7 +90,7 @@ def test_fractions_that_cannot_be(fraction):
 @pytest.mark.parametrize(("fraction", "what"), [(0.001, "validate with"), (0.999, "train on")])
 def test_a_share_that_leaves_nothing_says_which_would_do(fraction, what):
     few = Labelled(HUNDRED[:5])
-    message = rf"a share of {fraction} for validation leaves none of 5 images to {what}, .*: choose (more|less) than "
+    message = rf"`val_fraction` {fraction} leaves none of 5 images to {what}, .*: choose (more|less) than "
     with pytest.raises(DatasetError, match=message) as caught:
         split(few, fraction)
     advised = float(re.search(r"than ([\d.]+)", str(caught.value))[1])

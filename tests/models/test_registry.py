@@ -189,5 +189,5 @@ def test_models_of_smp() -> None:
 @pytest.mark.parametrize(("name", "package"), [("timm/resnet10t", "timm"), ("smp/Unet", "segmentation_models_pytorch")])
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=f"model {name} needs the package {package}: pip install {package}"):
+    with pytest.raises(ValueError, match=f"model {name} needs the package {package}; run .* -m pip install {package}"):
         models.build(name)

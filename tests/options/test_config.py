@@ -91,11 +91,15 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--epoch 3", "there is no flag --epoch; did you mean --epochs?"),
         ("--no-flop", "there is no flag --no-flop; did you mean --no-flip?"),
         ("--confg a.toml", "there is no flag --confg; did you mean --config?"),
-        ("--qqqq 3", "there is no flag --qqqq; --help lists every flag"),
+        ("--qqqq 3", "there is no flag --qqqq; --help all lists every flag"),
         ("--lost mse", "there is no flag --lost; did you mean --loss?"),
-        ("--output x", "there is no flag --output; --help lists every flag"),
+        ("--output x", "there is no flag --output; use --run-folder x"),
         ("--samples x", "there is no flag --samples; did you mean --num-samples?"),
-        ("--workers 3", "there is no flag --workers; did you mean --num-workers?"),
+        ("--workers=3", "there is no flag --workers; use --num-workers 3"),
+        ("--flip yes", "--flip takes no value, but 'yes' follows it: write --flip or --no-flip alone"),
+        ("--no-flip=yes", "--flip takes no value: write --flip or --no-flip alone"),
+        ("--context 16 32", "--context takes one value, but '32' follows it: it must be a whole number of at least 1"),
+        ("--help trainig", "--help trainig: there is no group trainig; did you mean training?"),
         ("--seed 9223372036854775808", "--seed is '9223372036854775808', but must be a whole number from 0 to 9223372036854775807"),  # noqa: E501
         ("--config /dev/null", "--config /dev/null: it is no regular file"),
         ("resnet50", "the argument 'resnet50' belongs to no flag; values follow their flag, as in --epochs 3"),
@@ -106,7 +110,8 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
         ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
         ("--lr -1", "--lr is '-1', but must be a number of at least 0"),
-        ("--lr", "argument --lr: expected one argument; --help lists every flag"),
+        ("--lr", "--lr has no value: it must be a number of at least 0"),
+        ("--config", "argument --config: expected one argument; --help all lists every flag"),
         ("--config none.toml", "--config none.toml: No such file or directory"),
     ],
 )  # fmt: skip
@@ -231,7 +236,7 @@ def test_a_config_can_be_sent_to_other_ranks() -> None:
 
 def test_help_lists_every_flag_by_section_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
+        parse(["--help", "all"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     sections = [text.index(f"\n{section.name}:\n") for section in fields(Config)]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.text.replacing import replacing
 
@@ -91,4 +92,5 @@ def _package() -> ModuleType:
     try:
         return importlib.import_module("tokenizers")
     except ImportError:
-        raise DatasetError("BPE needs the package tokenizers: run pip install tokenizers, or use bytes") from None
+        message = f"BPE needs the package tokenizers; run {to_install('tokenizers')}, or use `tokenizer` bytes"
+        raise DatasetError(message) from None

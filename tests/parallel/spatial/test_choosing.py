@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, check_table, functions
 from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT
 
 
 def written(index: Any, value: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -40,7 +42,26 @@ def target(x: Tensor) -> Tensor:
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(6))
 
 
+def by_the_example(x: Tensor) -> Tensor:
+    """`tril` by the rule that CONTRIBUTING.md explains, which is not registered here."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = text.partition("```python\n")[2].partition("```")[0]
+    program = block.replace("import SpatialTensor, named, register\n", "import SpatialTensor\n")
+    names: dict[str, Any] = {"named": lambda _: (), "register": lambda *_: lambda rule: rule}
+    exec(compile(program, "CONTRIBUTING.md", "exec"), names)
+    rule = names["tril"] if isinstance(x, SpatialTensor) else torch.tril
+    return rule(x * 2, 1)
+
+
 CASES = {
+    **functions(
+        {
+            "tril": lambda x: x.tril(),
+            "tril below": lambda x: torch.tril(x, diagonal=-2),
+            "triu": lambda x: x.triu(1),
+            "tril by the example": by_the_example,
+        }
+    ),
     **functions(
         {
             "gather": lambda x: x.gather(1, labels(x).unsqueeze(1)),
