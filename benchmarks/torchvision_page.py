@@ -1,4 +1,4 @@
-"""The table of torchvision's models, docs/torchvision.md: text made of what benchmarks.torchvision_models measured."""
+"""The page docs/reference/torchvision.md: text made of what benchmarks.torchvision_models measured."""
 
 import math
 from collections.abc import Mapping
