@@ -33,11 +33,11 @@ stages (`--stages`), auxiliary heads included.
 
 | model | million parameters | images | tiles | | largest difference | units |
 | --- | ---: | --- | --- | --- | ---: | ---: |
-"""
+"""  # noqa: E501
 
 OF_BACKBONES = """
-mpi4dl refuses detection models, but trains their backbones: `ssd300_vgg16.backbone` has the parameters that `ssd300_vgg16`
-has under `backbone`, and returns a dict of feature maps.
+mpi4dl refuses detection models, but trains their backbones. `ssd300_vgg16.backbone` has the parameters that
+`ssd300_vgg16` has under `backbone`, and returns a dict of feature maps.
 """
 
 

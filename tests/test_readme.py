@@ -44,6 +44,7 @@ FOREIGN = {  # flags of other programs, by page
     "docs/how-to/clusters.md": set("--allow-run-as-root --oversubscribe --bind-to --mca --nodes --mpi --signal".split())
     | set("--ntasks-per-node --cpus-per-task --time --job-name --gpus-per-node --requeue".split()),
     "docs/how-to/watch-a-run.md": {"--logdir"},
+    "docs/how-to/debug-a-hang.md": {"--pid"},
 }
 
 
