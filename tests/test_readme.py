@@ -67,6 +67,7 @@ def commands() -> list[Command]:
 
 
 COMMANDS = commands()
+MIGRATED = re.findall(r"`mpirun -n (\d+) \$([AR])([^`]*)`", PAGES["docs/how-to/migrate-from-mpi4dl.md"])
 
 
 def scripts() -> dict[str, tuple[int, str]]:
@@ -111,6 +112,7 @@ def test_the_examples_are_printed_as_they_are(name: str) -> None:
 def test_commands_are_found() -> None:
     names = [command.name for command in COMMANDS]
     assert names.count("train") >= 15
+    assert len(MIGRATED) > 15
     assert set(CONFIGS) | {"make", "export", "report", "doctor"} <= set(names)
 
 
@@ -134,6 +136,14 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
     else:
         module = f"mpi4dl.{command.name}" if "." not in command.name else command.name.removesuffix(".py")
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+@pytest.mark.parametrize(("ranks", "model", "flags"), MIGRATED, ids=lambda text: text.strip())
+def test_a_command_of_the_guide_for_mpi4dl_is_one_that_there_is(ranks: str, model: str, flags: str) -> None:
+    page = PAGES["docs/how-to/migrate-from-mpi4dl.md"]
+    common = re.search(rf'{model}="python -m mpi4dl.train (.*?)"', page, re.DOTALL)
+    assert common is not None
+    assert str(build_plan(parse_options(Config, shlex.split(common[1] + flags), "", "")).num_ranks) == ranks
 
 
 def known_flags() -> set[str]:
