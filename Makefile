@@ -28,11 +28,13 @@ moe: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/check_prose.py
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

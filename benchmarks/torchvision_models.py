@@ -2,8 +2,8 @@
 
     mpirun -n 4 python -m benchmarks.torchvision_models
 
-writes docs/results/torchvision.json model by model, and docs/torchvision.md from it. What is there already stays,
-unless `--only` names it; without `mpirun` only the page is written.
+writes docs/results/torchvision.json model by model, and docs/reference/torchvision.md from it. Results that are there
+already stay, unless `--only` names them; without `mpirun` only the page is written.
 
 A model is built as `mpi4dl.models.build` does, its dropout and stochastic depth are switched off, and outputs after the
 first, such as those of auxiliary heads, count 0.4 in the loss. Rank 0 first makes the step on the whole images by plain
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--few", type=float, default=62e6, help="parameters of models that go on 2x2 tiles")
     parser.add_argument("--many", type=float, default=150e6, help="parameters of models that are compared at all")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/torchvision.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/torchvision.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs/reference/torchvision.md")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""The table of torchvision's models, docs/torchvision.md: text made of what benchmarks.torchvision_models measured."""
+"""The page docs/reference/torchvision.md: text made of what benchmarks.torchvision_models measured."""
 
 import math
 from collections.abc import Mapping
@@ -8,40 +8,36 @@ EXACT = 1e-10
 
 HEAD = """# torchvision's models on tiles
 
-This page is made by
+This command makes this page:
 
     mpirun -n 4 python -m benchmarks.torchvision_models
 
-which measures what `docs/results/torchvision.json` does not have yet; `--only NAME,NAME` measures again. Versions here:
+It measures models that `docs/results/torchvision.json` does not have yet; `--only NAME,NAME` measures again. Versions:
 torch {torch}, torchvision {torchvision}.
 
-Every name of `torchvision.models.list_models()` is here, and the backbones of detection models: {num_exact} models are
-exact, of {num_rules} the rules are known, {num_missing} lack one, and {num_refused} are refused.
-`mpi4dl.models.build(name, num_classes, **options)` builds a model, and so does `--model` (whose images have one label
-each: for other outputs write a loop of your own around `mpi4dl.engine.Engine`).
+The page has every name of `torchvision.models.list_models()`, and the backbones of detection models. {num_exact} models are
+exact. For {num_rules} all rules are known, {num_missing} lacks a rule, and {num_refused} are refused.
+`mpi4dl.models.build(name, num_classes, **options)` builds a model, and so does `--model`.
 
-- **exact**: one training step in float64 on tiles: the loss, every gradient and every buffer are those of plain PyTorch
-  on the whole images. The number is the largest difference of all, relative to the largest element of what differs, and
-  to 0.001 of the largest gradient's (gradients that vanish in exact arithmetic are rounding alone). It must be at most
-  1e-10.
-- **rules known**: each operator of the forward pass has a rule for 2x2 tiles; with more than 150 million parameters too
-  large to compare here.
-- **no rule**: an operator has no rule for tiles, and training on tiles stops with a message that names it. In stages
-  and with data replicas such a model trains like any other.
-- **refused**: `mpi4dl.models.build` raises a ValueError that says why.
+| Result | Meaning |
+| --- | --- |
+| exact | In one training step on tiles in float64, the loss, every gradient and every buffer equal plain PyTorch's on the whole images. The column shows the largest difference, at most 1e-10. It is relative to the largest element of the tensor, and to 0.001 of the largest gradient's: gradients that vanish in exact arithmetic are rounding alone |
+| rules known | Each operator of the forward pass has a rule for 2x2 tiles. The model has more than 150 million parameters, too many to compare here |
+| no rule | An operator has no rule for tiles. Training on tiles stops with a message that names it. In stages and with replicas the model trains |
+| refused | `mpi4dl.models.build` raises a ValueError with the reason |
 
 Dropout and stochastic depth are off, initial values random, and classes 10. Outputs after the first, such as those of
-auxiliary heads, count 0.4 in the loss. Images are (batch, channels, height, width), of video with the number of frames
-before the height. Models of more than 62 million parameters are on 1x2 tiles. *Atoms* are the parts between which a
-model can be cut into stages (`--stages`), auxiliary heads included.
+auxiliary heads, count 0.4 in the loss. Images are (batch, channels, height, width); video has the number of frames before the
+height. Models of more than 62 million parameters are on 1x2 tiles. *Units* are the parts between which a model can be cut into
+stages (`--stages`), auxiliary heads included.
 
-| model | million parameters | images | tiles | | largest difference | atoms |
+| model | million parameters | images | tiles | | largest difference | units |
 | --- | ---: | --- | --- | --- | ---: | ---: |
-"""
+"""  # noqa: E501
 
 OF_BACKBONES = """
-A detection model is refused, and its backbone is a model: `ssd300_vgg16.backbone` looks at images with the parameters
-that `ssd300_vgg16` has under `backbone`, and returns a dict of feature maps.
+mpi4dl refuses detection models, but trains their backbones. `ssd300_vgg16.backbone` has the parameters that
+`ssd300_vgg16` has under `backbone`, and returns a dict of feature maps.
 """
 
 

@@ -1,14 +1,15 @@
-"""Makes the reference of the public names as pages that open in a browser: `make docs`, then open site/index.html."""
+"""Makes the pages of the site that follow from the code: `make docs`.
 
+As a program it writes docs/reference/options.md from the declarations of all options. As a hook of mkdocs it adds the
+reference of the public names, made of their docstrings, as the folder `api` of the site.
+"""
+
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import pdoc
-import pdoc.render
-
-import mpi4dl
-
-FOLDER = Path(__file__).parent.parent / "site"
+OPTIONS = Path(__file__).resolve().parent / "reference" / "options.md"
 MODULES = (
     "mpi4dl",
     "mpi4dl.datasets",
@@ -23,17 +24,117 @@ MODULES = (
     "mpi4dl.comm.backend",
     "mpi4dl.options.config",
 )
+HEAD = """# Options
+
+`python docs/reference.py` makes this page from the declarations in the code. Every option is a flag of a command
+(`--image-size 512`), a key of a TOML file (`image_size = 512` below `[data]`) and a keyword argument of
+[`mpi4dl.Trainer`](python.md#trainer) (`image_size=512`).
+
+- `--config run.toml` reads a file. Flags override it.
+- `--print-config` prints all options as such a file.
+- `--help` prints the options of a command.
+
+A dash as default means that the option is not set.
+"""
+TRAIN = """
+## mpi4dl.train and mpi4dl.plan
+
+    mpirun -n RANKS python -m mpi4dl.train --FLAG VALUE ...
+    python -m mpi4dl.plan --FLAG VALUE ...
+"""
+SMALL = """
+## mpi4dl.export, mpi4dl.report and mpi4dl.doctor
+
+- `python -m mpi4dl.export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
+  `--ema` it takes the average; `--no-average` takes the weights of the last step.
+- `python -m mpi4dl.report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`).
+- `mpirun -n RANKS python -m mpi4dl.doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
+  `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.
+"""
+TITLES = {
+    "model": "Model",
+    "data": "Data",
+    "parallel": "Parallelism, memory and devices",
+    "optimizer": "Optimizer and learning rate",
+    "tuning": "Fine-tuning",
+    "training": "Training",
+    "learning": "Losses, metrics and best weights",
+    "run": "Folder of the run, checkpoints and reports",
+    "shown": "Options of plan: output",
+    "searched": "Options of plan: search",
+    "evaluating": "Options of evaluate",
+    "predicting": "Options of predict",
+    "inputs": "Model and images, of both",
+    "placing": "Plan and devices, of both",
+    "prompts": "Prompts",
+    "choosing": "Sampling",
+    "ranks": "Plan and precision",
+    "batching": "Batch and cache",
+    "serving": "Server",
+}
 
 
-def main() -> None:
-    """Write the pages."""
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _row(item: Any) -> str:
+    from mpi4dl.options.kinds import BOOLEAN
+
+    if item.kind is BOOLEAN:
+        flag = f"`{item.flag}`, `{item.flag.replace('--', '--no-', 1)}`"
+    else:
+        flag = f"`{item.flag} {_cell(item.kind.metavar)}`"
+    default = "-" if item.default_shown in ("none", '""', "{}", "[]") else f"`{_cell(item.default_shown)}`"
+    text = _cell(item.help[0].upper() + item.help[1:])
+    return f"| {flag} | {default} | {text} |"
+
+
+def _tables(config: type, done: set[str]) -> Iterable[str]:
+    """A heading and a table for each section of the config that is not done yet."""
+    from mpi4dl.options.declare import options_of
+
+    items = list(options_of(config).values())
+    for section in dict.fromkeys(item.section for item in items):
+        if section not in done:
+            done.add(section)
+            yield f"\n### {TITLES.get(section, section)}\n\n| Option | Default | Meaning |\n| --- | --- | --- |"
+            yield from (_row(item) for item in items if item.section == section)
+
+
+def options_page() -> str:
+    """The text of docs/reference/options.md."""
+    from mpi4dl.evaluate import EvaluateConfig
+    from mpi4dl.generate import GenerateConfig
+    from mpi4dl.plan import PlanConfig
+    from mpi4dl.predict import PredictConfig
+    from mpi4dl.serve import ServeConfig
+
+    lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_tables(PlanConfig, set())]
+    seeing: set[str] = set()
+    lines += ["\n## mpi4dl.evaluate and mpi4dl.predict"]
+    lines += ["\n    mpirun -n RANKS python -m mpi4dl.evaluate RUN --FLAG VALUE ..."]
+    lines += [*_tables(EvaluateConfig, seeing), *_tables(PredictConfig, seeing)]
+    texts: set[str] = set()
+    lines += ["\n## mpi4dl.generate and mpi4dl.serve"]
+    lines += ["\n    mpirun -n RANKS python -m mpi4dl.generate RUN --FLAG VALUE ..."]
+    lines += [*_tables(GenerateConfig, texts), *_tables(ServeConfig, texts)]
+    return "\n".join([*lines, SMALL.rstrip("\n")]) + "\n"
+
+
+def on_post_build(config: Any) -> None:
+    """Add the reference of the public names to the site; mkdocs calls this."""
+    import pdoc
+    import pdoc.render
+
+    import mpi4dl
+
     for module in map(import_module, MODULES):
         for name in getattr(module, "__all__", ()):
             setattr(module, name, getattr(module, name))  # where it comes when it is first used
     pdoc.render.configure(docformat="google", footer_text=f"mpi4dl {mpi4dl.__version__}", search=True)
-    pdoc.pdoc(*MODULES, output_directory=FOLDER)
-    print(f"open {FOLDER / 'index.html'}")
+    pdoc.pdoc(*MODULES, output_directory=Path(config["site_dir"]) / "api")
 
 
 if __name__ == "__main__":
-    main()
+    OPTIONS.write_text(options_page(), encoding="utf-8")

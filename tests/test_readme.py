@@ -1,45 +1,93 @@
-"""The README says what works: its scripts run as they are printed, and its commands are ones that there are."""
+"""README and the pages of docs/ say what works: scripts run as printed; commands, flags and links exist."""
 
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from docs.check_prose import EXEMPT, average, pages, problems, sentences
+from docs.reference import OPTIONS, options_page
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.forecast.fitting import memory_of_command
+from mpi4dl.generate import GenerateConfig
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config
-from mpi4dl.options.declare import parse_options
+from mpi4dl.options.declare import options_of, parse_options
 from mpi4dl.plan import PlanConfig
 from mpi4dl.predict import PredictConfig
+from mpi4dl.serve import ServeConfig
 from tests.pool.job import mpirun
 from tests.pool.zygote import ROOT
 
-README = (ROOT / "README.md").read_text()
+PAGES = pages()
 START = re.compile(r"# mpirun -n (\d+) python (\w+)\.py\n")
-COMMAND = re.compile(r"^ {4}(?:mpirun -n (\d+) )?python -m mpi4dl\.(train|plan)((?:.*\\\n)*.*)$", re.MULTILINE)
-AFTER = re.compile(r"^ {4}(?:mpirun -n (\d+) )?python -m mpi4dl\.(evaluate|predict)(.*)$", re.MULTILINE)
+OURS = r"train|plan|evaluate|predict|generate|serve|export|report|doctor"
+OTHERS = r"(?:benchmarks\.|examples[./])\w+(?:\.py)?"
+COMMAND = re.compile(
+    rf"^ {{4}}(?:mpirun -n (\d+) )?(?:(?:python -m mpi4dl\.|mpi4dl )({OURS})|python (?:-m )?({OTHERS})|(make))\b"
+    r"((?:.*\\\n)*.*)$",
+    re.MULTILINE,
+)
+CONFIGS: dict[str, Any] = {
+    "train": Config,
+    "plan": PlanConfig,
+    "evaluate": EvaluateConfig,
+    "predict": PredictConfig,
+    "generate": GenerateConfig,
+    "serve": ServeConfig,
+}
+FOREIGN = {  # flags of other programs, by page
+    "docs/how-to/migrate-from-mpi4dl.md": set(re.findall(r"--[\w-]+", PAGES["docs/how-to/migrate-from-mpi4dl.md"])),
+    "docs/how-to/clusters.md": set("--allow-run-as-root --oversubscribe --bind-to --mca --nodes --mpi --signal".split())
+    | set("--ntasks-per-node --cpus-per-task --time --job-name --gpus-per-node --requeue".split()),
+    "docs/how-to/watch-a-run.md": {"--logdir"},
+    "docs/how-to/debug-a-hang.md": {"--pid"},
+}
+
+
+class Command(NamedTuple):
+    """A command line of a page: `ranks` is what mpirun starts, `words` what follows the command's name."""
+
+    page: str
+    ranks: str
+    name: str
+    words: list[str]
+
+
+def commands() -> list[Command]:
+    return [
+        Command(page, ranks, name or other or make, shlex.split(flags.replace("\\\n", " "), comments=True))
+        for page, text in PAGES.items()
+        for ranks, name, other, make, flags in COMMAND.findall(text)
+        if not set(flags) & set("$")
+    ]
+
+
+COMMANDS = commands()
+MIGRATED = re.findall(r"`mpirun -n (\d+) \$([AR])([^`]*)`", PAGES["docs/how-to/migrate-from-mpi4dl.md"])
 
 
 def scripts() -> dict[str, tuple[int, str]]:
-    """The README's scripts by name: on how many ranks, and their text. A block without a name goes on with the last."""
+    """The scripts of all pages by name: how many ranks, and the text. A block without a name continues the last."""
     found: dict[str, tuple[int, str]] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
-        start = START.match(block)
-        if start:
-            name = start[2]
-            found[name] = int(start[1]), block
-        else:
-            num_ranks, before = found[name]
-            found[name] = num_ranks, before + block
+    for text in PAGES.values():
+        name = ""
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            start = START.match(block)
+            if start:
+                name = start[2]
+                assert name not in found or found[name] == (int(start[1]), block), f"two scripts {name}"
+                found[name] = int(start[1]), block
+            elif name:
+                found[name] = found[name][0], found[name][1] + block
     return found
 
 
 def test_all_scripts_are_found() -> None:
-    assert list(scripts()) == ["tiles", "own", "grid", "stages", "program"]
+    assert sorted(scripts()) == ["grid", "own", "program", "stages", "tiles"]
     assert all(text.count("\n") > 8 for _, text in scripts().values())
 
 
@@ -61,52 +109,145 @@ def test_the_examples_are_printed_as_they_are(name: str) -> None:
     assert scripts()[name][1].partition("\n")[2] == example
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "command", "flags"), COMMAND.findall(README), ids=lambda words: " ".join(words.split())[:40]
-)
-def test_a_command_is_one_that_there_is(num_ranks: str, command: str, flags: str) -> None:
-    words = shlex.split(flags.replace("\\\n", " "), comments=True)
-    found = parse_options(Config if command == "train" else PlanConfig, words, "", "")
-    assert num_ranks in ("", str(build_plan(found).num_ranks))
+def test_commands_are_found() -> None:
+    names = [command.name for command in COMMANDS]
+    assert names.count("train") >= 15
+    assert len(MIGRATED) > 15
+    assert set(CONFIGS) | {"make", "export", "report", "doctor"} <= set(names)
 
 
-@pytest.mark.parametrize(("num_ranks", "command", "flags"), AFTER.findall(README), ids=lambda words: words.strip()[:40])
-def test_a_command_after_training_is_one_that_there_is(num_ranks: str, command: str, flags: str) -> None:
-    config: Any = EvaluateConfig if command == "evaluate" else PredictConfig
-    found = parse_options(config, shlex.split(flags)[1:], "", "")
-    ranks = int(num_ranks or 1)
-    assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join([command.name, *command.words])[:60])
+def test_a_command_is_one_that_there_is(command: Command) -> None:
+    """Its flags have such values, and its plan has as many ranks as `mpirun` starts."""
+    words, config = command.words, CONFIGS.get(command.name)
+    if "..." in words or "--FLAG" in words:
+        return
+    if command.name == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif command.name in ("train", "plan"):
+        found = parse_options(config, words, "", "")
+        assert command.ranks in ("", str(build_plan(found).num_ranks))
+    elif command.name in ("evaluate", "predict"):
+        found = parse_options(config, words[1:], "", "")
+        ranks = int(command.ranks or 1)
+        assert build_plan(placed(Config(), Inference(found.inputs, found.placing), ranks)[0]).num_ranks == ranks
+    elif config is not None:
+        parse_options(config, words[1:], "", "")
+    else:
+        module = f"mpi4dl.{command.name}" if "." not in command.name else command.name.removesuffix(".py")
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+@pytest.mark.parametrize(("ranks", "model", "flags"), MIGRATED, ids=lambda text: text.strip())
+def test_a_command_of_the_guide_for_mpi4dl_is_one_that_there_is(ranks: str, model: str, flags: str) -> None:
+    page = PAGES["docs/how-to/migrate-from-mpi4dl.md"]
+    common = re.search(rf'{model}="python -m mpi4dl.train (.*?)"', page, re.DOTALL)
+    assert common is not None
+    assert str(build_plan(parse_options(Config, shlex.split(common[1] + flags), "", "")).num_ranks) == ranks
+
+
+def known_flags() -> set[str]:
+    """All flags of the package's commands, of the benchmarks and of the examples."""
+    flags = {"--help", "--config"}
+    for config in CONFIGS.values():
+        for item in options_of(config).values():
+            flags |= {item.flag, item.flag.replace("--", "--no-", 1)}
+    sources = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report")]
+    for source in sources:
+        flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
+    return flags
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
+    text = PAGES[page]
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - FOREIGN.get(page, set())
+    assert not flags - known_flags()
+    modules = set(re.findall(r"(?<![\w/])(?:mpi4dl|benchmarks|examples)(?:\.[a-z_]\w*)+", text))
+    named = set(re.findall(r"`((?:docs|tests|mpi4dl|examples|benchmarks)/[\w/.-]+)`", text))
+    named |= {
+        f"{module.replace('.', '/')}.py"
+        for module in re.findall(r"python -m ((?:mpi4dl|benchmarks|examples)\.\w+)", text)
+    }
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    assert all(module.count(".") < 8 for module in modules)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", PAGES[page])):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text()), target
 
 
 WORKSTATION = 16 << 30  # bytes, for all ranks of a command together
-DOCUMENTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
-SEARCHES = ("--search", "--ranks")  # they find what fits into a memory of their own
 TRAINED = [
-    flags
-    for text in DOCUMENTS
-    for ranks, command, flags in COMMAND.findall(text)
-    if not any(word in flags for word in ("my_code", *SEARCHES))
+    command.words
+    for command in COMMANDS
+    if command.name in ("train", "plan")
+    and "--FLAG" not in command.words
+    and not any("my_code" in word or word in ("--search", "--ranks") for word in command.words)
 ]
 
 
-@pytest.mark.parametrize("flags", TRAINED, ids=lambda flags: " ".join(flags.split())[:60])
+@pytest.mark.parametrize("words", TRAINED, ids=lambda words: " ".join(words)[:60])
 @pytest.mark.sample(6)
-def test_an_example_fits_a_workstation(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_fits_a_workstation(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of images that are colour pictures of two classes, or texts of bytes."""
     monkeypatch.chdir(ROOT)
-    config = parse_options(PlanConfig, shlex.split(flags.replace("\\\n", " "), comments=True), "", "")
+    config = parse_options(PlanConfig, words, "", "")
     shape = (2, 3) if config.data.text is None else (257, 0)
     assert memory_of_command(config, build_plan(config), *shape) <= WORKSTATION
 
 
-def test_commands_are_found() -> None:
-    assert len(COMMAND.findall(README)) >= 5
-    assert len(TRAINED) >= 15
-    assert len(AFTER.findall(README)) == 4
+def test_the_reference_of_options_is_that_of_the_declarations() -> None:
+    assert OPTIONS.read_text() == options_page(), "run python docs/reference.py"
 
 
-def test_the_files_that_it_names_are_there() -> None:
-    named = set(re.findall(r"\]\(((?:docs|examples)/[^)#]+)\)", README))
-    named |= set(re.findall(r"`((?:docs|tests|mpi4dl|examples)/[\w/.-]+)`", README))
-    assert len(named) > 10
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+def test_the_readme_is_short() -> None:
+    assert PAGES["README.md"].count("\n") <= 200
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+def test_prose_keeps_to_the_rules(page: str) -> None:
+    assert list(problems(page, PAGES[page])) == []
+
+
+LONG = "Rank 0 reads a file and " * 9 + "stops."
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (LONG, "55 words"),
+        ("What does not fit is refused.", "relative clause"),
+        ("Each rank visits a tile.", "visits"),
+        (
+            "Rank 0 reads a file, and all of the other ranks then receive its list of names from it in one message.",
+            "average",
+        ),
+        ("What is a tile?", ""),
+        ("Run this:\n\n    what visits the atom\n\n`visits` is a name.", ""),
+        ("| a | b |\n| --- | --- |\n| each rank of so many ranks reads | " + LONG + " |", "55 words"),
+    ],
+)
+def test_the_check_of_prose_finds(text: str, what: str) -> None:
+    found = list(problems("a.md", text))
+    assert any(what in each for each in found) if what else not found
+
+
+def test_sentences_are_counted_without_code_links_and_tables() -> None:
+    text = "# Title\n\nOne [two](three.md) `four five`. Six!\n\n    seven eight\n\n| nine ten |\n\n- eleven twelve\n"
+    assert [sentence for _, sentence in sentences(text)] == ["One two Code.", "Six!", "nine ten", "eleven twelve"]
+    assert average(text) == 2.0
