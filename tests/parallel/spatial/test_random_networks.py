@@ -159,7 +159,16 @@ sizes = st.tuples(st.integers(1, 24), st.integers(1, 24))
 
 
 def stack(specification: list[tuple[str, dict[str, Any]]]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*((OWN.get(name) or getattr(nn, name))(**options) for name, options in specification))
+    """What builds the layers; norms are shifted, since rounding decides what ReLU does with a mean of zero."""
+
+    def build() -> nn.Module:
+        made = nn.Sequential(*((OWN.get(name) or getattr(nn, name))(**options) for name, options in specification))
+        for layer in made.modules():
+            if isinstance(layer, nn.BatchNorm2d | nn.GroupNorm):
+                nn.init.normal_(layer.bias)
+        return made
+
+    return build
 
 
 def possible(specification: list[tuple[str, dict[str, Any]]], size: tuple[int, int]) -> bool:
