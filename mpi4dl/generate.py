@@ -28,6 +28,8 @@ DESCRIPTION = "Let a trained model go on with text."
 
 @dataclass(frozen=True)
 class Cores:
+    """The CPU threads of a rank."""
+
     threads: int | None = like(Parallel, "threads")
 
 

@@ -92,6 +92,7 @@ def test_all_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", scripts())
+@pytest.mark.sample(3)
 def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     num_ranks, text = scripts()[name]
     script = tmp_path / f"{name}.py"
@@ -202,7 +203,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("words", TRAINED, ids=lambda words: " ".join(words)[:60])
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_an_example_fits_a_workstation(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of images that are colour pictures of two classes, or texts of bytes."""
     monkeypatch.chdir(ROOT)

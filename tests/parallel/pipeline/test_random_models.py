@@ -362,7 +362,7 @@ MANY = 4  # models in one case
 
 @pytest.mark.parametrize("first", range(0, 20 * MANY, MANY))
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_random_models_train_as_in_plain_pytorch_or_are_refused(ranks: Ranks, name: str, first: int) -> None:
     seeds = [1000 * list(PLANS).index(name) + first + i for i in range(MANY)]
     assert ranks(PLANS[name].num_ranks).run(problems_of, PLANS[name], seeds)[0] == []

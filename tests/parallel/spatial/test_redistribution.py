@@ -204,7 +204,7 @@ def differences(comm: Communicator, name: str, arrangement: Arrangement) -> list
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("arrangement", ON, ids=str)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_a_step_of_transmil_is_that_on_the_whole(ranks: Ranks, name: str, arrangement: Arrangement) -> None:
     assert ranks(arrangement.size).run(differences, name, arrangement) == [[]] * arrangement.size
 
