@@ -73,6 +73,17 @@ CHOSEN = [
     Arrangement(4, 1, style="uneven"),
     Arrangement(2, 2, style="wide"),
 ]
+# For tables of tokens.
+OF_TOKENS = [
+    Arrangement(1, 2),
+    Arrangement(2, 2),
+    Arrangement(3, 1),
+    Arrangement(2, 1, batch=2),
+    Arrangement(1, 2, batch=2),
+    Arrangement(4, 1, style="uneven"),
+    Arrangement(2, 2, style="wide"),
+    Arrangement(1, 2, style="empty"),
+]
 # One of each kind, for tables of operators whose rules share what all arrangements try.
 SOME_ARRANGEMENTS = [
     pytest.param(Arrangement(2, 2), marks=pytest.mark.exhaustive),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import Arrangement, Case, Function, check_table, functions
+from tests.parallel.spatial.comparing import OF_TOKENS, Arrangement, Case, Function, check_table, functions
 from tests.pool.ranks import Ranks
 
 H, W = 12, 8
@@ -110,19 +110,9 @@ CASES: dict[str, Case] = {
     **functions(SPREAD, sizes=[(H, W)]),
     **functions(WHOLE, sizes=[(H, W)], spread=False),
 }
-ARRANGEMENTS = [
-    Arrangement(1, 2),
-    Arrangement(2, 2),
-    Arrangement(3, 1),
-    Arrangement(2, 1, batch=2),
-    Arrangement(1, 2, batch=2),
-    Arrangement(4, 1, style="uneven"),
-    Arrangement(2, 2, style="wide"),
-    Arrangement(1, 2, style="empty"),
-]
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("arrangement", OF_TOKENS, ids=str)
 @pytest.mark.sample(3)
 def test_flat_dims_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)

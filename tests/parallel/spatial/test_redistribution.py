@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
-from tests.parallel.spatial.comparing import Arrangement, Case, Function, check_table, compare, functions
+from tests.parallel.spatial.comparing import OF_TOKENS, Arrangement, Case, Function, check_table, compare, functions
 from tests.parallel.spatial.test_flattening import WEIGHT, attention, tokens, with_token
 from tests.parallel.spatial.test_gathering import kept_of_plain
 from tests.pool.ranks import Ranks
@@ -99,18 +99,9 @@ CASES: dict[str, Case] = {
     **functions(SPREAD, sizes=[(HEIGHT, WIDTH)]),
     **functions(WHOLE, sizes=[(HEIGHT, WIDTH)], spread=False),
 }
-ARRANGEMENTS = [
-    Arrangement(1, 2),
-    Arrangement(2, 2),
-    Arrangement(3, 1),
-    Arrangement(2, 1, batch=2),
-    Arrangement(4, 1, style="uneven"),
-    Arrangement(2, 2, style="wide"),
-    Arrangement(1, 2, style="empty"),
-]
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("arrangement", OF_TOKENS, ids=str)
 @pytest.mark.sample(2)
 def test_tokens_in_another_order_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)
