@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	@echo "installing PyTorch, MPI and the rest into .venv: some minutes"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,test]'
 	touch $@
 
 .PHONY: install train gpt moe docs test test-gpu lint clean

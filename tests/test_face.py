@@ -353,6 +353,7 @@ def of_example(comm: Communicator, name: str, folder: Path) -> Any:
             os.chdir(ROOT)
 
 
+@pytest.mark.exhaustive
 def test_the_examples_do_what_they_say(ranks: Ranks, tmp_path: Path) -> None:
     alone = ranks(1).run(of_example, "tiles.py", tmp_path)[0]
     for found in (*ranks(4).run(of_example, "tiles.py", tmp_path), *ranks(5).run(of_example, "tiles.py", tmp_path)):

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.pool.job import Finished, mpirun
 
 
@@ -9,6 +11,7 @@ def limited(num_ranks: int, zero: int, offload: str = "none") -> Finished:
     return mpirun(num_ranks, "-m", "tests.limited", str(zero), offload)
 
 
+@pytest.mark.exhaustive
 def test_too_large_for_one_rank_fits_two() -> None:
     alone = limited(1, zero=0)
     assert alone.code == 1

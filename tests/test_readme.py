@@ -92,7 +92,7 @@ def test_all_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", scripts())
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_script_runs_as_it_is_printed(name: str, tmp_path: Path) -> None:
     num_ranks, text = scripts()[name]
     script = tmp_path / f"{name}.py"

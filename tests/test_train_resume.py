@@ -102,7 +102,7 @@ def test_a_run_saves_after_every_epoch_and_keeps_the_newest(uninterrupted: Path)
         ("--save-every none", []),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_checkpoints_are_made_when_they_were_asked_for(
     ranks: Ranks, tmp_path: Path, flags: str, steps: list[int]
 ) -> None:
@@ -167,6 +167,7 @@ def test_a_run_may_be_killed_at_any_moment_of_a_save(
     print(f"rank {rank} was killed at number {moment} of its {during}: {left}")
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_ends_the_run_and_leaves_what_was_saved(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
     job = mpirun(2, "-c", FULL, *flags_of(tmp_path / "run", "--save-every", "3"))
     folder = tmp_path / "run" / "checkpoints"
@@ -210,7 +211,7 @@ def test_a_run_that_is_complete_is_left_so_and_may_be_made_longer(
 
 
 @pytest.mark.parametrize("max_steps", ["8", "10"])
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_a_run_of_more_steps_is_the_run_of_all_of_them(
     ranks: Ranks, uninterrupted: Path, tmp_path: Path, max_steps: str
 ) -> None:
@@ -304,6 +305,7 @@ def test_every_option_that_changed_is_named(ranks: Ranks, uninterrupted: Path, t
     assert log.count("is new: ") == 6
 
 
+@pytest.mark.exhaustive
 def test_values_that_are_not_used_are_not_stored(ranks: Ranks, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ranks(2).run(train, flags_of(folder, "--max-steps", "5"))

@@ -42,6 +42,7 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.exhaustive
 def test_what_is_streamed_is_said(ranks: Ranks, tmp_path: Path) -> None:
     """The wider the tiles, the further it goes by itself."""
     flags = [*COMMON, "--num-samples", "6", "--max-steps", "1", "--eval-every", "none", "--stream"]
@@ -146,7 +147,7 @@ def refused(comm: Communicator, flags: list[str]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_visits_are_chosen_for_a_limit_of_memory(
     ranks: Ranks, slides: Path, expected: list[float], tmp_path: Path
 ) -> None:
@@ -172,9 +173,10 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
         ("--stream 2x2 --stream-until head", "--stream 2x2: the whole model would be streamed, up to head"),
         ("--stream auto", "--stream auto needs --memory-limit: within what a rank's memory is to stay, such as 6GiB"),
         ("--stream 2x2 --memory-limit 1GiB", "--memory-limit 1,024.0 MiB is for --stream auto, which chooses"),
-        (
+        pytest.param(
             "--stream auto --memory-limit 30MiB",
             "--stream auto: no visits keep a rank within 30.0 MiB: the least would be",
+            marks=pytest.mark.exhaustive,
         ),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),
         ("--patches 145", "--patches 145 of --model small_resnet: images of 144 x 144 px have no patches of 145 x"),

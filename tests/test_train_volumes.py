@@ -68,7 +68,7 @@ PLANS = ["--tiles 2x1x1", "--tiles 2x2", "--tiles 1x1x2 --data 2 --zero 3", "--t
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_volumes_by_every_plan(ranks: Ranks, volumes: Path, tmp_path: Path, plan: str) -> None:
     flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes)]
     num_ranks = build.build_plan(parse([*flags, *plan.split()])).num_ranks
@@ -76,6 +76,7 @@ def test_volumes_by_every_plan(ranks: Ranks, volumes: Path, tmp_path: Path, plan
     assert losses_of(tmp_path / "run") == pytest.approx(plain_losses(flags, SIZE), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_volumes_goes_on_on_other_tiles(ranks: Ranks, volumes: Path, tmp_path: Path) -> None:
     flags = [*COMMON.split(), *OF_VOLUMES.split(), "--images", str(volumes), "--run-folder", str(tmp_path / "run")]
     flags += ["--resume", "auto"]

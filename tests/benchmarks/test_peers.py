@@ -62,6 +62,7 @@ def assert_all_train_as_plain_pytorch_does(ranks: Ranks, task: Task, chosen: lis
 
 
 @pytest.mark.parametrize("task", tasks(), ids=lambda task: task.model)
+@pytest.mark.sample(1)
 def test_contestants_train_as_plain_pytorch_does(ranks: Ranks, task: Task) -> None:
     assert_all_train_as_plain_pytorch_does(ranks, task, FEW[task.model], 2)
 

@@ -100,6 +100,7 @@ def body(comm: Communicator, name: str) -> tuple[float, str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.exhaustive]) for n in COMPARED]
 )
+@pytest.mark.sample(1)
 def test_a_model_on_tiles_is_that_of_plain_pytorch(ranks: Ranks, name: str) -> None:
     worst, where = ranks(4, timeout=600).run(body, name)[0]
     assert worst <= EXACT, where

@@ -26,6 +26,7 @@ def test_many_of_each_kind(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", kinds())
+@pytest.mark.sample(12)
 def test_what_is_not_damaged_is_an_image(tmp_path, kind):
     suffix, write = kinds()[kind]
     write(tmp_path / f"a{suffix}")

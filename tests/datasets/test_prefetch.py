@@ -89,7 +89,7 @@ def test_a_forgotten_prefetcher_ends_its_threads():
 
 
 @pytest.mark.parametrize("item", ["time.sleep(0.01)", "time.sleep(1000)"])
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_the_interpreter_exits_although_an_iteration_is_not_over(item):
     program = (
         "import time, mpi4dl.datasets.prefetch as p\n"

@@ -96,6 +96,7 @@ def states() -> list[Any]:
 @pytest.mark.parametrize(
     ("source", "kind"), [*((source, Erased) for source in SOURCES), ("numpy", Patchwise), ("own Generator", Patchwise)]
 )
+@pytest.mark.sample(5)
 def test_what_a_dataset_draws_is_alike_on_all_ranks(source: str, kind: type[Erased]) -> None:
     """Each rank makes the dataset for itself, and asks for other boxes, from another batch on."""
     grid, whole = GridShape(1, 2, 2), GridShape(1, 1, 1)

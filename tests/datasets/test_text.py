@@ -378,6 +378,7 @@ encode_corpus(find_documents(sys.argv[1]), Dying(), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_writer_leaves_nothing_that_is_believed(folder: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(tokens)], capture_output=True, timeout=600)

@@ -71,7 +71,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path:
         ("--precision bf16", 0.5, "warning: 1 rank"),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_only_what_is_clearly_too_large_is_refused(
     ranks: Ranks, tmp_path: Path, more: str, share: float, ends: str
 ) -> None:
@@ -110,7 +110,7 @@ def visited(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str
 
 
 @pytest.mark.parametrize("name", VISITED)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_the_passes_of_a_step_are_said_before_it(ranks: Ranks, tmp_path: Path, name: str) -> None:
     flags = f"--model small_resnet --model-options num_filters=4 --image-size 128 --batch-size 2 {VISITED[name]}"
     num_ranks = build_plan(parse(flags.split())).num_ranks

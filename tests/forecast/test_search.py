@@ -76,6 +76,7 @@ def test_experts_are_shared_by_as_many_ranks_as_can() -> None:
     assert all(plan.problem(4, (16,), 8) is None for plan in plans)
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_plan_that_fits_is_first(tmp_path: Path) -> None:
     plans = [Plan(data=2), Plan(((1, 2),)), Plan(((1, 1), (1, 1)), microbatches=2)]
     slow_tiles = search(forecaster(tmp_path / "a", 1.0), plans)

@@ -19,6 +19,7 @@ def test_a_job_returns_its_code_and_its_output() -> None:
     assert mpirun(1, "-c", "raise SystemExit(3)").code == 3
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_hangs_is_killed_and_shows_what_it_printed() -> None:
     with pytest.raises(TimeoutError, match=r"(?s)did not end in 4\.0 s.*before"):
         mpirun(2, "-c", "import time; print('before', flush=True); time.sleep(60)", timeout=4.0)

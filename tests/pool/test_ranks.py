@@ -68,6 +68,7 @@ def test_a_failure_of_all_ranks_is_shown_once_and_keeps_the_pool(pool: Pool) -> 
     assert pool.starts == starts
 
 
+@pytest.mark.exhaustive
 def test_a_failure_of_one_rank_does_not_wait_for_the_others_to_time_out(pool: Pool) -> None:
     team = Team(pool, 2, 30.0)
     team.run(place, 1)
@@ -109,6 +110,7 @@ def die(comm: Communicator) -> None:
     os._exit(3)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_die_are_reported_with_what_they_printed(pool: Pool) -> None:
     with pytest.raises(RanksFailed, match=r"(?s)the process ended.*last words"):
         Team(pool, 2, 30.0).run(die)

@@ -47,7 +47,7 @@ def kept_by_training(comm: Communicator, name: str, counts: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_on_tiles_it_is_what_ranks_keep(ranks: Ranks, name: str) -> None:
     cuttable = cuttable_of(name)
     counts = (3, len(cuttable) - 3)

@@ -140,7 +140,7 @@ def test_1f1b_keeps_as_many_microbatches_as_stages_follow_and_gpipe_all(ranks: R
 
 
 @pytest.mark.parametrize("schedule", ["layer", "gpipe", "1f1b"])
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 def test_gems_doubles_the_batch_and_keeps_hardly_more(ranks: Ranks, schedule: str) -> None:
     one_way = Plan(ONES, microbatches=4, schedule=schedule)
     both = Plan(ONES, microbatches=4, schedule=schedule, bidirectional=1)

@@ -6,6 +6,7 @@ reference is plain PyTorch on the whole image, computed on each rank beside the 
 
 import copy
 import importlib
+import itertools
 import math
 import time
 import traceback
@@ -35,7 +36,7 @@ class Arrangement(NamedTuple):
     """How an image is laid over the ranks; with a depth a volume, without columns a sequence along its "rows".
 
     "wide" tiles hold a halo; "uneven" leaves one of three or more tiles without pixels, "empty" all but the last along
-    each axis.
+    each axis. `turn`: every second case of a table, from this one on; by default all.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Arrangement(NamedTuple):
     batch: int = 1
     style: str = "even"
     depth: int | None = None
+    turn: int | None = None
 
     @property
     def shape(self) -> GridShape:
@@ -55,7 +57,15 @@ class Arrangement(NamedTuple):
 
     def __str__(self) -> str:
         batch = f"batch{self.batch}-" if self.batch > 1 else ""
-        return f"{batch}{'x'.join(map(str, self.shape.space))}{'' if self.style == 'even' else '-' + self.style}"
+        style = "" if self.style == "even" else f"-{self.style}"
+        turn = "" if self.turn is None else f"-turn{self.turn}"
+        return f"{batch}{'x'.join(map(str, self.shape.space))}{style}{turn}"
+
+
+def in_turns(*arrangements: Arrangement) -> list[Any]:
+    """Each arrangement tries its share of a table's cases by default, the next one the rest; on demand, each all."""
+    turns = [each._replace(turn=number % 2) for number, each in enumerate(arrangements)]
+    return [*turns, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in arrangements)]
 
 
 ARRANGEMENTS = [
@@ -86,17 +96,17 @@ OF_TOKENS = [
 ]
 # One of each kind, for tables of operators whose rules share what all arrangements try.
 SOME_ARRANGEMENTS = [
+    *in_turns(Arrangement(2, 1, batch=2), Arrangement(2, 2, style="wide")),
     pytest.param(Arrangement(2, 2), marks=pytest.mark.exhaustive),
     pytest.param(Arrangement(1, 3), marks=pytest.mark.exhaustive),
-    Arrangement(2, 1, batch=2),
     pytest.param(Arrangement(4, 1, style="uneven"), marks=pytest.mark.exhaustive),
-    Arrangement(2, 2, style="wide"),
 ]
 
 
 def chosen(arrangements: Sequence[Arrangement]) -> list[Any]:
-    """All of them for a table of tests, those that are not in CHOSEN on demand."""
-    return [pytest.param(a, marks=() if a in CHOSEN else pytest.mark.exhaustive) for a in arrangements]
+    """All of them for a table of tests on demand; by default those in CHOSEN, in turns."""
+    others = [each for each in arrangements if each not in CHOSEN]
+    return [*in_turns(*CHOSEN), *(pytest.param(each, marks=pytest.mark.exhaustive) for each in others)]
 
 
 def as_drawn(image: Tensor) -> Tensor:
@@ -284,7 +294,8 @@ def compare_table(comm: Communicator, module: str, arrangement: Arrangement) -> 
     failures = {}
     control = comm.split(0)  # so that its barrier is not taken for a collective of the case
     cases = importlib.import_module(module).CASES
-    for name, case in cases.get(len(arrangement.shape.space), cases).items():
+    cases = cases.get(len(arrangement.shape.space), cases)
+    for name, case in itertools.islice(cases.items(), arrangement.turn, None, 1 if arrangement.turn is None else 2):
         for shape in case.shapes:
             error = ""
             try:

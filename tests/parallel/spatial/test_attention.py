@@ -170,7 +170,7 @@ def compare_all(comm: Communicator, training: bool, arrangement: Arrangement) ->
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_attention_is_that_of_the_whole_batch(ranks: Ranks, training: bool, arrangement: Arrangement) -> None:
     ranks(arrangement.size).run(compare_all, training, arrangement)
 

@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,5 +51,6 @@ def compile_a_model(comm: Communicator) -> list[str]:
     return wrong
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_runs_on_tiles(ranks: Ranks) -> None:
     assert ranks(2).run(compile_a_model) == [[], []]

@@ -109,6 +109,7 @@ def ways(comm: Communicator, cases: list[tuple[int, int, torch.dtype]]) -> list[
 
 
 @pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
+@pytest.mark.sample(1)
 def test_convolutions_that_keep_their_strips_apart_are_the_same(ranks: Ranks, arrangement: Arrangement) -> None:
     results = ranks(arrangement.size).run(compare_apart, arrangement)
     assert [wrong for wrong, _, _ in results] == [{}] * arrangement.size

@@ -122,6 +122,6 @@ FEW = [arrangement for arrangement in ARRANGEMENTS if str(arrangement) not in ("
 @pytest.mark.parametrize(
     "arrangement", [pytest.param(a, marks=() if a in FEW else pytest.mark.exhaustive) for a in ARRANGEMENTS], ids=str
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_operators_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
     check_table(ranks, __name__, arrangement)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, Case, check_table
+from tests.parallel.spatial.comparing import Arrangement, Case, check_table, in_turns
 from tests.pool.ranks import Ranks
 
 SHAPE = (3, 4, 6, 7)
@@ -82,8 +82,7 @@ ARRANGEMENTS = [Arrangement(2, 2), Arrangement(1, 2, batch=2), Arrangement(4, 1,
     "arrangement",
     [
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ARRANGEMENTS[:2]),
-        ARRANGEMENTS[2],
-        Arrangement(2, 2, style="wide"),
+        *in_turns(ARRANGEMENTS[2], Arrangement(2, 2, style="wide")),
     ],
     ids=str,
 )

@@ -177,7 +177,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name == "recomputed" else name for name in CASES]
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_patches_equal_one_batch_of_all(ranks: Ranks, name: str) -> None:
     check(ranks, CASES[name])
 

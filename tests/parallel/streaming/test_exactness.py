@@ -36,7 +36,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_every_plan_equals_plain_pytorch(ranks: Ranks, name: str) -> None:
     check(ranks, SKIPPING, PLANS[name])
 
