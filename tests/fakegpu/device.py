@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -292,6 +293,7 @@ def installed() -> Iterator[FakeGpu]:
     fake = FakeGpu()
     fake.problems = []
     patch = pytest.MonkeyPatch()
+    _device_constructors()  # remembered by torch for `with torch.device(...)`, so not the functions of this context
     for name in FACTORIES:
         patch.setattr(torch, name, _factory(getattr(torch, name)))
     patch.setattr(Tensor, "to", _to(Tensor.to))
