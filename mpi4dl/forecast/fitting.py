@@ -88,9 +88,10 @@ def _looked_at(
                 if problem is not None and refuses and need.impossible:
                     return remarks, problem
                 remarks += [] if problem is None else [f"warning: {problem}"]
-    except Exception:
+    except Exception as error:
         # The model's own code runs on shapes here, which may fail in any way. Training then says what is wrong with it.
-        return remarks, None
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [*remarks, f"the memory that this run needs could not be estimated ({what})"], None
     return remarks, None
 
 

@@ -5,8 +5,8 @@ waiting.
                         head_seconds         BODY_SECONDS         STALL_SECONDS if the client reads nothing
 
 A connection beyond a limit takes the place of the one that has waited for its client longest. If none waits, as all
-have requests under way, the new one is closed. So clients that connect and say nothing shut out nobody. Once a minute,
-a line of log has the counts of what was closed.
+have requests under way, the new one is answered with 429 and closed. So clients that connect and say nothing shut out
+nobody. Once a minute, a line of log has the counts of what was closed.
 """
 
 import asyncio
@@ -21,9 +21,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mpi4dl.serving.errors import busy
+
 BACKLOG = 512  # connections that the system keeps until they are accepted: asyncio accepts as many at once
 OTHER_FILES = 128  # that the process has open beside connections
 STALL_SECONDS = 60.0
+MOST_REFUSED, REFUSAL_SECONDS = (
+    256,
+    5.0,
+)  # connections beyond the limits that may still say what they want, and how long
 SWEEP_SECONDS = 0.5
 REPORT_SECONDS = 60.0
 ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words
@@ -61,6 +67,7 @@ class Connections:
         self.limits, self.clock = limits, clock
         self.closed: Counter[str] = Counter()  # since the last line of log, by reason
         self._open: dict[LimitedConnection, None] = {}
+        self._refused: dict[LimitedConnection, float] = {}  # when each came
         self._waiting: dict[str, dict[LimitedConnection, None]] = {}  # by address; who has waited longest comes first
         self._addresses: Counter[str] = Counter()
         self._reported = float("-inf")
@@ -77,14 +84,24 @@ class Connections:
             longest = (next(iter(some)) for some in self._waiting.values())
             first = min(longest, key=lambda each: each.waits_since, default=None)
             self._make_room(new, {} if first is None else {first: None})
-        if not new.transport.is_closing():
+        if not new.transport.is_closing() and not self.refuses(new):
             self._open[new] = None
             self._addresses[address] += 1
             self.wait(new, True)
 
     def _make_room(self, new: "LimitedConnection", waiting: dict["LimitedConnection", None]) -> None:
         victim = next(iter(waiting), None)
-        self.close(victim or new, "refused" if victim is None else "replaced")
+        if victim is not None:
+            self.close(victim, "replaced")
+        elif len(self._refused) < MOST_REFUSED:
+            self.closed["refused"] += 1
+            self._refused[new] = self.clock()
+        else:
+            self.close(new, "refused")
+
+    def refuses(self, one: "LimitedConnection") -> bool:
+        """Whether there was no room for it, so that its first words are answered with a refusal."""
+        return one in self._refused
 
     def wait(self, one: "LimitedConnection", waits: bool) -> None:
         """From now on it waits for its client, anew, or has a request under way."""
@@ -103,6 +120,7 @@ class Connections:
 
     def forget(self, one: "LimitedConnection") -> None:
         """It is over. It may be called again."""
+        self._refused.pop(one, None)
         if one in self._open:
             del self._open[one]
             self._addresses -= Counter([one.address])  # which leaves out what is 0
@@ -111,6 +129,10 @@ class Connections:
     def sweep(self) -> None:
         """Close what has kept the server waiting for too long."""
         now = self.clock()
+        for one, since in list(self._refused.items()):
+            if now - since > REFUSAL_SECONDS:
+                self.forget(one)
+                one.transport.abort()
         for one in list(self._open):
             if one.head_since is not None and now - one.head_since > self.limits.head_seconds:
                 self.close(one, "heads")
@@ -139,6 +161,15 @@ class Connections:
             "accept": f"{found['accept']:,} times there was no file for a new one (ulimit -n)",
         }
         return f"connections: {'; '.join(words[reason] for reason in words if found[reason])}"
+
+
+def no_room() -> bytes:
+    """The whole response to a connection beyond the limits."""
+    error = busy("the server has no room for more connections: close some, or try again", code="too_many_connections")
+    response = error.response()
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    lines = [b"HTTP/1.1 429 Too Many Requests", *(name + b": " + value for name, value in headers)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)
 
 
 def address_of(peer: tuple[str, int] | None) -> str:
@@ -175,6 +206,12 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.known.refuses(self):
+            self.known.forget(self)
+            if not self.transport.is_closing():
+                self.transport.write(no_room())
+                self.transport.close()
+            return
         if self.head_since is None and self.conn.their_state is h11.IDLE:
             self.head_since = self.known.clock()
         waited = self._waits

@@ -1,5 +1,6 @@
 """Who connects and says nothing, or reads nothing, shuts out nobody; and which names the server is known by."""
 
+import json
 import resource
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.serve import TOKEN_VARIABLE, _token
-from mpi4dl.serving.connections import ConnectionLimits, Connections, address_of
+from mpi4dl.serving.connections import REFUSAL_SECONDS, ConnectionLimits, Connections, address_of
 from mpi4dl.serving.front import Limits
 from tests.serving.served import CONTEXT, PATIENCE_SECONDS, Served, eventually, serving
 
@@ -75,8 +76,10 @@ def test_requests_under_way_are_not_given_up_for_new_ones() -> None:
         whole = head + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
         busy = [connect(served, whole, within) for _ in range(3)]
         eventually(lambda: served.batch.stats().running == 3)
-        with suppress(ConnectionError):
-            assert connect(served, SLOW[1], within).recv(1) == b""
+        refusal = connect(served, whole, within).recv(10_000)
+        assert refusal.startswith(b"HTTP/1.1 429")
+        assert b"retry-after: 1" in refusal.lower()
+        assert json.loads(refusal.partition(b"\r\n\r\n")[2])["error"]["type"] == "rate_limit_error"
         served.batch.step()
         assert all(each.recv(12) == b"HTTP/1.1 200" for each in busy)
 
@@ -135,6 +138,10 @@ def test_the_longest_silence_makes_room() -> None:
     known.admit(e)
     known.wait(e, False)
     known.admit(first)  # all others have requests under way
+    assert known.refuses(first)
+    assert [each.closed for each in (a, d, e, first)] == [False, False, False, False]
+    clock.now += REFUSAL_SECONDS + 1
+    known.sweep()  # it has not said what it wants
     assert [each.closed for each in (a, d, e, first)] == [False, False, False, True]
     line = known.report()
     assert line is not None

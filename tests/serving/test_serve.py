@@ -102,7 +102,7 @@ async def answer(client: openai.AsyncOpenAI, wish: Wish, stream: bool) -> str:
 
 async def load(url: str, wishes: list[Wish]) -> list[str]:
     async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+        base_url=f"{url}/v1", api_key="none", max_retries=5, timeout=PATIENCE_SECONDS
     ) as client:
         begin = time.monotonic()
 
