@@ -91,7 +91,7 @@ def _looked_at(
     except Exception as error:
         # The model's own code runs on shapes here, which may fail in any way. Training then says what is wrong with it.
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [*remarks, f"the memory that this run needs could not be estimated ({what})"], None
+        return [*remarks, f"what this run needs could not be estimated ({what})"], None
     return remarks, None
 
 

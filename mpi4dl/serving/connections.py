@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any
 
@@ -26,10 +27,7 @@ from mpi4dl.serving.errors import busy
 BACKLOG = 512  # connections that the system keeps until they are accepted: asyncio accepts as many at once
 OTHER_FILES = 128  # that the process has open beside connections
 STALL_SECONDS = 60.0
-MOST_REFUSED, REFUSAL_SECONDS = (
-    256,
-    5.0,
-)  # connections beyond the limits that may still say what they want, and how long
+MOST_REFUSED = 256  # connections beyond the limits that are kept until their request comes, and is refused
 SWEEP_SECONDS = 0.5
 REPORT_SECONDS = 60.0
 ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's words
@@ -67,7 +65,7 @@ class Connections:
         self.limits, self.clock = limits, clock
         self.closed: Counter[str] = Counter()  # since the last line of log, by reason
         self._open: dict[LimitedConnection, None] = {}
-        self._refused: dict[LimitedConnection, float] = {}  # when each came
+        self._refused: dict[LimitedConnection, None] = {}
         self._waiting: dict[str, dict[LimitedConnection, None]] = {}  # by address; who has waited longest comes first
         self._addresses: Counter[str] = Counter()
         self._reported = float("-inf")
@@ -95,7 +93,7 @@ class Connections:
             self.close(victim, "replaced")
         elif len(self._refused) < MOST_REFUSED:
             self.closed["refused"] += 1
-            self._refused[new] = self.clock()
+            self._refused[new] = None
         else:
             self.close(new, "refused")
 
@@ -129,11 +127,7 @@ class Connections:
     def sweep(self) -> None:
         """Close what has kept the server waiting for too long."""
         now = self.clock()
-        for one, since in list(self._refused.items()):
-            if now - since > REFUSAL_SECONDS:
-                self.forget(one)
-                one.transport.abort()
-        for one in list(self._open):
+        for one in [*self._open, *self._refused]:
             if one.head_since is not None and now - one.head_since > self.limits.head_seconds:
                 self.close(one, "heads")
             elif one.stalled_since is not None and now - one.stalled_since > STALL_SECONDS:
@@ -165,10 +159,11 @@ class Connections:
 
 def no_room() -> bytes:
     """The whole response to a connection beyond the limits."""
-    error = busy("the server has no room for more connections: close some, or try again", code="too_many_connections")
-    response = error.response()
-    headers = [*response.raw_headers, (b"connection", b"close")]
-    lines = [b"HTTP/1.1 429 Too Many Requests", *(name + b": " + value for name, value in headers)]
+    message = "the server has no room for more connections: close some, or try again"
+    response = busy(message, code="too_many_connections").response()
+    status = HTTPStatus(response.status_code)
+    lines = [f"HTTP/1.1 {status} {status.phrase}".encode(), b"connection: close"]
+    lines += [name + b": " + value for name, value in response.raw_headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)
 
 

@@ -59,6 +59,21 @@ def test_a_run_that_cannot_fit_is_refused_with_what_does(ranks: Ranks, tmp_path:
         assert "of memory" not in told, words
 
 
+def begun_without_estimate(comm: Communicator, folder: Path) -> str:
+    def fails(*_: Any) -> None:
+        raise TypeError("no shapes here\nand more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "MemoryNeed", fails)
+        return begun(comm, LARGE, 2.0 * PROCESS, folder)
+
+
+def test_a_run_says_why_nothing_could_be_estimated(ranks: Ranks, tmp_path: Path) -> None:
+    (log,) = ranks(1).run(begun_without_estimate, tmp_path / "run")
+    assert "could not be estimated (TypeError: no shapes here)" in log
+    assert "done:" in log
+
+
 @pytest.mark.parametrize(
     ("more", "share", "ends"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from mpi4dl.options.declare import ConfigError
 from mpi4dl.serve import TOKEN_VARIABLE, _token
-from mpi4dl.serving.connections import REFUSAL_SECONDS, ConnectionLimits, Connections, address_of
+from mpi4dl.serving.connections import ConnectionLimits, Connections, address_of
 from mpi4dl.serving.front import Limits
 from tests.serving.served import CONTEXT, PATIENCE_SECONDS, Served, eventually, serving
 
@@ -140,14 +140,14 @@ def test_the_longest_silence_makes_room() -> None:
     known.admit(first)  # all others have requests under way
     assert known.refuses(first)
     assert [each.closed for each in (a, d, e, first)] == [False, False, False, False]
-    clock.now += REFUSAL_SECONDS + 1
-    known.sweep()  # it has not said what it wants
+    first.head_since, clock.now = clock.now, clock.now + 6
+    known.sweep()  # it sent no head in time
     assert [each.closed for each in (a, d, e, first)] == [False, False, False, True]
     line = known.report()
     assert line is not None
     assert "1 that waited" in line
     assert "1 were refused" in line
-    assert "1 sent no whole request within 5 s" in line
+    assert "2 sent no whole request within 5 s" in line
     known.admit(last)
     assert known.report() is None  # at most one line a minute
     clock.now += 60
