@@ -17,6 +17,7 @@ from mpi4dl.comm import Communicator, Refusal, guard
 CALLS = ("agree", "all_gather_object", "broadcast_object", "ibarrier", "ireduce", "ireduce_scatter", "iall_gather_into")
 CALLS += ("ibroadcast", "all_gather", "all_to_all", "split", "subset", "iexchange", "isend_object", "recv_object")
 LUCK = "no such luck"
+NOT_REACHED = "came not to this place"  # some calls are only made where a message is still under way
 
 
 def leave() -> None:
@@ -98,6 +99,7 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
 
     def fail(where: str) -> None:
         if where == place and rank() == 1:
+            note(where)
             FAULTS[how]()
 
     os.environ["XDG_CACHE_HOME"] = os.devnull  # what is measured is not remembered, so that all jobs measure
@@ -108,6 +110,8 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
     finally:
         if how == "list" and rank() == 1:
             Path(place).write_text("\n".join(found))
+        if how != "list" and rank() == 1 and not found:
+            print(NOT_REACHED, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import TINY, write_images
+from tests.faults import NOT_REACHED
 from tests.pool.job import mpirun
 
 LEAVING = """
@@ -114,12 +115,17 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[li
 
 
 def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> str:
-    """What is wrong with how a job ends whose rank 1 fails at a place; nothing if all is well."""
+    """What is wrong with how a job ends whose rank 1 fails at a place; nothing if all is well, or it never came there.
+
+    Whether a rank comes to a call can depend on time: `Pending.test` starts what the message before it allows.
+    """
     found = [each.format(run=run) for each in arguments]
     try:
         job = mpirun(2, "-m", "tests.faults", fault, place, *found, timeout=SECONDS)
     except TimeoutError as error:
         return f"{work}, {place}, {fault}: it hangs: {error}"
+    if NOT_REACHED in job.stdout:
+        return "" if job.code == 0 else f"{work}, {place}, {fault}: it failed before: {job}"
     ended_well = job.code == 0 and fault == "returns early"  # there was nothing left that others needed
     said_once = job.stderr.count("no such luck") == (fault != "returns early") and job.stderr.count("Traceback") <= 1
     if (job.code or ended_well) and said_once and "done" not in job.stdout * (fault != "returns early"):

@@ -23,11 +23,16 @@ class Finished(NamedTuple):
 
 
 def start(command: Sequence[str], folder: Path = ROOT) -> subprocess.Popen[str]:
-    """A job in a session of its own, in `folder`, whose ranks have one thread each and find this project."""
+    """A job in a session of its own, in `folder`, whose ranks have one thread each and find this project.
+
+    Their output is buffered, whatever the environment says: a line that is printed in several writes can be torn by
+    another rank's.
+    """
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**buffered, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
