@@ -115,10 +115,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[li
 
 
 def hunt(work: str, fault: str, place: str, arguments: list[str], run: Path) -> str | None:
-    """What is wrong with how a job ends whose rank 1 fails at a place; nothing if all is well; None: it never came there.
-
-    Whether a rank comes to a call can depend on time: `Pending.test` starts what the message before it allows.
-    """
+    """What is wrong with how a job ends whose rank 1 fails at a place; empty if all is well, None if it never came."""
     found = [each.format(run=run) for each in arguments]
     try:
         job = mpirun(2, "-m", "tests.faults", fault, place, *found, timeout=SECONDS)
