@@ -102,6 +102,21 @@ def _tables(config: type, done: set[str]) -> Iterable[str]:
             yield from (_row(item) for item in items if item.section == section)
 
 
+def _presets() -> Iterable[str]:
+    """A heading and a table of the presets."""
+    from mpi4dl.options.config import PRESETS, Config
+    from mpi4dl.options.declare import options_of
+
+    options = options_of(Config)
+    yield "\n### Presets\n"
+    yield "`--preset NAME` changes these defaults. Files and flags override them; `--print-config` shows the result.\n"
+    yield "| Preset | Flags |\n| --- | --- |"
+    for name, values in PRESETS.items():
+        checked = {option: options[option].kind.check(raw) for option, raw in values.items()}
+        flags = " ".join(word for option, value in checked.items() for word in options[option].words(value))
+        yield f"| `{name}` | `{_cell(flags)}` |"
+
+
 def options_page() -> str:
     """The text of docs/reference/options.md."""
     from mpi4dl.evaluate import EvaluateConfig
@@ -110,7 +125,7 @@ def options_page() -> str:
     from mpi4dl.predict import PredictConfig
     from mpi4dl.serve import ServeConfig
 
-    lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_tables(PlanConfig, set())]
+    lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_presets(), *_tables(PlanConfig, set())]
     seeing: set[str] = set()
     lines += ["\n## mpi4dl.evaluate and mpi4dl.predict"]
     lines += ["\n    mpirun -n RANKS python -m mpi4dl.evaluate RUN --FLAG VALUE ..."]

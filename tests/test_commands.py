@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
@@ -14,7 +13,7 @@ from mpi4dl._commands import command_names
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import SAME, help_text, options_of, parse_options
+from mpi4dl.options.declare import SAME, help_text, options_of, parse_options, sections_of
 from mpi4dl.plan import PlanConfig
 from mpi4dl.predict import PredictConfig
 from mpi4dl.serve import ServeConfig
@@ -151,7 +150,7 @@ def test_help_fits_two_screens(config: type) -> None:
     common = [item for item in options.values() if item.brief]
     assert 5 <= len(common) <= 27
     assert all(f"  {item.flag}" in text or f"  {item.negation}" in text for item in common)
-    for section, found in get_type_hints(config).items():
+    for section, found in sections_of(config).items():
         assert found.__doc__, section
         assert not found.__doc__.startswith(f"{found.__name__}("), f"{found.__name__} says nothing of its options"
         group = help_text(config, section, "", "")

@@ -7,7 +7,7 @@ reads `run.toml`, whose tables are the sections below, and lets flags override i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
@@ -15,6 +15,7 @@ from mpi4dl.options.kinds import (
     BOOLEAN,
     BYTES,
     COUNT,
+    COUNT_OR_SHARE,
     COUNT_OR_ZERO,
     COUNTS,
     DEVIATIONS,
@@ -469,13 +470,12 @@ class Optimizer:
         | instead("use {option} linear or cosine, or --scheduler with a class of PyTorch", "lr-scheduler")
         | instead("use --scheduler CosineAnnealingLR --scheduler-options T_max=EPOCHS,eta_min={value}", "min-lr"),
     )
-    warmup: int = option(
+    warmup: int | float = option(
         0,
-        "in how many steps the learning rate rises before that, from a hundredth",
-        COUNT_OR_ZERO,
-        known_as=same_as("warmup-steps num-warmup-steps")
-        | instead("use {option} N, which counts steps, not epochs", "warmup-epochs lr-warmup-epochs")
-        | instead("use {option} N, which counts steps", "warmup-ratio"),
+        "in how many steps, or which share of them, the learning rate rises before that, from a hundredth",
+        COUNT_OR_SHARE,
+        known_as=same_as("warmup-steps num-warmup-steps warmup-ratio")
+        | instead("use {option} N, which counts steps, not epochs", "warmup-epochs lr-warmup-epochs"),
     )
     clip_norm: float | None = option(
         None,
@@ -486,9 +486,83 @@ class Optimizer:
     clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
 
 
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "finetune": {
+        "weights": "pretrained",
+        "mean": "imagenet",
+        "optimizer": "AdamW",
+        "lr": 1e-4,
+        "optimizer_options": {"weight_decay": 0.05},
+        "lr_schedule": "cosine",
+        "warmup": 0.05,
+        "clip_norm": 1.0,
+        "epochs": 20,
+        "jitter": 0.2,
+    },
+    "mil": {
+        "weights": "pretrained",
+        "mean": "imagenet",
+        "patches": 224,
+        "aggregator": "gated-attention",
+        "batch_size": 1,
+        "optimizer": "AdamW",
+        "lr": 1e-4,
+        "optimizer_options": {"weight_decay": 1e-5},
+        "lr_schedule": "cosine",
+        "warmup": 0.05,
+        "epochs": 50,
+        "patience": 10,
+    },
+    "segment": {
+        "task": "segment",
+        "loss": "cross_entropy+dice",
+        "optimizer": "AdamW",
+        "lr": 1e-3,
+        "optimizer_options": {"weight_decay": 0.01},
+        "lr_schedule": "cosine",
+        "warmup": 0.05,
+        "clip_norm": 1.0,
+        "epochs": 50,
+        "jitter": 0.2,
+    },
+    "gigapixel": {
+        "weights": "pretrained",
+        "mean": "imagenet",
+        "batch_size": 1,
+        "accumulate": 8,
+        "fit": "crop",
+        "stream": "auto",
+        "stream_norm": "frozen",
+        "optimizer": "AdamW",
+        "lr": 1e-4,
+        "optimizer_options": {"weight_decay": 0.01},
+        "lr_schedule": "cosine",
+        "warmup": 0.05,
+        "epochs": 50,
+    },
+    "pretrain": {
+        "optimizer": "AdamW",
+        "lr": 5e-4,
+        "optimizer_options": {"weight_decay": 0.05},
+        "lr_schedule": "cosine",
+        "warmup": 0.05,
+        "clip_norm": 1.0,
+        "epochs": 100,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """Epochs and steps, the loss, precision, and validation."""
+
+    preset: str = option(
+        "none",
+        "other defaults of many options, for a kind of training; --print-config shows them",
+        choice("none", *PRESETS),
+        brief="defaults for finetune, mil, segment, gigapixel or pretrain",
+        known_as=same_as("recipe"),
+    )
 
     epochs: int = option(
         1,
@@ -627,6 +701,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Config:
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
+
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)

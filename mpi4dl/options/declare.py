@@ -106,10 +106,16 @@ def like(section: type, name: str) -> Any:
     return field(default=found.default, metadata=found.metadata)
 
 
+def sections_of(config_type: type) -> dict[str, type]:
+    """The sections of a config by name, in the order of their declaration."""
+    hints = get_type_hints(config_type)
+    return {each.name: hints[each.name] for each in fields(config_type)}
+
+
 def options_of(config_type: type) -> dict[str, Option]:
     """All options of a config by name, in the order of their declaration."""
     options: dict[str, Option] = {}
-    for section, section_type in get_type_hints(config_type).items():
+    for section, section_type in sections_of(config_type).items():
         for leaf in fields(section_type):
             assert leaf.name not in options, f"{leaf.name} is declared twice"
             default = leaf.default if leaf.default_factory is MISSING else leaf.default_factory()
@@ -156,7 +162,7 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 
 def help_text(config_type: type, topic: str, usage: str, description: str) -> str:
     """What `--help TOPIC` prints. Raises ConfigError for a topic that is no group of options."""
-    sections = {section: _first_line(found) for section, found in get_type_hints(config_type).items()}
+    sections = {section: _first_line(found) for section, found in sections_of(config_type).items()}
     if topic in sections:
         return _parser(config_type, usage, sections[topic], topic).format_help()
     if topic == ALL:
@@ -317,8 +323,15 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
     return values
 
 
+def _with_preset(config_type: type, options: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, and below them those of the preset that the option `preset` names, if the config has `presets`."""
+    presets: Mapping[str, Mapping[str, Any]] = getattr(config_type, "presets", {})
+    defaults = presets.get(values.get("preset", ""), {})
+    return {**{name: options[name].kind.check(raw) for name, raw in defaults.items()}, **values}
+
+
 def parse_options(config_type: type[T], argv: Sequence[str], usage: str, description: str) -> T:
-    """Defaults, overridden by the file that `--config` names, overridden by flags.
+    """Defaults, overridden by a preset, by the file that `--config` names, and by flags, in this order.
 
     Raises ConfigError for whatever is unknown, of the wrong type, or out of range. Only `--help` exits.
     """
@@ -331,8 +344,9 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     file = flags.pop("config", None)
     values = {} if file is None else _values_from_file(file, options)
     values |= {name: _value_from_flag(options[name], text) for name, text in flags.items()}
+    values = _with_preset(config_type, options, values)
     sections = {}
-    for section, section_type in get_type_hints(config_type).items():
+    for section, section_type in sections_of(config_type).items():
         sections[section] = section_type(**{n: v for n, v in values.items() if options[n].section == section})
     return config_type(**sections)
 
@@ -360,12 +374,12 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     if unknown is not None:
         ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")
         raise ConfigError(f"there is no option `{unknown}`{ours or nearest(unknown, options)}")
-    sections: dict[str, dict[str, Any]] = {section: {} for section in get_type_hints(config_type)}
-    for name, value in values.items():
-        item = options[name]
-        sections[item.section][name] = _value_from_python(item, value)
-    hints = get_type_hints(config_type)
-    return config_type(**{section: hints[section](**found) for section, found in sections.items()})
+    given = {name: _value_from_python(options[name], value) for name, value in values.items()}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_type)}
+    for name, value in _with_preset(config_type, options, given).items():
+        sections[options[name].section][name] = value
+    types = sections_of(config_type)
+    return config_type(**{section: types[section](**found) for section, found in sections.items()})
 
 
 def _value_from_python(item: Option, given: Any) -> Any:

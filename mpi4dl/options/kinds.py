@@ -88,6 +88,20 @@ PROPER_FRACTION = number("a number between 0 and 1", lambda x: 0 < x < 1)
 SHARE = number("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
+def _count_or_share(value: Any) -> int | float:
+    if isinstance(value, float):
+        return PROPER_FRACTION.check(value)
+    return COUNT_OR_ZERO.check(value)
+
+
+COUNT_OR_SHARE = Kind(
+    "a whole number of at least 0, or a share between 0 and 1",
+    "N|SHARE",
+    _count_or_share,
+    read=lambda text: float(text) if "." in text else int(text),
+)
+
+
 def _bytes(value: Any) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", str(value))
     if found is None or not float(found[1]):

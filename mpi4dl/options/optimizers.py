@@ -155,8 +155,18 @@ class Schedule:
             self.scheduler.step()
 
 
-def by_steps(optimizer: torch.optim.Optimizer, form: str, warmup: int, num_steps: int) -> Any:
-    """A schedule by PyTorch's own ones that counts steps: it rises, and falls to 0 at the end. Raises Refusal."""
+def by_steps(optimizer: torch.optim.Optimizer, form: str, warmup: int | float, num_steps: int) -> Any:
+    """A schedule by PyTorch's own ones that counts steps: it rises, and falls to 0 at the end. Raises Refusal.
+
+    Args:
+        optimizer: whose learning rates are scheduled.
+        form: constant, linear or cosine.
+        warmup: in how many steps the rate rises; a number between 0 and 1 is a share of all steps.
+        num_steps: how many steps there will be.
+    """
+    if isinstance(warmup, float):
+        share = max(round(warmup * num_steps), 1)
+        warmup = share if form == "constant" else min(share, num_steps - 1)
     home, rest = torch.optim.lr_scheduler, num_steps - warmup
     if form != "constant" and rest < 1:
         raise Refusal(f"`warmup` {warmup} takes all of the {num_steps} steps that there will be: choose fewer")
