@@ -1,5 +1,6 @@
 """What training would take, said without training: parameters, activations, messages, the timeline."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from mpi4dl.forecast.passes import passes_of_patches
 from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.build import engine_options
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.kinds import part_name
 from mpi4dl.options.models import bag_options, build_model, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.parallel import spatial
@@ -28,6 +30,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.choice import Wanted
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.losses import require_logits
+from mpi4dl.tasks.task import Task
 
 
 def title(config: Config, engine: Engine) -> str:
@@ -37,6 +40,22 @@ def title(config: Config, engine: Engine) -> str:
         f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
         f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
         f"{engine.device.type}"
+    )
+
+
+def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
+    """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
+    chosen, held = config.optimizer, engine.held
+    rate = f"learning rate {chosen.lr:g}"
+    if chosen.scheduler or chosen.lr_schedule != "constant":
+        rate += f" by {chosen.scheduler or chosen.lr_schedule}"
+    trained = sum(math.prod(held.shapes[name][0]) for name in held.trained if name in held.shapes)
+    frozen = (
+        "" if trained == held.num_parameters else f"; {trained:,} of {held.num_parameters:,} parameters are trained"
+    )
+    return (
+        f"task {task.name}, loss {part_name(config.training.loss or task.default_loss)}, {part_name(chosen.optimizer)}, {rate}, "
+        f"{counted(num_steps, 'step')} in {counted(config.training.epochs, 'epoch')}{frozen}"
     )
 
 

@@ -18,7 +18,7 @@ from mpi4dl.checkpoints.randomness import put_back
 from mpi4dl.checkpoints.weights import not_finite
 from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.engine import Engine, Evaluation, NotFinite
-from mpi4dl.forecast.dry_run import explain, title, without_effect
+from mpi4dl.forecast.dry_run import explain, goal, title, without_effect
 from mpi4dl.forecast.forecast import Forecast, WorkMeter, compared
 from mpi4dl.geometry import Box
 from mpi4dl.options.build import number_of_steps
@@ -156,7 +156,8 @@ class TrainingRun:
         limit = config.parallel.hang_timeout
         if limit not in (0.0, Config().parallel.hang_timeout):
             remarks = [*remarks, f"a rank without a sign of life for {limit:g} s ends the job: `hang_timeout`"]
-        for line in (title(config, self.engine), *said, *remarks):
+        learnt = goal(config, self.engine, self.task, self.num_steps)
+        for line in (title(config, self.engine), learnt, *said, *remarks):
             self.say(line)
 
     def open_checkpoints(self) -> None:
