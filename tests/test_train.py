@@ -72,10 +72,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     job, _, folder = recorded
     assert (job.code, job.stderr) == (0, "")
-    title, classes, shown, *lines, done = job.stdout.splitlines()
+    title, goal, classes, shown, *lines, done = job.stdout.splitlines()
     assert title == (
         "small_resnet, 45,066 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
     )
+    assert goal == "task classify, loss cross_entropy, SGD, learning rate 0.005 by ExponentialLR, 6 steps in 2 epochs"
     assert classes == "12 images to train on + 6 to validate with, in 2 classes: dark (6 + 3), light (6 + 3)"
     assert shown == (
         "images of 40x46 px (8 of 12 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "

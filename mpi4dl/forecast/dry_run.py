@@ -50,13 +50,13 @@ def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
     if chosen.scheduler or chosen.lr_schedule != "constant":
         rate += f" by {chosen.scheduler or chosen.lr_schedule}"
     trained = sum(math.prod(held.shapes[name][0]) for name in held.trained if name in held.shapes)
-    frozen = (
-        "" if trained == held.num_parameters else f"; {trained:,} of {held.num_parameters:,} parameters are trained"
-    )
-    return (
-        f"task {task.name}, loss {part_name(config.training.loss or task.default_loss)}, {part_name(chosen.optimizer)}, {rate}, "
-        f"{counted(num_steps, 'step')} in {counted(config.training.epochs, 'epoch')}{frozen}"
-    )
+    loss = part_name(config.training.loss or task.default_loss)
+    parts = [f"task {task.name}, loss {loss}, {part_name(chosen.optimizer)}, {rate}, {counted(num_steps, 'step')}"]
+    if config.training.max_steps is None:
+        parts.append(f" in {counted(config.training.epochs, 'epoch')}")
+    if trained != held.num_parameters:
+        parts.append(f"; {trained:,} of {held.num_parameters:,} parameters are trained")
+    return "".join(parts)
 
 
 def batch_of(config: Config, channels: int) -> tuple[int, ...]:
