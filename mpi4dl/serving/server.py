@@ -124,6 +124,7 @@ class HttpThread(threading.Thread):
             self._server.should_exit = True
             await serving
             sweeping.cancel()
+            self._say(self.connections.report(last=True))
 
     async def _sweep(self) -> None:
         while True:
@@ -160,8 +161,8 @@ class HttpThread(threading.Thread):
             self.watchdog.feed()
             self._fed, self._steps = time.monotonic(), steps
 
-    def report(self, last: bool = False) -> None:
-        self._say(self.connections.report(last))
+    def report(self) -> None:
+        self._say(self.connections.report())
         self._say(self._front.statistics.report())
 
     def _say(self, line: str | None) -> None:
@@ -187,4 +188,4 @@ def run_server(
         thread.watchdog.stop()
         if thread.error is not None:
             raise thread.error
-        thread.report(last=True)
+        thread.report()

@@ -65,7 +65,8 @@ def test_silent_and_slow_connections_shut_out_nobody(
         assert len(served.thread.connections) <= min(limits.most, limits.per_address)
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err
-    assert len([line for line in out.splitlines() if line.startswith("connections: ")]) == 1
+    said = [line for line in out.splitlines() if line.startswith("connections: ")]
+    assert 1 <= len(said) <= 2  # soon, and at the end if more came after that
 
 
 def test_requests_under_way_are_not_given_up_for_new_ones() -> None:
