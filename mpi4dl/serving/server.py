@@ -6,6 +6,7 @@ HTTP thread     uvicorn; 10 times a second: a signal? -> no new requests -> what
 """
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from mpi4dl.trainer.stopping import StopSignals
 
 START_SECONDS, LOOK_SECONDS = 0.01, 0.1
 FEED_SECONDS = 1.0
+WRITTEN_TO_NOBODY = "socket.send() raised exception."
 LAST_WORDS_SECONDS = 5  # for connections to take what they were sent
 
 
@@ -101,6 +103,7 @@ class HttpThread(threading.Thread):
         self._server = uvicorn.Server(config)
 
     def run(self) -> None:
+        logging.getLogger("asyncio").addFilter(_is_no_lost_client)
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # the main thread raises it: it would wait for ever else
@@ -168,6 +171,11 @@ class HttpThread(threading.Thread):
     def _say(self, line: str | None) -> None:
         if line is not None:
             print(line, flush=True)
+
+
+def _is_no_lost_client(record: logging.LogRecord) -> bool:
+    """False for what asyncio logs of a client that left while chunks for it were being written."""
+    return record.getMessage() != WRITTEN_TO_NOBODY
 
 
 def run_server(

@@ -1,5 +1,6 @@
 """How the server bears load, clients that go away, a wrong token, and how it stops: before a stand-in of the batch."""
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import openai
 import pytest
 
 from mpi4dl.serving.front import Limits
-from mpi4dl.serving.server import Timing
+from mpi4dl.serving.server import WRITTEN_TO_NOBODY, Timing
 from mpi4dl.serving.statistics import quantile
 from tests.serving.served import CONTEXT, PATIENCE_SECONDS, Served, eventually, serving
 from tests.serving.standin import text_after
@@ -132,3 +133,11 @@ def test_what_the_http_thread_dies_of_reaches_the_main_thread() -> None:
     assert not running.is_alive()
     assert isinstance(served.thread.error, TypeError)
     served.thread._listener.close()
+
+
+def test_clients_that_left_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logs each write to a connection that is lost already; other warnings of it are still heard."""
+    with serving():
+        for message in (WRITTEN_TO_NOBODY, "something else"):
+            logging.getLogger("asyncio").warning(message)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == ["something else"]
