@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from mpi4dl.generation.batcher import Batcher
-    from mpi4dl.generation.requests import Event
+    from mpi4dl.text.batcher import Batcher
+    from mpi4dl.text.requests import Event
 
 ALONE, STATIC, CONTINUOUS = WAYS = ("one after another", "static batches", "continuous")
 PROMPT, ANSWER, SPREAD = 24, 32, 0.7  # medians of lengths in tokens; the standard deviation of their logarithms
@@ -71,7 +71,7 @@ class Door:
 
     def let_in(self) -> None:
         """Submit those that have come and may join; if nobody is there, go on to when the next one comes."""
-        from mpi4dl.generation.requests import Sampling
+        from mpi4dl.text.requests import Sampling
 
         if self._next == len(self._requests):
             return

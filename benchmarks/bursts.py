@@ -19,7 +19,7 @@ def gloo(comm: "Communicator") -> Iterator[None]:
     """Within this context torch.distributed knows the same ranks, over gloo. Collective."""
     import torch.distributed
 
-    from mpi4dl.comm.backend.rendezvous import shared_store
+    from mpi4dl.torch_backend.rendezvous import shared_store
 
     store = shared_store(comm)
     torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)

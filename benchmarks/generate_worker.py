@@ -17,14 +17,13 @@ from benchmarks.meter import ClockedWaits
 from benchmarks.turns import answer_turns
 from mpi4dl.comm import world
 from mpi4dl.datasets.text import ByteTokenizer
-from mpi4dl.generation.batcher import Batcher
-from mpi4dl.generation.loading import Trained, find_trained, hold_trained
-from mpi4dl.generation.options import Ranks
-from mpi4dl.generation.pages import pages_for
-from mpi4dl.generation.precision import Precision, bytes_of, lower_weights
 from mpi4dl.models.gpt import GPT
-from mpi4dl.parallel.pipeline.held import Held
-from mpi4dl.trainer.texts import open_texts
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.text.batcher import Batcher
+from mpi4dl.text.loading import Precision, Trained, bytes_of, find_trained, hold_trained, lower_weights
+from mpi4dl.text.model import pages_for
+from mpi4dl.text.options import Ranks
+from mpi4dl.training.data import open_texts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,7 +56,7 @@ class Shop:
         self.trained: Trained | None = None
         if options.run is None:
             torch.manual_seed(0)
-            self.held = Held.whole(GPT(VOCABULARY, CONTEXT), ranks.plan(), self.comm).requires_grad_(False)
+            self.held = LocalStages.whole(GPT(VOCABULARY, CONTEXT), ranks.plan(), self.comm).requires_grad_(False)
             lower_weights(self.held, precision)
             self.vocabulary, self.context = VOCABULARY, CONTEXT
         else:

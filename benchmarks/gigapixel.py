@@ -116,12 +116,11 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
     from benchmarks.waves import Waves
     from mpi4dl import models
     from mpi4dl.engine import Engine
-    from mpi4dl.models.aggregators import GatedAttention, headless
-    from mpi4dl.models.patches import PatchModel
-    from mpi4dl.parallel.pipeline.held import Held, split
+    from mpi4dl.models.patches import GatedAttention, PatchModel, headless
+    from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
     from mpi4dl.parallel.plan import Plan
-    from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
-    from mpi4dl.parallel.streaming.opening import StreamOptions
+    from mpi4dl.parallel.streaming.leading_part import StreamOptions
+    from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
 
     plan, images = Plan(((1, kind.ranks),)), Waves(torch.Size((1, 3, size, size)))
 
@@ -141,9 +140,9 @@ def step_of(options: argparse.Namespace, kind: Kind, size: int, comm: Any) -> Ca
         model = PatchModel(encoder, GatedAttention(headless(encoder, 10), 10), PATCH)
         bags = BagOptions(max(1, options.tile**2 // PATCH**2), kind.norms, kind.segments)
         visit_patches(model, bags)
-        held = Held.whole(model, plan, comm, bags)
+        held = LocalStages.whole(model, plan, comm, bags)
     elif kind.norms is None:
-        held = Held.whole(build(), plan, comm)
+        held = LocalStages.whole(build(), plan, comm)
     else:
         counts = (max(1, size // options.tile), max(1, size // options.tile // kind.ranks))
         until = "7" if options.pooled else options.until

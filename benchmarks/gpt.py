@@ -25,7 +25,7 @@ from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
-from mpi4dl.trainer.texts import Texts, open_texts
+from mpi4dl.training.data import Texts, open_texts
 
 
 def parse_flags() -> argparse.Namespace:

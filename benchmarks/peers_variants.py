@@ -19,7 +19,7 @@ from benchmarks.encoder import encoder
 from benchmarks.peers_options import BACKEND, CHUNKS, ENGINE, GLOO, PIPELINES, TRANSFORMER, Contest
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import choose_cut, split
+from mpi4dl.parallel.pipeline.local_stages import choose_cut, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 
@@ -212,7 +212,7 @@ class Joined(NamedTuple):
 @contextmanager
 def over_mpi(comm: Communicator) -> Iterator[None]:
     """Within this context torch.distributed knows the same ranks, over our backend. Collective."""
-    import mpi4dl.comm.backend  # noqa: F401
+    import mpi4dl.torch_backend  # noqa: F401
 
     dist.init_process_group("mpi4dl")
     try:

@@ -139,7 +139,7 @@ def engine_trainer(
     from torch.nn import functional as F
 
     from mpi4dl.engine import Engine
-    from mpi4dl.parallel.pipeline.held import split
+    from mpi4dl.parallel.pipeline.local_stages import split
 
     size = (case.size_px, case.size_px)
     sleeps = case.model == SLEEP

@@ -64,7 +64,7 @@ def main() -> None:
 
 def in_flags(problem: Exception) -> str:
     from mpi4dl.options.config import Config
-    from mpi4dl.options.words import spelling
+    from mpi4dl.options.declare import spelling
 
     return spelling(Config)(str(problem))
 
@@ -100,11 +100,11 @@ def foreseen_of(sweep: Sweep, num_ranks: int) -> list[Tried]:
     """The plans for so many ranks."""
     import torch
 
-    from mpi4dl.forecast.dry_run import build_forecaster
-    from mpi4dl.forecast.outlook import Outlook
-    from mpi4dl.forecast.planning import as_a_rank
-    from mpi4dl.forecast.search import candidates, outlooks, search
-    from mpi4dl.parallel.costs.prices import Clockwork
+    from mpi4dl.estimate.dry_run import build_forecaster
+    from mpi4dl.estimate.plan_estimate import PlanEstimate
+    from mpi4dl.estimate.planning import as_a_rank
+    from mpi4dl.estimate.search import candidates, outlooks, search
+    from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.plan import with_samples
 
     config = sweep.config()
@@ -115,13 +115,13 @@ def foreseen_of(sweep: Sweep, num_ranks: int) -> list[Tried]:
     print("forecasting: atoms are timed, once for each shape of tile", file=sys.stderr, flush=True)
     with as_a_rank(config, num_ranks) as device:
         forecaster = build_forecaster(
-            config, samples.num_classes, samples.channels, Clockwork.of_user(), torch.device(device)
+            config, samples.num_classes, samples.channels, Profiler.of_user(), torch.device(device)
         )
         if sweep.best is not None:
             every = candidates(num_ranks, len(forecaster.cuttable), forecaster.image)
             best = search(forecaster, every, float("inf") if sweep.memory is None else sweep.memory).best
             return [Tried.by(each.plan, each) for each in best[: sweep.best]]
-        known: list[Outlook | None] = [None] * len(plans)
+        known: list[PlanEstimate | None] = [None] * len(plans)
         if not (config.training.recompute or config.parallel.stream):  # which would be foreseen without them
             known = outlooks(forecaster, plans)
     return [Tried.by(plan, each) for plan, each in zip(plans, known, strict=True)]

@@ -14,7 +14,7 @@ from benchmarks.sweep_options import Space, Sweep, decided_flags
 from benchmarks.turns import median
 
 if TYPE_CHECKING:
-    from mpi4dl.forecast.outlook import Outlook
+    from mpi4dl.estimate.plan_estimate import PlanEstimate
     from mpi4dl.parallel.plan import Plan
 
 MEASURED = ("images_per_second", "images_per_second_min", "images_per_second_max", "cpu_seconds_per_image")
@@ -33,8 +33,8 @@ class Tried:
     failure: str | None = None
 
     @classmethod
-    def by(cls, plan: "Plan", outlook: "Outlook | None") -> "Tried":
-        from mpi4dl.forecast.outlook import plan_flags
+    def by(cls, plan: "Plan", outlook: "PlanEstimate | None") -> "Tried":
+        from mpi4dl.estimate.plan_estimate import plan_flags
 
         flags = [word for flag in plan_flags(plan).items() for word in flag]
         if outlook is None:

@@ -10,10 +10,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from mpi4dl.comm import guard
+from mpi4dl.comm import failure
 
 if __name__ == "__main__":
-    guard.arm()  # before anything else that may fail on one rank alone
+    failure.arm()  # before anything else that may fail on one rank alone
 
 if TYPE_CHECKING:
     from benchmarks.meter import Meter
@@ -35,7 +35,7 @@ def main() -> None:
         comm = world()
         within_limits(lambda: train(comm, options, flags), comm.rank)
 
-    guard.run(begin, 0.0)  # the sweep has its own limit of time
+    failure.run(begin, 0.0)  # the sweep has its own limit of time
 
 
 def train(comm: "Communicator", options: argparse.Namespace, flags: list[str]) -> None:
@@ -45,9 +45,9 @@ def train(comm: "Communicator", options: argparse.Namespace, flags: list[str]) -
     from benchmarks.meter import Meter
     from mpi4dl._memory import ActivationMeter
     from mpi4dl.options.config import Config, parse
+    from mpi4dl.options.declare import speaking, spelling
     from mpi4dl.options.models import blaming_the_model, without_rules
-    from mpi4dl.options.words import speaking, spelling
-    from mpi4dl.trainer.trainer import Trainer
+    from mpi4dl.training.trainer import Trainer
 
     spell = spelling(Config)
     with speaking(spell):

@@ -137,13 +137,13 @@ class Ours:
 
     def __init__(self, options: argparse.Namespace, comm: "Communicator", sequence: bool) -> None:
         from mpi4dl.engine import Engine
-        from mpi4dl.parallel.pipeline.held import Held
+        from mpi4dl.parallel.pipeline.local_stages import LocalStages
         from mpi4dl.parallel.plan import Plan
         from mpi4dl.tasks.losses import token_loss
 
         more: dict[str, Any] = {"sequence": True} if sequence and comm.size > 1 else {}
         plan = Plan(((1,),), tensor=comm.size, **more)
-        held = Held.whole(build(options), plan, comm)
+        held = LocalStages.whole(build(options), plan, comm)
         self.engine = Engine(held, plan, optimizer_of(held), token_loss, comm=comm)
         self.tokens, self.targets = batch(options)
         self.counted = 0
@@ -235,7 +235,7 @@ def process_group(comm: "Communicator", way: str) -> Iterator[None]:
     else:
         import torch.distributed as dist
 
-        import mpi4dl.comm.backend  # noqa: F401
+        import mpi4dl.torch_backend  # noqa: F401
 
         dist.init_process_group("mpi4dl")
         yield

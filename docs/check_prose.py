@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORDS, MOST_ON_AVERAGE = 40, 18.0
-EXEMPT = {"docs/architecture.md"}  # describes names in the code; until they change, it needs these words
+EXEMPT = {
+    "docs/explanation/design-decisions.md"
+}  # describes names in the code; until they change, it needs these words
 GENERATED = {"docs/reference/options.md"}  # the words are those of the declarations
 CODE = "Code"  # stands for `code`, which counts as one word
 

@@ -15,13 +15,13 @@ MODULES = (
     "mpi4dl.datasets",
     "mpi4dl.models",
     "mpi4dl.tasks",
-    "mpi4dl.trainer.callbacks",
+    "mpi4dl.training.trainer",
     "mpi4dl.engine",
     "mpi4dl.checkpoints",
     "mpi4dl.parallel.plan",
     "mpi4dl.parallel.spatial",
     "mpi4dl.comm",
-    "mpi4dl.comm.backend",
+    "mpi4dl.torch_backend",
     "mpi4dl.options.config",
 )
 HEAD = """# Options

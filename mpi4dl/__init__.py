@@ -23,21 +23,20 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Refusal, world
     from mpi4dl.engine import Engine
     from mpi4dl.inference.trained_model import TrainedModel
-    from mpi4dl.parallel.pipeline.held import split
+    from mpi4dl.parallel.pipeline.local_stages import split
     from mpi4dl.parallel.plan import Plan
     from mpi4dl.parallel.tiles import tiles
-    from mpi4dl.trainer.callbacks import Callback
-    from mpi4dl.trainer.trainer import Trainer
+    from mpi4dl.training.trainer import Callback, Trainer
 
 _HOMES = {
-    "Callback": "mpi4dl.trainer.callbacks",
+    "Callback": "mpi4dl.training.trainer",
     "Checkpoints": "mpi4dl.checkpoints",
     "Engine": "mpi4dl.engine",
     "Plan": "mpi4dl.parallel.plan",
     "Refusal": "mpi4dl.comm",
     "TrainedModel": "mpi4dl.inference.trained_model",
-    "Trainer": "mpi4dl.trainer.trainer",
-    "split": "mpi4dl.parallel.pipeline.held",
+    "Trainer": "mpi4dl.training.trainer",
+    "split": "mpi4dl.parallel.pipeline.local_stages",
     "tiles": "mpi4dl.parallel.tiles",
     "world": "mpi4dl.comm",
 }

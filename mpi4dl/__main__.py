@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpi4dl._commands import RANK_VARIABLES, command_names, front_door
-from mpi4dl._exits import USER_ERROR, one_message
+from mpi4dl._commands import RANK_VARIABLES, USER_ERROR, command_names, front_door, one_message
 
 HELP = ("help", "-h", "--help")
 SIMILAR = 0.6  # of 1 for equal names

@@ -1,7 +1,10 @@
 """The commands: each public module at the top of the package is one, with `main()` and a `DESCRIPTION` of one line."""
 
+import contextlib
+import os
 import pkgutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SCRIPT = "mpi4dl"
@@ -31,3 +34,39 @@ def typed(command: str) -> str:
 def runs(module: str) -> bool:
     """Whether this process was started to run the command in a module of this `__name__`."""
     return module == "__main__" or (front_door() is not None and sys.argv[1:2] == [module.removeprefix(f"{SCRIPT}.")])
+
+
+# How a command ends that runs without MPI: with one message, and in silence if nobody reads its output any more.
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two as shells count Ctrl-C and a reader that left
+
+
+@contextlib.contextmanager
+def one_message(spell: Callable[[str], str] = str) -> Iterator[None]:
+    """Run a command in here. A ValueError or OSError becomes one line, put into words by `spell`, and exit code 2.
+
+    A reader that closes the pipe early, such as `head`, ends the command without a message. `sys.exit` would let the
+    guard of an MPI job speak, but nothing that runs in here has started MPI.
+    """
+    try:
+        try:
+            yield
+        finally:  # also where argparse leaves after printing its help
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except (ValueError, OSError) as problem:
+        if isinstance(problem, BrokenPipeError) and problem.filename is None:
+            _let_go_of_stdout()
+            raise SystemExit(BROKEN_PIPE) from None
+        print(f"mpi4dl: {spell(str(problem))}", file=sys.stderr)
+        raise SystemExit(USER_ERROR) from None
+
+
+def _let_go_of_stdout() -> None:
+    """Send the rest of the output nowhere, so that Python does not complain when it flushes at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

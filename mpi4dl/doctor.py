@@ -4,9 +4,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpi4dl._commands import typed
-from mpi4dl._exits import one_message
-from mpi4dl.comm import guard
+from mpi4dl._commands import one_message, typed
+from mpi4dl.comm import failure
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -29,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
         examine(world(), options.gpu_wire)
 
-    guard.run(begin)
+    failure.run(begin)
 
 
 def examine(comm: "Communicator", gpu_wire: str) -> None:

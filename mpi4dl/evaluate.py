@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl._commands import runs
-from mpi4dl.comm import guard
+from mpi4dl.comm import failure
 
 if runs(__name__):
-    guard.arm()  # before anything else that may fail on one rank alone
+    failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._wording import counted
 from mpi4dl.inference.options import Inference, Inputs, Placing

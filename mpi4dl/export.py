@@ -9,8 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi4dl._commands import typed
-from mpi4dl._exits import one_message
+from mpi4dl._commands import one_message, typed
 
 DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
@@ -49,14 +48,14 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
 
     import torch
 
+    from mpi4dl.checkpoints.json_values import Damaged
     from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, candidates_at
-    from mpi4dl.checkpoints.node import Damaged
     from mpi4dl.checkpoints.saved import newest_whole
     from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
     from mpi4dl.checkpoints.weights import average_of
-    from mpi4dl.parallel.replicas.average import SLOT
-    from mpi4dl.parallel.replicas.whole import Shard
-    from mpi4dl.trainer.description import FILE, described_by
+    from mpi4dl.parallel.replicas.buckets import Shard
+    from mpi4dl.parallel.replicas.group import SLOT
+    from mpi4dl.runs.description import FILE, described_by
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")

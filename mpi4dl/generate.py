@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl._commands import runs
-from mpi4dl.comm import guard
+from mpi4dl.comm import failure
 
 if runs(__name__):
-    guard.arm()  # before anything else that may fail on one rank alone
+    failure.arm()  # before anything else that may fail on one rank alone
 
-from mpi4dl.generation.options import Batching, Choosing, Prompts, Ranks
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import Parallel
 from mpi4dl.options.declare import like
+from mpi4dl.text.options import Batching, Choosing, Prompts, Ranks
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -49,8 +49,8 @@ def generate(comm: "Communicator", asked: CommandLine[GenerateConfig]) -> None:
     with comm.together((ValueError,)):
         config.choosing.sampling(config.prompts.num_samples - 1)
 
-    from mpi4dl.generation.asking import read_prompts, submit_all
-    from mpi4dl.generation.loading import find_trained, open_batcher
+    from mpi4dl.text.loading import find_trained, open_batcher
+    from mpi4dl.text.prompts import read_prompts, submit_all
 
     with comm.together((ValueError, OSError)):
         prompts = read_prompts(config.prompts) if comm.rank == 0 else []

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from mpi4dl._commands import typed
-from mpi4dl._exits import one_message
+from mpi4dl._commands import one_message, typed
+from mpi4dl._progress import ProgressLine
 from mpi4dl._wording import to_install
-from mpi4dl.forecast.planning import Searched, Shown, TrainedOn, planned, searched
-from mpi4dl.forecast.progress import ProgressLine
+from mpi4dl.estimate.planning import Searched, Shown, TrainedOn, planned, searched
 from mpi4dl.options.config import Config, ConfigError, to_toml
-from mpi4dl.options.declare import parse_options, without_flags
-from mpi4dl.options.words import spelling
+from mpi4dl.options.declare import parse_options, spelling, without_flags
 
 USAGE = "[--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
 DESCRIPTION = "Show stages, tiles, messages, memory and a timeline of a training run. No MPI needed."
@@ -72,8 +70,7 @@ def training_flags(argv: Sequence[str]) -> list[str]:
 def with_samples(config: Config) -> tuple[Config, TrainedOn]:
     """What is trained on, and the task that is for it. Raises ValueError and OSError."""
     from mpi4dl.options.tasks import build_task, with_task
-    from mpi4dl.trainer.images import open_alone
-    from mpi4dl.trainer.texts import open_text_alone
+    from mpi4dl.training.data import open_alone, open_text_alone
 
     samples = open_alone(config) if config.data.text is None else open_text_alone(config)
     num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])

@@ -7,8 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpi4dl._commands import typed
-from mpi4dl._exits import one_message
+from mpi4dl._commands import one_message, typed
 
 DESCRIPTION = "Write an HTML page of runs: options, curves, metrics, images, speed and memory. No MPI needed."
 

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpi4dl._commands import runs
-from mpi4dl.comm import guard
+from mpi4dl.comm import failure
 
 if runs(__name__):
-    guard.arm()  # before anything else that may fail on one rank alone
+    failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl._files import read_regular
 from mpi4dl._wording import to_install
-from mpi4dl.generation.options import Batching, Ranks
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.declare import ConfigError, instead, option, same_as
 from mpi4dl.options.kinds import BYTES, COUNT, COUNT_OR_ZERO, NAME, NAMES, NOT_NEGATIVE, POSITIVE, integer, optional
-from mpi4dl.trainer.stopping import StopSignals
+from mpi4dl.text.options import Batching, Ranks
+from mpi4dl.training.stopping import StopSignals
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
-    from mpi4dl.generation.batcher import Batcher
+    from mpi4dl.text.batcher import Batcher
 
 USAGE = "RUN_OR_CHECKPOINT [--port PORT] [--FLAG VALUE ...]"
 DESCRIPTION = "Serve a trained model to clients of OpenAI's HTTP interface."
@@ -110,7 +110,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
     """Load the model, each rank its part, and answer requests until a signal asks for the end."""
     config, source = asked.config, Path(asked.source)
 
-    from mpi4dl.generation.loading import find_trained, open_batcher
+    from mpi4dl.text.loading import find_trained, open_batcher
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
@@ -124,7 +124,7 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
         _answer(batcher, config, name, *opened)
     else:
         with StopSignals():  # rank 0, which had the signal too, says when it is over
-            guard.Watchdog(0).stop()  # nobody asking for anything is no reason to end
+            failure.Watchdog(0).stop()  # nobody asking for anything is no reason to end
             batcher.follow()
 
 
@@ -140,7 +140,7 @@ def _use_cores(comm: "Communicator", threads: int | None) -> None:
 def _open(options: Serving) -> tuple[socket.socket, str | None]:
     """The socket, and the token that requests must bear. Raises ConfigError, OSError."""
     try:
-        from mpi4dl.serving.server import bind
+        from mpi4dl.text.serving.server import bind
     except ImportError as error:
         needed = to_install("fastapi", "pydantic", "uvicorn", "prometheus_client")
         raise ConfigError(f"serving needs packages that are not installed ({error}); run {needed}") from None
@@ -177,15 +177,13 @@ def _token(file: str | None) -> str | None:
 
 
 def _answer(batcher: "Batcher", config: ServeConfig, name: str, listener: socket.socket, token: str | None) -> None:
-    from mpi4dl.serving.app import make_app
-    from mpi4dl.serving.connections import ConnectionLimits
-    from mpi4dl.serving.front import Front, Limits
-    from mpi4dl.serving.server import Timing, run_server
-    from mpi4dl.serving.statistics import ServingStatistics
+    from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
+    from mpi4dl.text.serving.app import make_app
+    from mpi4dl.text.serving.server import ConnectionLimits, Timing, run_server
 
     options = config.serving
     limits = Limits(batcher.context, batcher.max_batch, options.max_queue, options.max_tokens, options.max_body)
-    front = Front(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
+    front = Admission(batcher, batcher.tokenizer, limits, ServingStatistics(batcher))
     timing = Timing(options.drain_seconds, options.report_seconds, options.hang_timeout)
     connections = ConnectionLimits(
         options.max_connections, options.max_per_address, options.head_seconds, options.idle_seconds

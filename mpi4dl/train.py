@@ -6,10 +6,10 @@
 from typing import TYPE_CHECKING
 
 from mpi4dl._commands import runs
-from mpi4dl.comm import guard
+from mpi4dl.comm import failure
 
 if runs(__name__):
-    guard.arm()  # before anything else that may fail on one rank alone
+    failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl.options.command import CommandLine, command
 from mpi4dl.options.config import DESCRIPTION, USAGE, Config, hang_timeout, to_toml
@@ -25,7 +25,7 @@ def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
         print(to_toml(asked.config) if comm.rank == 0 else "", end="")
         return
 
-    from mpi4dl.trainer.trainer import Trainer
+    from mpi4dl.training.trainer import Trainer
 
     Trainer.of_command(asked.config, comm, asked.spell, asked.argv).fit()
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import AxisMap, Interval, Split, TransposedWindow, Window, even_cuts
-from mpi4dl.parallel.spatial.interpolation import Resampling
+from mpi4dl.parallel.spatial.rules.resampling import Resampling
 
 # A busy machine is slow, and that is no failure.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

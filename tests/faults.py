@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpi4dl.comm import Communicator, Refusal, guard
+from mpi4dl.comm import Communicator, Refusal, failure
 
 CALLS = ("agree", "all_gather_object", "broadcast_object", "ibarrier", "ireduce", "ireduce_scatter", "iall_gather_into")
 CALLS += ("ibroadcast", "all_gather", "all_to_all", "split", "subset", "iexchange", "isend_object", "recv_object")
@@ -91,7 +91,7 @@ def main(how: str, place: str, command: str, *flags: str) -> None:
     found: dict[str, None] = {}
 
     def rank() -> int:
-        opened = guard.met()
+        opened = failure.met()
         return 0 if opened is None else opened.rank
 
     def note(where: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator, guard, world
+from mpi4dl.comm import Communicator, failure, world
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 
@@ -60,4 +60,4 @@ def main(comm: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(world()))
+    failure.run(lambda: main(world()))

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import NUM_CLASSES, assert_close, tiles_of
+from tests.short_runs import NUM_CLASSES, assert_close, tiles_of
 
 PLAN = Plan(((1, 2), (1, 2)))
 

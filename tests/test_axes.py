@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import NUM_CLASSES, Task, check
+from tests.short_runs import NUM_CLASSES, Task, check
 
 
 class Volumes(nn.Module):

@@ -22,12 +22,12 @@ from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.options.parts import print_of
+from mpi4dl.runs.folder import RunFolder
 from mpi4dl.train import train
-from mpi4dl.trainer.folder import RunFolder
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
-from tests.training import EXACT
+from tests.short_runs import EXACT
 
 OWN = '''
 import numpy as np
@@ -237,7 +237,7 @@ def test_threads_that_wait_for_cores_are_told(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(world().node, "threads", 2)
-    monkeypatch.setattr("mpi4dl.trainer.run.core_wait_seconds", lambda: 0.5 * time.perf_counter())
+    monkeypatch.setattr("mpi4dl.training.run.core_wait_seconds", lambda: 0.5 * time.perf_counter())
     before = torch.get_num_threads()
     try:
         mpi4dl.Trainer(
@@ -344,7 +344,7 @@ def of_example(comm: Communicator, name: str, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpi4dl.world", lambda: comm)
         patch.setattr("mpi4dl.comm.communicator.world", lambda: comm)
-        patch.setattr("mpi4dl.trainer.trainer.world", lambda: comm)
+        patch.setattr("mpi4dl.training.trainer.world", lambda: comm)
         patch.setattr("mpi4dl.parallel.tiles.world", lambda: comm)
         patch.setattr(sys, "argv", [name])
         try:

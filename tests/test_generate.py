@@ -15,8 +15,8 @@ from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
 from mpi4dl.export import export
 from mpi4dl.generate import generate
-from mpi4dl.generation.loading import find_trained, hold_trained
-from mpi4dl.generation.options import Ranks as Ranking
+from mpi4dl.text.loading import find_trained, hold_trained
+from mpi4dl.text.options import Ranks as Ranking
 from mpi4dl.train import train
 from tests.pool.ranks import Ranks
 

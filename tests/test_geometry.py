@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import Box, GridShape, Interval, Split, Tiling, TransposedWindow, Window, even_cuts
-from mpi4dl.parallel.spatial.interpolation import Resampling
+from mpi4dl.parallel.spatial.rules.resampling import Resampling
 from tests.brute_force import (
     inside,
     intervals,

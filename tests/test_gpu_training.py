@@ -9,8 +9,8 @@ import torch.distributed as dist
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
+from tests.short_runs import Outcome, Task, assert_like, check, plain, train
 from tests.test_zero import PLANS, SMALL
-from tests.training import Outcome, Task, assert_like, check, plain, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 ON_GPU = replace(SMALL, device="cuda", optimizer="AdamW")

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Batch
 from mpi4dl.engine import Engine, Evaluation, StepResult
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.trainer.bad_images import BadImages
+from mpi4dl.training.input_pipeline import BadImages
 from tests.pool.ranks import Ranks
-from tests.training import Task, assert_close, batch_of, build, model_of, optimizer_of, tiles_of
+from tests.short_runs import Task, assert_close, batch_of, build, model_of, optimizer_of, tiles_of
 
 TASK = Task("resnet_v2", (19, 14), batch=8, model_options=(("depth", 20), ("num_filters", 4)))
 ONE = (1, 1)
@@ -38,7 +38,7 @@ def left_out(
         model = split(lambda: model_of(TASK), plan, comm, seed=0, image=(TASK.batch, 3, *TASK.size))
     else:
         torch.manual_seed(0)
-        model = Held.whole(model_of(TASK), plan, comm)
+        model = LocalStages.whole(model_of(TASK), plan, comm)
     engine = Engine(model, plan, optimizer_of(TASK, model), F.cross_entropy, comm=comm)
     bad_images = BadImages(comm, "skip")
 

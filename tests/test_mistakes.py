@@ -10,7 +10,7 @@ import pytest
 
 from mpi4dl._wording import to_install
 from mpi4dl.comm import Refusal, world
-from mpi4dl.comm.meeting import SIZE_VARIABLES
+from mpi4dl.comm.shutdown import SIZE_VARIABLES
 from mpi4dl.evaluate import evaluate
 from mpi4dl.generate import generate
 from mpi4dl.predict import predict

@@ -14,7 +14,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.train import train as train_command
 from tests.commands import TINY
 from tests.pool.ranks import Ranks
-from tests.training import Outcome, Task, assert_like, plain, train
+from tests.short_runs import Outcome, Task, assert_like, plain, train
 
 SPECTRAL = Task("spectral", (16, 12), batch=8)
 SQUARE, ONE = (2, 2), (1, 1)

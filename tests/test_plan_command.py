@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mpi4dl.forecast.progress
+import mpi4dl._progress
 from mpi4dl import models
+from mpi4dl._progress import CLEAR, ProgressLine
 from mpi4dl._wording import to_install
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.forecast import dry_run
-from mpi4dl.forecast.progress import CLEAR, ProgressLine
+from mpi4dl.estimate import dry_run
 from mpi4dl.options.config import parse
 from mpi4dl.plan import main, training_flags
 from mpi4dl.train import train
-from mpi4dl.trainer import images
+from mpi4dl.training import data
 from tests.commands import write_images
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT, python
@@ -39,7 +39,7 @@ FOUND = ("--data 2", "--tiles 1x2", "--stages 2")
 @pytest.fixture(autouse=True)
 def _no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the command says what it does, which is no part of what it prints."""
-    monkeypatch.setattr(mpi4dl.forecast.progress, "QUIET_SECONDS", 1e9)
+    monkeypatch.setattr(mpi4dl._progress, "QUIET_SECONDS", 1e9)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -135,7 +135,7 @@ def test_too_many_open_files_is_one_message(
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "slides")
 
-    monkeypatch.setattr(images, "build_datasets", fail)
+    monkeypatch.setattr(data, "build_datasets", fail)
     assert refusal(capsys, *SMALL) == "[Errno 24] Too many open files: 'slides'"
 
 
@@ -258,7 +258,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_the_command_runs_as_a_module_without_mpi() -> None:
     code = (
-        "import runpy, sys\nimport mpi4dl.forecast.progress as told\ntold.QUIET_SECONDS = 1e9\n"
+        "import runpy, sys\nimport mpi4dl._progress as told\ntold.QUIET_SECONDS = 1e9\n"
         "sys.argv = ['plan', '--model', 'small_resnet', '--image-size', '32']\n"
         "runpy.run_module('mpi4dl.plan', run_name='__main__')\nprint('mpi4py' in sys.modules)"
     )

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tables.checker import check
 from mpi4dl.parallel.tables.schedules import SCHEDULES
+from mpi4dl.parallel.tables.simulator import check
 from tests.pool.ranks import Ranks
-from tests.training import (
+from tests.short_runs import (
     EXACT,
     SKIPPING,
     Task,
@@ -99,7 +99,7 @@ def by_ranks(comm: Communicator, task: Task, plan: Plan) -> Found:
     if plan.num_stages > 1:
         held = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size))
     else:
-        held = Held.whole(model_of(task), plan, comm)
+        held = LocalStages.whole(model_of(task), plan, comm)
     engine = Engine(held, plan, optimizer_of(task, held), F.cross_entropy, comm=comm)
 
     def step(number: int) -> float:

@@ -9,8 +9,8 @@ import pytest
 
 from docs.check_prose import EXEMPT, average, pages, problems, sentences
 from docs.reference import OPTIONS, options_page
+from mpi4dl.estimate.dry_run import memory_of_command
 from mpi4dl.evaluate import EvaluateConfig
-from mpi4dl.forecast.fitting import memory_of_command
 from mpi4dl.generate import GenerateConfig
 from mpi4dl.inference.options import Inference, placed
 from mpi4dl.options.build import build_plan

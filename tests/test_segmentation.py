@@ -13,10 +13,10 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, NUM_CLASSES, ROUNDING, assert_close, tiles_of
+from tests.short_runs import EXACT, NUM_CLASSES, ROUNDING, assert_close, tiles_of
 
 PLANS = {
     "tiles": Plan(((2, 2),)),
@@ -132,7 +132,7 @@ def on_ranks(comm: Communicator, case: Case, plan: Plan) -> Outcome:
     if plan.num_stages > 1:
         held = split(lambda: build(case), plan, comm, seed=0, image=tuple(images.shape), balance="flops")
     else:
-        held = Held.whole(build(case), plan, comm)
+        held = LocalStages.whole(build(case), plan, comm)
     spread = []
 
     def loss(outputs: Any, masks: Tensor) -> Tensor:

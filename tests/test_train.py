@@ -26,8 +26,8 @@ from mpi4dl.geometry import Interval
 from mpi4dl.options import build
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
+from mpi4dl.runs.folder import PORTRAIT, RunSnapshot
 from mpi4dl.train import train
-from mpi4dl.trainer.portrait import PORTRAIT, Portrait
 from tests.commands import read_metrics, train_command, truncate, write_images
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
@@ -95,7 +95,7 @@ def test_the_folder_holds_everything_about_the_run(recorded: Recorded) -> None:
     files = [".lock", "checkpoints", "config.toml", "images.json", "metrics.jsonl", "model.json", PORTRAIT, WEIGHTS]
     files += ["measures.json", "versions.json"]
     assert names == sorted([*files, *logs])
-    portrait = Portrait.of(json.loads((folder / PORTRAIT).read_text()))
+    portrait = RunSnapshot.of(json.loads((folder / PORTRAIT).read_text()))
     assert (portrait.num_steps, portrait.timeline, len(portrait.memory)) == (6, None, 4)
     shapes = {name: math.prod(value.shape) for name, value in load_file(folder / WEIGHTS).items()}
     assert sum(values for _, values, _ in portrait.modules) == sum(shapes.values())
@@ -271,7 +271,7 @@ def test_images_that_cannot_be_read_are_left_out_counted_and_logged(ranks: Ranks
     for rank in range(4):
         log = (folder / f"log-rank{rank}.txt").read_text()
         assert [
-            log.count(f"WARNING mpi4dl.trainer.bad_images: skipped: {path}: cannot be decoded") for path in bad
+            log.count(f"WARNING mpi4dl.training.input_pipeline: skipped: {path}: cannot be decoded") for path in bad
         ] == [1] * 4
     assert ", 4 unreadable images skipped; see" in (folder / "log-rank0.txt").read_text()
 

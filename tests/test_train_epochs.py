@@ -11,7 +11,7 @@ from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation, NotFinite, StepResult
 from mpi4dl.train import train
-from mpi4dl.trainer.bad_images import UnreadableImages
+from mpi4dl.training.input_pipeline import UnreadableImages
 from tests.interrupted import assert_the_same_run, flags_of
 from tests.pool.ranks import Ranks
 

@@ -33,14 +33,14 @@ train.main()
 """
 
 PHASES = {
-    "lists": ("mpi4dl.trainer", "trainer", "open_images", 1),
-    "builds": ("mpi4dl.trainer", "trainer", "hold_model", 1),
+    "lists": ("mpi4dl.training", "trainer", "open_images", 1),
+    "builds": ("mpi4dl.training", "trainer", "hold_model", 1),
     "reads": ("mpi4dl.datasets.loader", "Loader", "epoch", 1),
     "steps": ("mpi4dl.engine", "Engine", "step", 2),
     "updates": ("torch.optim", "SGD", "step", 4),
     "saves": ("mpi4dl.checkpoints", "Checkpoints", "save", 1),
     "validates": ("mpi4dl.engine", "Engine", "evaluate", 1),
-    "ends": ("mpi4dl.trainer.folder", "RunFolder", "unlock", 1),
+    "ends": ("mpi4dl.runs.folder", "RunFolder", "unlock", 1),
 }
 WAYS = {
     "raises": "raise RuntimeError('no such luck')",

@@ -10,7 +10,7 @@ import torch
 
 from mpi4dl.comm import Communicator
 from mpi4dl.train import train
-from mpi4dl.trainer.run import TrainingRun
+from mpi4dl.training.run import TrainingRun
 from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
 

@@ -65,9 +65,9 @@ train.main()
 FULL = """
 import resource, signal, threading
 from mpi4dl import engine, train
-from mpi4dl.checkpoints import writer
+from mpi4dl.checkpoints import manifest
 
-write, step, ended = writer.Writing._run, engine.Engine.step, threading.Event()
+write, step, ended = manifest.Writing._run, engine.Engine.step, threading.Event()
 
 def limited(self):
     if self.job.step == 9 and self.rank == 1:
@@ -83,7 +83,7 @@ def tenth_waits(self, *arguments):
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 engine.Engine.step = tenth_waits
-writer.Writing._run = limited
+manifest.Writing._run = limited
 train.main()
 """
 

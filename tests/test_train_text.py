@@ -13,7 +13,7 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.datasets.loader import Loader
 from mpi4dl.datasets.text import ByteTokenizer, TokenDataset, encode_corpus, find_documents, split_documents
-from mpi4dl.datasets.text.batches import TokenBatches
+from mpi4dl.datasets.text.dataset import TokenBatches
 from mpi4dl.geometry import Box, Interval
 from mpi4dl.options import build
 from mpi4dl.options.config import parse

@@ -17,7 +17,7 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.replicas.test_trial import Clipping
 from tests.pool.ranks import Ranks
-from tests.training import assert_close
+from tests.short_runs import assert_close
 
 NUM_STEPS, BATCH = 4, 3
 SIZE = (5, 4)

@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
+from tests.short_runs import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
 
 # Buckets so small that there are many, and that parameters are cut.
 SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),), num_steps=5)

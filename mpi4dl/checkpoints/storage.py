@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import open_regular
-from mpi4dl.checkpoints.node import MOST, Damaged, Machine, parse
-from mpi4dl.parallel.replicas.whole import Shard
+from mpi4dl.checkpoints.json_values import MOST, Damaged, Machine, parse
+from mpi4dl.parallel.replicas.buckets import Shard
 
 DTYPES = {
     "F64": torch.float64,

@@ -1,7 +1,7 @@
 """The wire: torch tensors over MPI, and the linear maps between ranks that autograd can differentiate.
 
 This is the only package that imports mpi4py, and it does so when MPI is first needed. Torch comes with the first of the
-names below, so that `mpi4dl.comm.guard` can watch over its import.
+names below, so that `mpi4dl.comm.failure` can watch over its import.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -27,7 +27,7 @@ from torch import Tensor
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.scattering import LOW_PRECISION, parts_of, share_parts, swap_parts
+from mpi4dl.comm.transport import LOW_PRECISION, parts_by_rank, share_parts, swap_parts
 from mpi4dl.geometry import even_cuts
 
 ALGORITHMS = ("library", "direct", "ring", "two-level")
@@ -66,7 +66,7 @@ class Levels(NamedTuple):
 
 
 def direct(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
-    parts = parts_of(flat, comm.size)
+    parts = parts_by_rank(flat, comm.size)
     swapping, add_up = swap_parts(comm, parts, tag)
     yield swapping
     _keep(add_up(), parts[comm.rank])
@@ -75,7 +75,7 @@ def direct(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
 
 def ring(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
     total = flat.float() if flat.dtype in LOW_PRECISION else flat
-    parts = parts_of(total, comm.size)
+    parts = parts_by_rank(total, comm.size)
     following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(comm.size - 1):
         own = parts[(before - step) % comm.size]
@@ -92,7 +92,7 @@ def ring(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
 def two_level(levels: Levels, flat: Tensor, tag: int) -> Iterator[Pending]:
     within, length = levels.within, flat.numel()
     idle = within.size - levels.leaders
-    parts = parts_of(flat, within.size, (*even_cuts(length, levels.leaders), *[length] * idle))
+    parts = parts_by_rank(flat, within.size, (*even_cuts(length, levels.leaders), *[length] * idle))
     swapping, add_up = swap_parts(within, parts, tag)
     yield swapping
     if levels.between is not None:

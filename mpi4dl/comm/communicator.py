@@ -1,9 +1,12 @@
 """Tensors on MPI: point to point and collectives, for every dtype, device, layout and size."""
 
 import contextlib
+import gc
+import math
 import pickle
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,19 +14,102 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import gpu, guard, nccl, ordering, scattering
-from mpi4dl.comm.family import Family
-from mpi4dl.comm.messenger import Messenger
+from mpi4dl.comm import failure, gpu, nccl, transport
 from mpi4dl.comm.node import Node
 from mpi4dl.comm.packing import Piece, as_bytes, is_dense
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.refusal import Mismatch, RankFailed, Refusal
 from mpi4dl.comm.requests import Calls
-from mpi4dl.comm.scattering import LOW_PRECISION
-from mpi4dl.comm.sentry import sentry
+from mpi4dl.comm.transport import LOW_PRECISION, Messenger
+from mpi4dl.comm.watchdog import sentry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# Communicators are given back to MPI, which has some two thousand: those that nobody holds, when one is needed next.
+#
+# To free a communicator is a collective call, though no MPI that is known sends anything for it. All ranks of an SPMD
+# program let go of their communicators alike, and all of them come to make the next one; so there they are freed. What
+# only the garbage collector finds, as in an engine that a hook refers to, is looked for when many are alive.
+
+MANY = 256
+
+
+class Family:
+    """All communicators that were made of one."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, MPI.Comm] = {}
+        self._dropped: list[int] = []
+        self._made = 0
+        self._look_at = MANY
+
+    def __len__(self) -> int:
+        """How many are alive, whether or not somebody holds them."""
+        return len(self._alive)
+
+    def adopt(self, holder: object, mpi: "MPI.Comm") -> None:
+        """`mpi` is free once `holder` is gone."""
+        self._made += 1
+        self._alive[self._made] = mpi
+        weakref.finalize(holder, self._dropped.append, self._made).atexit = False
+
+    def make_room(self) -> None:
+        """Free what nobody holds. Collective."""
+        if len(self._alive) - len(self._dropped) >= self._look_at:
+            gc.collect()
+            self._look_at = max(MANY, 2 * (len(self._alive) - len(self._dropped)))
+        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        for number in sorted(dropped):
+            self._alive.pop(number).Free()
+
+    def free(self) -> None:
+        """Free all, whoever holds them. Collective."""
+        self._dropped[:] = []
+        while self._alive:
+            self._alive.popitem()[1].Free()
+
+
+# Floating-point numbers as integers of the same order, so that every rank gets the same bits of a maximum.
+#
+# Which of NaN and 1, of two NaNs, or of 0.0 and -0.0 is the greater, C decides by which of them comes first; and that
+# differs between the ranks of a reduction. Integers have no such pairs:
+#
+#     float   -inf  ...  -1.0  ...  -0.0   0.0  ...  1.0  ...  inf   NaN, whatever its sign and payload
+#     key      -m   ...    -k  ...   -1     0   ...  k-1  ...  m-1   the last for a maximum, the first for a minimum
+#
+# So a NaN of any rank is the result, as of torch.maximum and torch.minimum.
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def order_keys_of(values: Tensor, op: str) -> Tensor:
+    """Integers, new and of the size of `values`' dtype, whose "max" or "min" is that of the floats `values`."""
+    bits = values.view(INTEGERS[values.itemsize])
+    limits = torch.iinfo(bits.dtype)
+    return _mirrored(bits).masked_fill_(values.isnan(), limits.max if op == "max" else limits.min)
+
+
+def values_of_order_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floats whose keys these are."""
+    return with_one_nan(_mirrored(keys).view(dtype))
+
+
+def with_one_nan(values: Tensor) -> Tensor:
+    """Give all NaNs among floats, or among parts of complex numbers, the same sign and payload, in place.
+
+    NaN + NaN is the first of them, so ranks that add in other orders have NaNs of other bits.
+    """
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    parts.nan_to_num_(math.nan, math.inf, -math.inf)
+    return values
+
+
+def _mirrored(bits: Tensor) -> Tensor:
+    """Bits as keys, and keys as bits: negative floats, whose magnitude grows downwards, are turned over."""
+    width = 8 * bits.itemsize
+    return bits ^ ((bits >> (width - 1)) & torch.iinfo(bits.dtype).max)
+
 
 MAX_REDUCTION_BYTES = 1 << 21  # larger ones make MPI libraries allocate, and fault in, temporaries of that size
 ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each element of larger ones is on one
@@ -52,7 +138,7 @@ class _Brought(NamedTuple):
 @cache
 def world() -> "Communicator":
     """The communicator of all ranks. The first call starts MPI and makes any rank's failure end the whole job."""
-    meeting = guard.start()
+    meeting = failure.start()
     from mpi4py import MPI
 
     waits = sentry().waits
@@ -206,7 +292,7 @@ class Communicator(Messenger):
     def _sum_everywhere(self, tensor: Tensor) -> Pending:
         """Start to send the whole tensor to all, each of whom adds up what came, in the order of the ranks."""
         everywhere = [tensor.contiguous()] * self.size
-        pending, add_up = scattering.swap_parts(self, everywhere, scattering.SCATTER_TAG, collective=True)
+        pending, add_up = transport.swap_parts(self, everywhere, transport.SCATTER_TAG, collective=True)
         return pending.then(lambda: tensor.copy_(add_up()))
 
     def _reduce(self, tensor: Tensor, op: str, root: int | None) -> Pending:
@@ -214,16 +300,16 @@ class Communicator(Messenger):
         target, delivered = tensor, root in (None, self.rank)
         deliveries: list[Callable[[], Any]] = []
         if tensor.is_floating_point() and op in ("min", "max"):
-            target = ordering.keys_of(tensor, op)
+            target = order_keys_of(tensor, op)
             if delivered:
-                deliveries.append(lambda: tensor.copy_(ordering.values_of(target, tensor.dtype)))
+                deliveries.append(lambda: tensor.copy_(values_of_order_keys(target, tensor.dtype)))
         elif tensor.dtype in LOW_PRECISION:
             # MPI has no such types everywhere; and sums in float32 round once instead of at every rank.
             target = tensor.float()
             deliveries.append(lambda: tensor.copy_(target))
         if root is None and (target.is_floating_point() or target.is_complex()):
             last = target.view(-1)[-max(1, ALIKE_BYTES // target.itemsize) :]
-            deliveries.insert(0, lambda: ordering.with_one_nan(last))
+            deliveries.insert(0, lambda: with_one_nan(last))
         datatype, operator = self._types[target.dtype], self._operator(op, target.dtype)
         step = max(1, self.max_reduction_bytes // target.itemsize) * target.itemsize
         from mpi4py import MPI
@@ -245,11 +331,11 @@ class Communicator(Messenger):
 
         The rest of `flat` is undefined then. Without `cuts`, the parts are even.
         """
-        return scattering.ireduce_scatter(self, flat, cuts)
+        return transport.ireduce_scatter(self, flat, cuts)
 
     def iall_gather_into(self, flat: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """Start to give every rank all parts of `flat`, 1-D: flat[cuts[r]:cuts[r + 1]] is that of rank r."""
-        return scattering.iall_gather_into(self, flat, cuts)
+        return transport.iall_gather_into(self, flat, cuts)
 
     def ibroadcast(self, tensor: Tensor, root: int = 0) -> Pending:
         """Start to give every rank the root's values, in place."""
@@ -294,7 +380,7 @@ class Communicator(Messenger):
             return result
         if tensor.is_cuda and self.nccl is not None:
             result[self.rank].copy_(tensor.detach())
-            scattering.share_parts(self, list(result), scattering.GATHER_TAG, collective=True).wait()
+            transport.share_parts(self, list(result), transport.GATHER_TAG, collective=True).wait()
             return result
         dense = tensor.detach()
         if not is_dense(dense):
@@ -309,7 +395,7 @@ class Communicator(Messenger):
         """The rows that all ranks have for this one, of tensors (size, *shape) that are alike in shape and dtype."""
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         sends, receives = ([Piece(rank, row) for rank, row in enumerate(rows)] for rows in (tensor.detach(), result))
-        self.iexchange(sends, receives, scattering.ALL_TO_ALL_TAG).wait()
+        self.iexchange(sends, receives, transport.ALL_TO_ALL_TAG).wait()
         return result
 
     def nodes(self) -> list[list[int]]:
@@ -390,7 +476,7 @@ class Communicator(Messenger):
         if self.size == 1 and error is None:
             return
         complaint = None if error is None else _Complaint(error)
-        with guard.failing(None if error is None else Refusal(error)):
+        with failure.failing(None if error is None else Refusal(error)):
             answers: list[dict[str, Any]] = self._meet("agree", complaint or facts)
         for name in facts:
             values = [known.get(name) for known in answers]
@@ -428,7 +514,7 @@ class Communicator(Messenger):
         if self.size == 1 and error is None:
             return
         try:
-            with guard.failing(last_word):
+            with failure.failing(last_word):
                 self._meet("agree", complaint or {})
         except Refusal as refusal:
             raise refusal from error

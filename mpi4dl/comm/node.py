@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpi4dl.comm.requests import Driven, Request
-from mpi4dl.comm.sentry import Waits
+from mpi4dl.comm.watchdog import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

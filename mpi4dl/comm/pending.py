@@ -5,14 +5,35 @@ a rank has to do that. Whatever a rank waits for, `Node.wait` drives all phases 
 ranks may wait for them in any order, as for the collectives of MPI.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch.autograd.profiler
+from torch import Tensor
+
 from mpi4dl.comm.node import Node
-from mpi4dl.comm.profiling import as_event, profiling
 from mpi4dl.comm.requests import Receives, Request
 from mpi4dl.comm.streams import here
+
+# What a rank does as events of torch.profiler, and as ranges of NVTX under its `emit_nvtx`.
+#
+# mpi4dl:forward of stage 0, microbatch 1      an action of the plan's table, as its drawing has it
+# mpi4dl:wait                                  this rank waits for others
+# mpi4dl:all_reduce, mpi4dl:wait(all_reduce)   an operation of torch.distributed starts; somebody waits for it
+
+
+def profiling() -> bool:
+    """Whether a profiler runs."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def as_event(name: object, tensors: Sequence[Tensor] = ()) -> contextlib.AbstractContextManager[Any]:
+    """A context that is an event while a profiler runs, with the shapes of these tensors, and else costs nothing."""
+    if not profiling():
+        return contextlib.nullcontext()
+    return torch._C._profiler._RecordFunctionFast(f"mpi4dl:{name}", list(tensors), {})
 
 
 class Pending:

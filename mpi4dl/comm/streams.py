@@ -82,7 +82,7 @@ def here() -> Nowhere:
     return Here() if torch.cuda.is_initialized() else NOWHERE
 
 
-class Dock:
+class StagingBuffers:
     """Where tensors of one GPU meet the host: the wire's stream, and the pinned buffers that it reuses.
 
     What C does is numbered: once the host has seen one number, it knows that all before it is done.
@@ -159,9 +159,9 @@ class Staging(NamedTuple):
 
 
 @cache
-def dock_of(device: torch.device) -> Dock:
+def dock_of(device: torch.device) -> StagingBuffers:
     """The dock of a GPU."""
-    return Dock(device)
+    return StagingBuffers(device)
 
 
 def carried(x: Tensor, device: torch.device) -> Tensor:

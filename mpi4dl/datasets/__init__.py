@@ -4,16 +4,14 @@
 the batches of tiles.
 """
 
-from mpi4dl.datasets.adapt import adapt
-from mpi4dl.datasets.augment import Augmentation, Variation
+from mpi4dl.datasets.augment import Augmentation, Mixup, Variation
 from mpi4dl.datasets.base import BadImage, Dataset, DatasetError, Image, printable
 from mpi4dl.datasets.files import open_image
-from mpi4dl.datasets.loader import Batch, Loader
+from mpi4dl.datasets.loader import Batch, Loader, class_counts
+from mpi4dl.datasets.map_style import adapt
 from mpi4dl.datasets.masks import pixels_of
-from mpi4dl.datasets.mixing import Mixup
-from mpi4dl.datasets.sampling import class_counts
 from mpi4dl.datasets.sources import open
-from mpi4dl.datasets.view import View
+from mpi4dl.datasets.transform import View
 from mpi4dl.datasets.volumes import open_volume
 
 __all__ = [

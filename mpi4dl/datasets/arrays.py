@@ -1,17 +1,21 @@
 """Images that are already arrays in memory, and the .npz files that hold them."""
 
 import hashlib
+import pickle
 import zipfile
 import zlib
+from functools import reduce
+from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpi4dl.datasets.base import DatasetError, Image, WholeImage, unit_values
+from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
 from mpi4dl.datasets.files import open_regular
+from mpi4dl.geometry import Interval
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"
 _NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
@@ -116,3 +120,159 @@ def _labels(path: Path, name: str, labels: npt.NDArray[Any]) -> npt.NDArray[np.i
             f"{path}: {name} has shape {labels.shape} and type {labels.dtype}; expected (count,) class numbers from 0"
         )
     return labels.astype(np.int64)
+
+
+# Read CIFAR-10 and CIFAR-100 from the folder of pickled batches that their authors distribute.
+#
+# A pickle can run any code when it is loaded. These need only NumPy's array constructor, so nothing else is let in.
+
+_TEN = [f"data_batch_{i}" for i in range(1, 6)]
+_SIZE_PX = 32
+
+
+def is_cifar(folder: Path) -> bool:
+    return (folder / "batches.meta").is_file() or (folder / "meta").is_file()
+
+
+def load_cifar(folder: Path) -> tuple[ArrayDataset, ArrayDataset]:
+    """The training and the test images of `cifar-10-batches-py` or `cifar-100-python`.
+
+    Raises:
+        DatasetError: a file is missing, damaged, or not what CIFAR's are.
+    """
+    if (folder / "batches.meta").is_file():
+        meta, training, test_files = "batches.meta", _TEN, ["test_batch"]
+        label_key, names_key = b"labels", b"label_names"
+    else:
+        meta, training, test_files = "meta", ["train"], ["test"]
+        label_key, names_key = b"fine_labels", b"fine_label_names"
+    names = _load(folder / meta, names_key)[names_key]
+    classes = tuple(name.decode() for name in names)
+    train, test = (_dataset([folder / name for name in files], label_key, classes) for files in (training, test_files))
+    return train, test
+
+
+def _dataset(files: list[Path], label_key: bytes, classes: tuple[str, ...]) -> ArrayDataset:
+    images, labels = [], []
+    for file in files:
+        batch = _load(file, b"data", label_key)
+        rows, numbers = np.asarray(batch[b"data"]), np.asarray(batch[label_key])
+        if rows.dtype != np.uint8 or rows.shape != (len(numbers), 3 * _SIZE_PX**2):
+            wanted = f"({len(numbers)}, {3 * _SIZE_PX**2})"
+            raise DatasetError(f"{file}: holds {rows.dtype} images of shape {rows.shape}; expected uint8 {wanted}")
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(classes):
+            raise DatasetError(f"{file}: has labels outside 0 to {len(classes) - 1}")
+        images.append(rows.reshape(-1, 3, _SIZE_PX, _SIZE_PX).transpose(0, 2, 3, 1))
+        labels.append(numbers.astype(np.int64))
+    return ArrayDataset(np.ascontiguousarray(np.concatenate(images)), np.concatenate(labels), classes)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Loads built-in containers and NumPy arrays; refuses every other class and function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return _empty_array
+        if module == "numpy" and name == "dtype":
+            return _dtype
+        if module == "numpy" and name == "ndarray":
+            return np.ndarray
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file needs")
+
+
+def _empty_array(kind: type, shape: tuple[int, ...], code: bytes) -> Any:
+    return np.ndarray(shape, code.decode())
+
+
+def _dtype(code: bytes | str, align: int = 0, copy: int = 0) -> np.dtype[Any]:
+    # The files of 2009 pass 0 and 1 where NumPy now insists on False and True.
+    return np.dtype(code.decode() if isinstance(code, bytes) else code, bool(align), bool(copy))
+
+
+def _load(file: Path, *keys: bytes) -> dict[bytes, Any]:
+    try:
+        with open_regular(file) as stream:
+            content = _ArraysOnly(stream, encoding="bytes").load()
+    except FileNotFoundError as error:
+        raise DatasetError(f"{file}: no such file, although CIFAR has it: unpack the archive again") from error
+    except Exception as error:  # a damaged pickle makes the unpickler stumble in many ways
+        raise DatasetError(f"{file}: is no readable CIFAR batch: {error}") from error
+    missing = [key.decode() for key in keys if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise DatasetError(f"{file}: has no {', '.join(missing)}, as CIFAR's files have: unpack the archive again")
+    return content
+
+
+# Images computed from a formula: any number, any size, no files, and labels that can be learnt.
+
+# Everything is integer arithmetic on global coordinates, so a tile cannot differ from the whole by rounding.
+_PHASES = 256
+_STRIPE_PERIOD_PX = 12
+_WAVE = np.round(80 * np.sin(2 * pi * np.arange(_PHASES) / _PHASES)).astype(np.int16)
+_NOISE_BITS = 6
+
+
+class Synthetic:
+    """Noisy stripes whose direction and tint tell the class; class i % num_classes for image i.
+
+    In a volume they lean along its depth too; of a sequence it is how close they are that tells the class.
+
+    Raises:
+        DatasetError: no images, fewer than two classes, or an empty size.
+    """
+
+    channels = 3
+
+    def __init__(self, length: int, size: tuple[int, ...], num_classes: int = 10, seed: int = 0) -> None:
+        if length < 1 or num_classes < 2 or min(size) < 1:
+            asked = f"{length} synthetic images of {' x '.join(map(str, size))} pixels in {num_classes} classes"
+            raise DatasetError(f"{asked}: needs at least 1 image, {' x '.join('1' * len(size))} pixels and 2 classes")
+        self.classes = tuple(f"class {i}" for i in range(num_classes))
+        self._length, self._size, self._seed = length, size, seed
+
+    def __len__(self) -> int:
+        return self._length
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def label(self, index: int) -> int:
+        return index % len(self.classes)
+
+    def image(self, index: int) -> Image:
+        return _Stripes(self._size, self.label(index), len(self.classes), (self._seed, index))
+
+
+class _Stripes:
+    def __init__(self, size: tuple[int, ...], label: int, num_classes: int, key: tuple[int, int]) -> None:
+        self.size = size
+        random = np.random.default_rng(key)
+        self._start = int(random.integers(_PHASES))
+        dims = len(size)
+        self._keys = [np.uint32(k) for k in random.integers(1 << 32, size=max(2, dims))]
+        angle, frequency = pi * label / num_classes, _PHASES / _STRIPE_PERIOD_PX
+        steps = (round(frequency * sin(angle) / 2), round(frequency * sin(angle)), round(frequency * cos(angle)))
+        self._steps = steps[-dims:] if dims > 1 else (_PHASES * (label + 1) // (_STRIPE_PERIOD_PX + num_classes),)
+        self._tint = [round(32 * cos(2 * angle + 2 * pi * channel / 3)) for channel in range(3)]
+
+    def read(self, *space: Interval) -> Pixels:
+        places = np.ix_(*(np.arange(*interval, dtype=np.int64) for interval in space))
+        phases = sum(step * place for step, place in zip(self._steps, places, strict=True))
+        stripes = _WAVE[(phases + self._start) % _PHASES]
+        scattered = [_mix(place.astype(np.uint32) + key) for place, key in zip(places, self._keys, strict=False)]
+        noise = _mix(reduce(np.bitwise_xor, scattered))
+        pixels = np.empty((*noise.shape, 3), np.uint8)
+        for channel, tint in enumerate(self._tint):
+            # Bytes 0, 1, 2 of one hash are the noise of the three channels.
+            grain = (noise >> np.uint32(8 * channel)).astype(np.uint8) >> (8 - _NOISE_BITS)
+            pixels[..., channel] = np.clip(stripes + (96 + tint) + grain, 0, 255)
+        return pixels
+
+
+def _mix(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Scatter integers over all 32 bits: the finaliser of MurmurHash3."""
+    words = words ^ (words >> np.uint32(16))
+    words = words * np.uint32(0x85EBCA6B)
+    words = words ^ (words >> np.uint32(13))
+    words = words * np.uint32(0xC2B2AE35)
+    return words ^ (words >> np.uint32(16))

@@ -1,16 +1,171 @@
 """Batches of tiles: every rank goes through the same samples in the same order, and reads its own boxes of a batch."""
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from mpi4dl.datasets.base import Dataset
-from mpi4dl.datasets.mixing import Mixup
-from mpi4dl.datasets.prefetch import Prefetcher
-from mpi4dl.datasets.sampling import Sampling, balanced, classes_of, repeats, shuffled
-from mpi4dl.datasets.shown import Batch, ShownImages
-from mpi4dl.datasets.view import View
+import numpy as np
+
+from mpi4dl.datasets.augment import SHUFFLE_STREAM, Mixup
+from mpi4dl.datasets.base import Dataset, DatasetError, task_of
+from mpi4dl.datasets.transform import View
+from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.geometry import Box, ceil_div
+
+# Compute the items of a sequence ahead of time in threads, and hand them out in order.
+
+T = TypeVar("T")
+
+# How long leaving an iteration waits for readers in the middle of an item; a disk that hangs must not hang the program.
+JOIN_SECONDS = 5.0
+
+
+class _State(Generic[T]):
+    """What the workers and the consumer share; `changed` guards every field."""
+
+    def __init__(self, compute: Callable[[int], T], count: int, depth: int) -> None:
+        self.compute, self.count, self.depth = compute, count, depth
+        self.changed = threading.Condition()
+        self.next_started = 0
+        self.next_wanted = 0
+        self.stopped = False
+        self.results: dict[int, T] = {}
+        self.failures: dict[int, BaseException] = {}
+
+    def worker_may_go_on(self) -> bool:
+        ended = self.stopped or self.next_started == self.count
+        return ended or self.next_started < self.next_wanted + self.depth
+
+
+class Prefetcher(Generic[T]):
+    """Iterate over compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
+
+    What `compute` raises is raised again in the consumer when that item's turn comes, and ends the iteration. Leave it
+    early with `close`. The threads are daemons that do not keep this object alive: one that is forgotten stops them as
+    well, and so does the interpreter's exit.
+    """
+
+    def __init__(self, compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> None:
+        self._state: _State[T] = _State(compute, count, depth)
+        names = [f"mpi4dl-reader-{i}" for i in range(min(num_workers, count))]
+        self._threads = [threading.Thread(target=_work, args=(self._state,), name=name, daemon=True) for name in names]
+        # At exit as well, before the interpreter takes itself apart under a thread that is still decoding.
+        self._stop = weakref.finalize(self, _stop, self._state, self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        state = self._state
+        with state.changed:
+            wanted = state.next_wanted
+            if wanted >= state.count or state.stopped:
+                raise StopIteration
+            while wanted not in state.results and wanted not in state.failures:
+                state.changed.wait()
+            state.next_wanted += 1
+            state.changed.notify_all()
+            if wanted in state.results:
+                return state.results.pop(wanted)
+            failure = state.failures.pop(wanted)
+        self.close()
+        raise failure
+
+    def close(self) -> None:
+        """Let the workers finish what they are at, and end. Nothing is handed out afterwards."""
+        self._stop()
+
+
+def _work(state: _State[T]) -> None:
+    while True:
+        with state.changed:
+            state.changed.wait_for(state.worker_may_go_on)
+            if state.stopped or state.next_started == state.count:
+                return
+            position = state.next_started
+            state.next_started += 1
+        try:
+            result = state.compute(position)
+        except BaseException as error:
+            with state.changed:
+                state.failures[position] = error
+                state.changed.notify_all()
+            return
+        with state.changed:
+            state.results[position] = result
+            state.changed.notify_all()
+        del result
+
+
+def _stop(state: _State[T], threads: list[threading.Thread]) -> None:
+    with state.changed:
+        state.stopped = True
+        state.results.clear()
+        state.changed.notify_all()
+    if threading.current_thread() in threads:
+        return  # the garbage collector ran in a worker: it may hold the lock that the others wait for
+    deadline = time.monotonic() + JOIN_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# In which order an epoch goes through the samples: the same on every rank, by (seed, epoch) alone.
+
+Sampling = Literal["shuffled", "balanced"]
+
+
+def shuffled(num_samples: int, seed: int, epoch: int) -> list[int]:
+    """Each sample once."""
+    return np.random.default_rng((SHUFFLE_STREAM, seed, epoch)).permutation(num_samples).tolist()
+
+
+def balanced(labels: Sequence[int], seed: int, epoch: int) -> list[int]:
+    """As many samples as there are, of each class that has any equally many, or one more.
+
+    Of a class all samples come before one comes again; which ones a large class shows differs from epoch to epoch.
+    """
+    random = np.random.default_rng((SHUFFLE_STREAM, seed, epoch))
+    of_class = np.asarray(labels)
+    classes = random.permutation(np.unique(of_class))
+    drawn: list[int] = []
+    for place, label in enumerate(classes):
+        wanted = (len(of_class) - place + len(classes) - 1) // len(classes)
+        members = np.flatnonzero(of_class == label)
+        rounds = [random.permutation(members) for _ in range(ceil_div(wanted, len(members)))]
+        drawn += np.concatenate(rounds)[:wanted].tolist() if rounds else []
+    return random.permutation(drawn).tolist()
+
+
+def repeats(order: Sequence[int]) -> list[int]:
+    """Of each sample of an epoch, how often it came before."""
+    seen: dict[int, int] = {}
+    found = []
+    for index in order:
+        found.append(seen.get(index, 0))
+        seen[index] = found[-1] + 1
+    return found
+
+
+def classes_of(dataset: Any) -> list[int]:
+    """The class of each sample. Raises DatasetError if samples have no class."""
+    if task_of(dataset) == "classify":
+        found = [dataset.label(index) for index in range(len(dataset))]
+        if all(isinstance(label, int | np.integer) for label in found):
+            return [int(label) for label in found]
+    raise DatasetError(
+        f"labels to {task_of(dataset)} are not one class for each sample, by which samples could be counted or "
+        "balanced: leave `sampling` shuffled"
+    )
+
+
+def class_counts(dataset: Any) -> tuple[int, ...]:
+    """How many samples each class has, such as for weights of classes. Raises DatasetError if they have no class."""
+    return tuple(np.bincount(classes_of(dataset), minlength=len(dataset.classes)).tolist())
+
 
 __all__ = ["Batch", "Batches", "Loader"]
 
@@ -86,7 +241,7 @@ class Loader:
         if view is None:
             self._samples = cast(Batches, dataset)
         else:
-            self._samples = ShownImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy, mixup)
+            self._samples = TransformedImages(cast(Dataset, dataset), view, on_bad_image == "report", lazy, mixup)
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
                 f"{len(dataset)} {self._samples.noun} to train on do not fill one batch of {batch_size}: choose a "

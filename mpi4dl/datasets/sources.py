@@ -3,18 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpi4dl.datasets.arrays import ArrayDataset, load_npz
+from mpi4dl.datasets.arrays import ArrayDataset, Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import DatasetError, task_of
-from mpi4dl.datasets.cifar import is_cifar, load_cifar
-from mpi4dl.datasets.folder import ImageFolder
-from mpi4dl.datasets.labelled import LabelledFolder
-from mpi4dl.datasets.layout import parts
-from mpi4dl.datasets.listed import of_another_kind
+from mpi4dl.datasets.folders import LAYOUT_OF_MASKS as SEGMENTED_LAYOUT
+from mpi4dl.datasets.folders import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
+from mpi4dl.datasets.listed import of_another_kind, parts
 from mpi4dl.datasets.masks import IGNORE_INDEX
-from mpi4dl.datasets.segmented import LAYOUT as SEGMENTED_LAYOUT
-from mpi4dl.datasets.segmented import SegmentedFolder, is_segmented
 from mpi4dl.datasets.split import Named, Subset, split
-from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.datasets.table import TABLE
 
 SYNTHETIC, SYNTHETIC_CLASSES = "synthetic", 10

@@ -35,7 +35,7 @@ import numpy as np
 
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.files import open_regular
-from mpi4dl.datasets.layout import TEST, TRAINING, VALIDATION
+from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
 
 TABLE = "labels.csv"
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")

@@ -5,12 +5,13 @@ step:   the plan's table, action by action: tiles -> stages -> outputs -> loss, 
         -> all ranks agree that it is finite -> clip -> optimizer
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +19,151 @@ from torch import Tensor, nn
 from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.engine.agreeing import agree_on_model, known_of_model
-from mpi4dl.engine.batch import BatchFeed, Size, Tile, Tiles, require_batches_for, spread
-from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, evaluate, measured_as_is, predict
-from mpi4dl.engine.precision import AUTOCAST, MAX_SKIPPED, LossScaler, lower_precision
+from mpi4dl.engine.batch import (
+    AUTOCAST,
+    MAX_SKIPPED,
+    BatchFeed,
+    LossScaler,
+    Size,
+    Tile,
+    Tiles,
+    lower_precision,
+    require_batches_for,
+    spread,
+)
+from mpi4dl.engine.evaluating import BatchOutputs, Evaluation, Undo, evaluate, measured_as_is, predict
 from mpi4dl.engine.recompute import recompute as recompute_all
-from mpi4dl.engine.restoring import Undo
-from mpi4dl.engine.values import Values
 from mpi4dl.geometry import Split
-from mpi4dl.parallel.microbatches import Microbatch, Read
+from mpi4dl.parallel.inputs import Microbatch, Read
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
-from mpi4dl.parallel.pipeline.held import Held, Part
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.replicas import GradientHook, ReplicaGroup, ReplicaGroups, Stepping, learners
-from mpi4dl.parallel.replicas.buckets import bucket_bytes_on
-from mpi4dl.parallel.replicas.groups import PartsOf
-from mpi4dl.parallel.replicas.offload import home_for
-from mpi4dl.parallel.replicas.problems import backward_hook_in
-from mpi4dl.parallel.replicas.several import as_one
-from mpi4dl.parallel.replicas.trial import manner_of
-from mpi4dl.parallel.replicas.update import stays
+from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, learners
+from mpi4dl.parallel.replicas.buckets import assemble, bucket_bytes_on
+from mpi4dl.parallel.replicas.groups import PartsOf, disagreement
+from mpi4dl.parallel.replicas.optimizer_traits import OptimizerTraits, backward_hook_in, manner_of, problem_with
+from mpi4dl.parallel.replicas.update import as_one, home_for, options_of, stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
-from mpi4dl.parallel.streaming.opening import StreamedImages
+from mpi4dl.parallel.streaming.leading_part import StreamedImages
 from mpi4dl.parallel.tables.table import Table
-from mpi4dl.tasks.heads import main_output
+from mpi4dl.tasks.formulas import main_output
+
+# Whether all ranks were given the same model, optimizer and settings, before any waits for another.
+
+
+class Started(Protocol):
+    """What an engine was started with."""
+
+    comm: Communicator
+    plan: Plan
+    held: LocalStages
+    optimizer: torch.optim.Optimizer
+
+
+class Known(NamedTuple):
+    """What this rank alone knows of the model and the optimizer: why it cannot train them, and what must be alike."""
+
+    problem: str | None
+    facts: dict[str, Any]
+    learnt: list[frozenset[str]]  # the names of what may be trained, for each group of ranks that hold the same
+
+
+def known_of_model(given: Started, manner: OptimizerTraits | None, turns: bool) -> Known:
+    """What `agree_on_model` compares. No other rank is asked."""
+    held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
+    description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
+    settings = [options_of(group) for group in optimizer.param_groups]
+    named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
+    holders = max(each.comm.size for each in held.together)
+    problem = problem_with(optimizer, named, holders, given.plan.num_microbatches, given.plan.cuts_parameters)
+    if problem is None and manner is not None:
+        problem = manner.problem(name, turns)
+    if problem is None and manner is not None and given.plan.cuts_parameters and not manner.elementwise:
+        which = "tensor" if given.plan.tensor > 1 else "experts"
+        problem = (
+            f"under {which}({getattr(given.plan, which)}) ranks have parts of parameters, but {name} works on whole "
+            "ones: choose another optimizer"
+        )
+    facts = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
+    learnt = [frozenset(name for name, _ in learners(each.parameters, optimizer)) for each in held.together]
+    return Known(problem, facts, learnt)
+
+
+def agree_on_model(given: Started, known: Known, **facts: Any) -> None:
+    """Raise Refusal on all ranks if they were started with different models or settings, or with what cannot be."""
+    given.comm.agree(known.problem, **known.facts, **facts)
+    # All ranks come here, and have the same groups.
+    unlike = None
+    for together, mine in zip(given.held.together, known.learnt, strict=True):
+        for other in together.comm.all_gather_object(mine):
+            if mine != other:
+                unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
+    given.comm.agree(unlike)
+
+
+# What ranks have of the values of an engine: shard by shard as they own them, or whole on rank 0.
+
+
+class Values:
+    """Parameters, buffers, gradients and the optimizer's state of what `held` is, which `groups` share out."""
+
+    held: LocalStages
+    groups: ReplicaGroups
+    comm: Communicator
+    plan: Plan
+
+    def shards(self) -> Iterator[Shard]:
+        """The parameters that this rank owns, with the optimizer's state; those of all ranks are each once."""
+        return self.groups.shards()
+
+    def load_shards(self, read: ReadShard) -> None:
+        """Take the parameters and the optimizer's state from `read(name, start, stop)`. Collective.
+
+        It is asked for every part that this rank works on, and gives its values, flat, and the state as in a Shard.
+        """
+        self.groups.load(read)
+
+    def gather_state(self) -> dict[str, Tensor] | None:
+        """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
+        held = self.held
+        parts = list(self.shards())
+        parts += [Shard(name, 0, value) for name, value in self.buffers().items()]
+        found = assemble(self.comm, parts, held.shapes)
+        if found is None:
+            return None
+        of_root = {held.ties.get(name, name): value for name, value in found.items()}
+        return {name: of_root[held.ties.get(name, name)] for name in held.shapes}
+
+    def gather_gradients(self) -> dict[str, Tensor | None] | None:
+        """The gradient of each trained parameter in the last step, on rank 0; None where it had none. Collective."""
+        found = assemble(self.comm, self.groups.gradients(), self.held.shapes)
+        return (
+            None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
+        )
+
+    def check_replicas(self) -> None:
+        """Raise `Refusal` on all ranks unless those that hold the same weights and buffers have the same bits of them.
+
+        Under ZeRO 3 there is one copy of a parameter, and only buffers are compared. Collective.
+        """
+        problems = list(self.groups.problems())
+        for stage, module in self.held.modules_of.items():
+            problems.append(disagreement(self.held.groups[stage], dict(module.named_buffers())))
+        problem = next((problem for problem in problems if problem), None)
+        self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Those of stages whose first holder is this rank."""
+        held, learnt = self.held, {name for same in self.held.names_of.values() for name in same}
+        return {
+            name: value
+            for stage, module in held.modules_of.items()
+            if self.plan.ranks(0, stage)[0] == self.comm.rank
+            for name, value in module.state_dict().items()
+            if name not in learnt and name not in held.ties
+        }
+
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNLIKE = (
@@ -121,7 +243,7 @@ class Engine(Values):
         with comm.together((ValueError,)):
             self._require_options(precision, clip_norm, clip_value, ema, low_precision_weights)
         comm.agree(None, plan=plan)  # by which ranks form groups
-        self.held = model if isinstance(model, Held) else Held.whole(model, plan, comm)
+        self.held = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.is_averaged = False
         self.gradient_hook = gradient_hook

@@ -2,23 +2,58 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mpi4dl.checkpoints.json_values import random_state, set_random_state
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.batch import Computing, EvaluationFeed, Found, InputFeed, Size
-from mpi4dl.engine.restoring import evaluating
 from mpi4dl.geometry import Interval
-from mpi4dl.parallel.microbatches import Microbatch
+from mpi4dl.parallel.inputs import Microbatch
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS
-from mpi4dl.parallel.pipeline.held import Part
-from mpi4dl.parallel.spatial.owned import owned
-from mpi4dl.tasks.formulas import SummedLoss
-from mpi4dl.tasks.heads import main_output
+from mpi4dl.parallel.pipeline.local_stages import Part
+from mpi4dl.parallel.spatial.sums import owned
+from mpi4dl.tasks.formulas import SummedLoss, main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
+
+# What is put back as it was: modes after an evaluation, and what a refused step changed beside gradients.
+
+
+class Undo:
+    """The buffers of `model`, the states of the random number generators, and how often `executor` ran, as they are."""
+
+    def __init__(self, model: nn.Module, executor: Any) -> None:
+        self._executor, self._num_runs = executor, executor.num_runs
+        self._random = random_state()
+        self._buffers = [
+            (module._buffers, name, buffer, buffer._version, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for buffers, name, buffer, version, value in self._buffers:
+            buffers[name] = buffer if buffer._version == version else buffer.copy_(value)
+        set_random_state(self._random)
+        self._executor.num_runs = self._num_runs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this context all modules are in evaluation mode; then each is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl._randomness import PythonStates
 from mpi4dl.comm import Refusal
-from mpi4dl.parallel.attributes import Attributes
-from mpi4dl.parallel.blocks import rows_of
+from mpi4dl.parallel.blocks import Attributes, rows_of
 from mpi4dl.parallel.pipeline.decisions import attributes_of
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.spatial import SpatialTensor

@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from mpi4dl._patterns import Names, first_match, select
-from mpi4dl.parallel.pipeline.held import Held
-from mpi4dl.parallel.pipeline.sharing import names_by_first
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first
 
 Patterns = str | Sequence[str]
 
@@ -46,8 +45,8 @@ def parameter_groups(
 
     Raises ValueError if a pattern matches nothing, or nothing is trained.
     """
-    names: Names = model.names_of if isinstance(model, Held) else names_by_first(model)
-    trained = model.trained if isinstance(model, Held) else _trained(model)
+    names: Names = model.names_of if isinstance(model, LocalStages) else names_by_first(model)
+    trained = model.trained if isinstance(model, LocalStages) else _trained(model)
     learning, keys = {*trained, *later}, {"lr": rates or {}, "weight_decay": decays or {}}
     for pattern in (pattern for values in keys.values() for pattern in values):
         select((pattern,), names)
@@ -75,5 +74,5 @@ def _trained(model: nn.Module) -> set[str]:
 
 def _named(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Of what a rank holds under the model's own names."""
-    modules = model.modules_of.values() if isinstance(model, Held) else (model,)
+    modules = model.modules_of.values() if isinstance(model, LocalStages) else (model,)
     return ((name, p) for module in modules for name, p in module.named_parameters())

@@ -1,0 +1,1 @@
+"""Trained models on images, with labels and without, under any plan."""

@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets.arrays import load_npz
+from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
-from mpi4dl.datasets.cifar import is_cifar, load_cifar
 from mpi4dl.datasets.files import open_image, open_regular
-from mpi4dl.datasets.folder import ImageFolder
-from mpi4dl.datasets.labelled import LabelledFolder
-from mpi4dl.datasets.layout import TEST, VALIDATION, subfolders
-from mpi4dl.datasets.listed import UNKNOWN, File, ListedFiles, files_below, suffixes_of
-from mpi4dl.datasets.segmented import SegmentedFolder, is_segmented
+from mpi4dl.datasets.folders import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
+from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, files_below, subfolders, suffixes_of
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.trainer.description import Description
-from mpi4dl.trainer.images import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
+from mpi4dl.runs.description import Description
+from mpi4dl.training.data import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
 
 LISTS = (".txt", ".lst")
 PATTERN = frozenset("*?[")

@@ -16,12 +16,12 @@ from mpi4dl.checkpoints.weights import load_weights
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets.base import BadImage, printable
 from mpi4dl.datasets.loader import Loader
-from mpi4dl.datasets.shown import Batch, ShownImages
 from mpi4dl.datasets.split import Named
-from mpi4dl.datasets.view import Fit, View
+from mpi4dl.datasets.transform import Fit, View
+from mpi4dl.datasets.transformed import Batch, TransformedImages
 from mpi4dl.engine import Engine
 from mpi4dl.engine.evaluating import BatchOutputs
-from mpi4dl.forecast.visiting import stream_of
+from mpi4dl.estimate.dry_run import stream_of
 from mpi4dl.geometry import Box
 from mpi4dl.inference.images import require_sight
 from mpi4dl.inference.options import Inference, placed
@@ -29,11 +29,11 @@ from mpi4dl.options import build, parts
 from mpi4dl.options.config import facts
 from mpi4dl.options.data import build_views
 from mpi4dl.options.models import blaming_the_model, hold_model, without_rules
+from mpi4dl.runs.trained import description_of, find_weights, folder_of
 from mpi4dl.tasks.task import TASKS, Task
-from mpi4dl.trainer.bad_images import BadImages
-from mpi4dl.trainer.best import BEST
-from mpi4dl.trainer.patience import Patience
-from mpi4dl.trainer.trained import description_of, find_weights, folder_of
+from mpi4dl.training.best import BEST
+from mpi4dl.training.input_pipeline import BadImages
+from mpi4dl.training.stopping import Patience
 
 
 class Seen(NamedTuple):
@@ -192,7 +192,7 @@ class SeeingModel:
         self, images: Named, view: View, indices: tuple[int, ...], of: Callable[[Any], Tensor]
     ) -> Iterator[Seen]:
         """The images of a batch of which one is damaged, each alone."""
-        shown = ShownImages(images, view, reports=True, lazy=True)
+        shown = TransformedImages(images, view, reports=True, lazy=True)
         for index in indices:
             batch = shown.read((index,), 0, self._boxes(1))
             try:

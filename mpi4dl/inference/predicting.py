@@ -10,19 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import counted
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import DatasetError, printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.engine.evaluating import BatchOutputs
-from mpi4dl.inference.answers import NOT_NUMBERS, Record, answer, columns_of, is_undefined
 from mpi4dl.inference.images import Coverage, seen_of
-from mpi4dl.inference.masks import FOLDER, ArrayMask, FailingLater, StitchedMask, band_height, bases_of, path_of
+from mpi4dl.inference.masks import (
+    FOLDER,
+    ArrayMask,
+    FailingLater,
+    StitchedMask,
+    Target,
+    Windows,
+    band_height,
+    bases_of,
+    path_of,
+)
 from mpi4dl.inference.model import SeeingModel, Seen
-from mpi4dl.inference.progress import ProgressOfImages
-from mpi4dl.inference.records import Records, checksum, files_of, identity_of, is_same_file
-from mpi4dl.inference.windows import Target, Windows
+from mpi4dl.inference.records import (
+    NOT_NUMBERS,
+    Record,
+    Records,
+    answer,
+    checksum,
+    columns_of,
+    files_of,
+    identity_of,
+    is_same_file,
+    is_undefined,
+)
 from mpi4dl.tasks.task import Segment
 
 PICTURE, ARRAY = ".png", ".npy"

@@ -13,23 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import aligned, counted
 from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
-from mpi4dl.inference.answers import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined
 from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
-from mpi4dl.inference.progress import ProgressOfImages
-from mpi4dl.inference.records import table_row
+from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined, table_row
+from mpi4dl.runs.folder import finite
 from mpi4dl.tasks import counting
-from mpi4dl.tasks.bootstrap import WHY_NONE, bootstrap
+from mpi4dl.tasks.counting import WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import Regress, Segment, Task
-from mpi4dl.trainer.folder import finite
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
 CONFUSION = "confusion"

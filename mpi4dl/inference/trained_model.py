@@ -8,11 +8,11 @@ from typing import Any
 from mpi4dl import datasets
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets.split import Named
-from mpi4dl.inference.answers import Record
 from mpi4dl.inference.images import open_any, open_labelled, require_alike
 from mpi4dl.inference.model import SeeingModel
 from mpi4dl.inference.options import Inference
 from mpi4dl.inference.predicting import Predicting
+from mpi4dl.inference.records import Record
 from mpi4dl.inference.scoring import Scores, file_names, score
 from mpi4dl.options.declare import from_keywords
 

@@ -4,8 +4,7 @@ from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.bert import BERT
 from mpi4dl.models.gpt import GPT
 from mpi4dl.models.registry import build, names
-from mpi4dl.models.resnet import resnet_v1, resnet_v2
-from mpi4dl.models.small import small_resnet
+from mpi4dl.models.resnet import resnet_v1, resnet_v2, small_resnet
 from mpi4dl.models.unet import UNet
 from mpi4dl.models.vit import ViT
 

@@ -16,13 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.models.transformer import (
-    INITIAL_STD,
-    Activation,
-    FeedForward,
-    check_sizes,
-    default_ff_dim,
-)
+from mpi4dl.models.transformer import INITIAL_STD, Activation, FeedForward, check_sizes, default_ff_dim
 
 Scoring = Literal["softmax", "sigmoid"]
 GROUPED, ALIGNED_BYTES = (torch.float32, torch.bfloat16), 16  # what grouped_mm takes on CPUs and GPUs

@@ -24,8 +24,7 @@ from mpi4dl.models.amoebanet import amoebanetd
 from mpi4dl.models.bert import BERT, bert_2_5b, bert_base
 from mpi4dl.models.experts import Mixture
 from mpi4dl.models.gpt import GPT, gpt2
-from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2
-from mpi4dl.models.small import small_resnet
+from mpi4dl.models.resnet import resnet1d, resnet3d, resnet_v1, resnet_v2, small_resnet
 from mpi4dl.models.unet import UNet, unet3d
 from mpi4dl.models.vit import ViT
 

@@ -1,0 +1,1 @@
+"""Every option, and what it names: models, data, optimizers, tasks."""

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mpi4dl._commands import typed
-from mpi4dl._exits import one_message
+from mpi4dl._commands import one_message, typed
 from mpi4dl._memory import within_limits
-from mpi4dl.comm import guard
-from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options
-from mpi4dl.options.words import speaking, spelling
+from mpi4dl.comm import failure
+from mpi4dl.options.declare import ConfigError, asked_topic, facts, parse_options, speaking, spelling
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -81,7 +79,7 @@ class Command(Generic[T]):
 
             self(world(), arguments)
 
-        guard.run(begin, self.patience(arguments))
+        failure.run(begin, self.patience(arguments))
 
     def _read(self, argv: list[str], spell: Callable[[str], str]) -> CommandLine[T]:
         source, flags = "", argv
@@ -97,7 +95,7 @@ def command(
     words: str,
     description: str,
     source: str = "",
-    patience: Callable[[Sequence[str]], float] = lambda _: guard.START_SECONDS,
+    patience: Callable[[Sequence[str]], float] = lambda _: failure.START_SECONDS,
 ) -> Callable[[Callable[["Communicator", CommandLine[T]], None]], Command[T]]:
     """Make a function of a communicator and what is asked for into a `Command`."""
     return lambda act: Command(act, config, words, description, source, patience)

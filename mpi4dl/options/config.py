@@ -42,8 +42,7 @@ from mpi4dl.options.kinds import (
     part_name,
     sides_or,
 )
-from mpi4dl.options.learning import TASK_NAMES, Learning
-from mpi4dl.options.tuning import Tuning
+from mpi4dl.options.learning import TASK_NAMES, Learning, Tuning
 
 __all__ = ["Config", "ConfigError", "Data", "Learning", "Model", "Optimizer", "Parallel", "Run", "Training", "Tuning"]
 __all__ += ["facts", "parse", "shared_options", "to_toml"]

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpi4dl import datasets
-from mpi4dl.datasets.adapt import TASKS
-from mpi4dl.datasets.mixing import TASKS as MIXED_TASKS
-from mpi4dl.datasets.mixing import Mixup
+from mpi4dl.datasets.augment import TASKS as MIXED_TASKS
+from mpi4dl.datasets.augment import Mixup
+from mpi4dl.datasets.map_style import TASKS
 from mpi4dl.datasets.split import Named, split
-from mpi4dl.datasets.transforms import Pointwise
-from mpi4dl.datasets.view import NORMALISATIONS, Fit
+from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import blaming, call, load

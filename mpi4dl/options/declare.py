@@ -9,8 +9,8 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -443,3 +443,29 @@ def shared_options(config: Any) -> dict[str, str]:
 def facts(config: Any) -> dict[str, str]:
     """The same, named as messages name them: for `Communicator.agree`."""
     return {f"`{name}`": value for name, value in shared_options(config).items()}
+
+
+# How messages name options: the library says `batch_size`, as scripts pass it, and commands say --batch-size.
+
+NAMED = re.compile(r"`([a-z][a-z0-9_]*)`")
+
+
+def spelling(config_type: type) -> Callable[[str], str]:
+    """What spells those options of a config that a message names as flags."""
+    names = frozenset(options_of(config_type))
+
+    def flag(found: re.Match[str]) -> str:
+        return "--" + found[1].replace("_", "-") if found[1] in names else found[0]
+
+    return lambda message: NAMED.sub(flag, message)
+
+
+@contextmanager
+def speaking(spell: Callable[[str], str]) -> Iterator[None]:
+    """Whatever is refused in here is refused in these words."""
+    try:
+        yield
+    except ValueError as problem:
+        if len(problem.args) == 1:
+            problem.args = (spell(str(problem)),)
+        raise

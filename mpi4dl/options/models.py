@@ -18,23 +18,22 @@ from mpi4dl._randomness import seed_python
 from mpi4dl._wording import counted
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine.tuning import freeze, keep_in_evaluation
-from mpi4dl.models.aggregators import AGGREGATORS, headless
-from mpi4dl.models.patches import COLOUR, PatchModel, patches_in
+from mpi4dl.models.patches import AGGREGATORS, COLOUR, PatchModel, headless, patches_in
 from mpi4dl.models.registry import require_known, takes, takes_channels
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import normalisation
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own, load
-from mpi4dl.parallel.costs.prices import Clockwork
+from mpi4dl.parallel.costs.cost_model import Profiler
 from mpi4dl.parallel.costs.timing import Column, time_column
 from mpi4dl.parallel.inputs import batch_shape
-from mpi4dl.parallel.pipeline.held import ChooseStream, Held, split
+from mpi4dl.parallel.pipeline.local_stages import ChooseStream, LocalStages, split
 from mpi4dl.parallel.pipeline.split import outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import NoRule, gathering
-from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
-from mpi4dl.parallel.streaming.opening import StreamOptions
-from mpi4dl.parallel.streaming.rehearsal import CannotStream
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.margins import CannotStream
+from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
 
 RGB = ("red", "green", "blue")
 
@@ -128,7 +127,7 @@ def hold_model(
     comm: Communicator,
     device: torch.device,
     stream: StreamOptions | ChooseStream | None = None,
-) -> Held:
+) -> LocalStages:
     """This rank's stages of the model, on its device. Raises ValueError on all ranks if there are none. Collective.
 
     The first stage may `stream` its images. The random numbers that training draws follow from `seed`, in one
@@ -145,10 +144,10 @@ def hold_model(
             visit_patches(model, bags, channels)
         except ValueError as error:
             raise ConfigError(f"`stream_segments` {bags.segments} of `model` {config.model_name}: {error}") from error
-        return Held.whole(model, plan, comm, bags)
+        return LocalStages.whole(model, plan, comm, bags)
     if plan.num_stages == 1 and stream is None:
         model = build_model(config, num_classes, channels)
-        return Held.whole(model, plan, comm, styles=tensor_styles(config), device=device)
+        return LocalStages.whole(model, plan, comm, styles=tensor_styles(config), device=device)
     try:
         return split(
             lambda: build_model(config, num_classes, channels),
@@ -158,7 +157,7 @@ def hold_model(
             seed=config.training.seed,
             balance=config.parallel.balance,
             image=_microbatch(config, plan, channels),
-            clockwork=replace(Clockwork.of_user(), time=time_and_tidy),
+            clockwork=replace(Profiler.of_user(), time=time_and_tidy),
             stream=stream,
             styles=tensor_styles(config),
         )

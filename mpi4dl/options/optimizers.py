@@ -17,7 +17,7 @@ from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.parts import call, is_own
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
 WARMUP_START = 0.01
@@ -42,7 +42,7 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
 
 
-def groups_of(config: Config, held: Held) -> Iterable[Any]:
+def groups_of(config: Config, held: LocalStages) -> Iterable[Any]:
     """The parameters that are trained, now or later: in groups, if some have options of their own."""
     chosen = config.tuning
     later: list[str] = []

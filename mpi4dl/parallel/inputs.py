@@ -1,9 +1,13 @@
 """What a model is given, told by the shape alone: images (N, C, H, W), volumes, sequences (N, C, L), tokens (N, T)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mpi4dl.geometry import Box, Interval, even_cuts
 
 Shape = tuple[int, ...]
 
@@ -48,3 +52,42 @@ def made_up(model: nn.Module, shape: Sequence[int], whole: Sequence[int], device
         kinds = min(table.num_embeddings for table in _embeddings(model))
         return torch.randint(kinds, tuple(shape), generator=generator).to(device)
     return torch.rand(tuple(shape), dtype=input_dtype(model, whole), generator=generator).to(device)
+
+
+# Parts of a batch: microbatches, how the first stage shares their samples, and which boxes a rank reads of them.
+
+
+class Microbatch(NamedTuple):
+    """Number `number` of a direction: which samples of the batch it has, and how the first stage shares them.
+
+    Way i of the first stage (over all replicas) has the samples from `cuts[i]` up to `cuts[i + 1]`.
+    """
+
+    direction: int
+    number: int
+    cuts: tuple[int, ...]
+
+    @property
+    def samples(self) -> Interval:
+        return Interval(self.cuts[0], self.cuts[-1])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in pairwise(self.cuts))
+
+    def without(self, positions: Collection[int]) -> "Microbatch":
+        """What is left of it in the batch from which these samples were taken out."""
+        return self._replace(cuts=tuple(cut - sum(position < cut for position in positions) for cut in self.cuts))
+
+
+class Read(NamedTuple):
+    """A box of a batch of images that a rank reads, because it works on that part of that microbatch first."""
+
+    microbatch: Microbatch
+    box: Box
+
+
+def nested_cuts(outer: Sequence[int], ways: int) -> tuple[int, ...]:
+    """Every part of `outer` cut again into `ways` parts as even as can be."""
+    inner = [[start + cut for cut in even_cuts(stop - start, ways)][:-1] for start, stop in pairwise(outer)]
+    return (*(cut for cuts in inner for cut in cuts), outer[-1])

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.meeting import strangers
+from mpi4dl.comm.shutdown import strangers
 from mpi4dl.geometry import SPACE, Box, FeatureGridShape, GridShape, Interval, Tiling, even_cuts
-from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
+from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from mpi4dl.parallel.tables.schedules import SCHEDULES, forward_only, table_for
 from mpi4dl.parallel.tables.table import Placement, Table

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.spatial import Grid
-from mpi4dl.parallel.spatial.owned import owned
+from mpi4dl.parallel.spatial.sums import owned
 
 Value = float | list[Any]
 NO_CLASS = -(1 << 62)  # in a mask of int64: the outputs of this pixel are not numbers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.tasks import survival
+from mpi4dl.tasks import losses
 from mpi4dl.tasks.counting import Measure, accuracy, confusion, dice, iou
 
 import_torchvision()
@@ -160,13 +160,13 @@ class Concordance(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, risk: Tensor, targets: Any) -> None:
-        time, event = survival.times_and_events(targets)
+        time, event = losses.times_and_events(targets)
         self.risks.append(risk.reshape(-1))
         self.times.append(time)
         self.events.append(event)
 
     def compute(self) -> Tensor:
-        found = survival.concordance(*(dim_zero_cat(state) for state in (self.risks, self.times, self.events)))
+        found = losses.concordance(*(dim_zero_cat(state) for state in (self.risks, self.times, self.events)))
         return torch.tensor(found, dtype=torch.float64)
 
 

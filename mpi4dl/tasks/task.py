@@ -10,11 +10,9 @@ from torch import Tensor
 
 from mpi4dl.comm import Refusal
 from mpi4dl.tasks import counting
-from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, as_targets
-from mpi4dl.tasks.heads import OfHeads, main_output
-from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words
+from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
+from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words, times_and_events
 from mpi4dl.tasks.measuring import NO_CLASS
-from mpi4dl.tasks.survival import times_and_events
 
 MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
 

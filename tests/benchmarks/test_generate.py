@@ -13,7 +13,7 @@ import pytest
 from benchmarks.arrivals import ALONE, CONTINUOUS, STATIC, WAYS, Clock, Door, Request, drawn, waits
 from benchmarks.generate import as_table, contestants, draw, draw_precisions, parse, percentile, summarise
 from benchmarks.generate import table_of_precisions as of_precisions
-from mpi4dl.generation.requests import Event, Sampling
+from mpi4dl.text.requests import Event, Sampling
 from tests.benchmarks.checks import assert_picture, assert_refused
 from tests.pool.zygote import ROOT, python
 

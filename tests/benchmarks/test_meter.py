@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.meter import ClockedWaits, Meter
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.sentry import Waits
+from mpi4dl.comm.watchdog import Waits
 from tests.pool.ranks import Ranks
 
 

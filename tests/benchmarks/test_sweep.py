@@ -139,8 +139,8 @@ def test_a_process_that_was_killed_may_have_been_out_of_memory() -> None:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs sweeps whose jobs answer at once, or not; returns the plans whose jobs were started."""
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-    monkeypatch.setattr("mpi4dl.forecast.dry_run.build_forecaster", lambda *_: None)
-    monkeypatch.setattr("mpi4dl.forecast.search.outlooks", lambda forecaster, plans: [None] * len(plans))
+    monkeypatch.setattr("mpi4dl.estimate.dry_run.build_forecaster", lambda *_: None)
+    monkeypatch.setattr("mpi4dl.estimate.search.outlooks", lambda forecaster, plans: [None] * len(plans))
     monkeypatch.setattr(sweep, "plot", lambda *_: None)
     monkeypatch.setattr(sweep, "save_figure", lambda *_: None)
 
@@ -289,7 +289,7 @@ def test_a_tiny_sweep_of_which_one_plan_is_too_large(
     flags = ["--model", "small_resnet", "--image-size", "512", "--batch-size", "8", "--ranks", "1", "--grids", "1x1"]
     flags += ["--stages", "1", "--data", "1", "--microbatches", "1,8", "--turns", "1", "--steps", "1", "--warm-up", "0"]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("mpi4dl.forecast.search.TIMING_SECONDS", 0.1)
+    monkeypatch.setattr("mpi4dl.estimate.search.TIMING_SECONDS", 0.1)
     monkeypatch.setattr(sys, "argv", ["sweep", *flags, "--memory", "80MiB", "--out", str(out)])
     sweep.main()
     told = capsys.readouterr()

@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 
-from mpi4dl.checkpoints.manifest import FILES, MANIFEST, MODEL, OPTIMIZER, Written, manifest_bytes, name_of
-from mpi4dl.checkpoints.plain import encode
-from mpi4dl.checkpoints.randomness import random_state
+from mpi4dl.checkpoints.json_values import encode, random_state
+from mpi4dl.checkpoints.manifest import (
+    FILES,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    Job,
+    Writing,
+    Written,
+    manifest_bytes,
+    name_of,
+)
 from mpi4dl.checkpoints.saved import slots_of
 from mpi4dl.checkpoints.storage import LENGTH_BYTES, Range, Spec, StorageLayout
-from mpi4dl.checkpoints.writer import Job, Writing
-from mpi4dl.parallel.replicas.whole import Shard
+from mpi4dl.parallel.replicas.buckets import Shard
 
 NUM_RANKS = 3
 WEIGHT = torch.arange(12, dtype=torch.float32)

@@ -24,10 +24,10 @@ from mpi4dl.checkpoints import checkpoints as checkpoint_face
 from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER, STATE
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import (
+from tests.short_runs import (
     BOTH,
     DATA_2,
     DEEP,
@@ -58,7 +58,7 @@ def engine_of(comm: Communicator, task: Task, plan: Plan, seed: int = 0, **optio
         image = (task.batch, 3, *task.size)
         model = split(lambda: model_of(task), plan, comm, seed=seed, balance=task.balance, image=image)
     else:
-        model = Held.whole(model_of(task), plan, comm)
+        model = LocalStages.whole(model_of(task), plan, comm)
     optimizer = optimizer_of(task, model)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **{**dict(task.engine_options), **options})
     for part in engine.held.parts.values():

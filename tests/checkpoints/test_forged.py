@@ -14,15 +14,15 @@ import torch
 from torch.nn import functional as F
 
 from mpi4dl.checkpoints import Checkpoints, load
+from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE
-from mpi4dl.checkpoints.node import Damaged
 from mpi4dl.checkpoints.saved import check
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
 from tests.checkpoints.made import edit_header, header_of, seal, write
 from tests.pool.ranks import Ranks
-from tests.training import UNUSED, batch_of, model_of, tiles_of
+from tests.short_runs import UNUSED, batch_of, model_of, tiles_of
 
 Edit = Callable[[Path], Any]
 Step = tuple[Any, ...]  # the way to a value: keys of objects, numbers of items

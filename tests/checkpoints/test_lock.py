@@ -13,8 +13,8 @@ import pytest
 from mpi4dl import _files as locking
 from mpi4dl._files import lock
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.runs.folder import ConfigError, RunFolder
 from mpi4dl.train import train
-from mpi4dl.trainer.folder import ConfigError, RunFolder
 from tests.interrupted import flags_of
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT

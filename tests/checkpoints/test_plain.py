@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.checkpoints.node import LARGEST, Damaged, parse
-from mpi4dl.checkpoints.plain import DEEPEST, decode, encode
+from mpi4dl.checkpoints.json_values import DEEPEST, LARGEST, Damaged, decode, encode, parse
 from tests.brute_force import patient
 
 LEAVES = st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(allow_nan=False) | st.text(max_size=5)

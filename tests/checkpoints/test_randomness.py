@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from mpi4dl.checkpoints.randomness import random_state, set_random_state
+from mpi4dl.checkpoints.json_values import random_state, set_random_state
 
 
 def draw() -> list[float]:

@@ -15,18 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mpi4dl.checkpoints import storage
-from mpi4dl.checkpoints.node import Damaged
-from mpi4dl.checkpoints.storage import (
-    DTYPES,
-    Range,
-    Reader,
-    Spec,
-    StorageLayout,
-    uncovered,
-    verify,
-    write,
-)
-from mpi4dl.parallel.replicas.whole import Shard
+from mpi4dl.checkpoints.json_values import Damaged
+from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
+from mpi4dl.parallel.replicas.buckets import Shard
 from tests.brute_force import patient
 
 

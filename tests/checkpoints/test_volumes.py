@@ -11,8 +11,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel.plan import Plan
 from tests.checkpoints.test_checkpoints import SAVED, resumed, step, written
 from tests.pool.ranks import Ranks
+from tests.short_runs import EXACT, assert_close, plain
 from tests.test_axes import VOLUMES
-from tests.training import EXACT, assert_close, plain
 
 LONGER = replace(VOLUMES, num_steps=SAVED + 3)
 BY_DEPTH = Plan(((2, 1, 1),))

@@ -13,12 +13,11 @@ from torch.nn import functional as F
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.checkpoints import Checkpoints
-from mpi4dl.checkpoints.weight_files import open_weights
-from mpi4dl.checkpoints.weights import load_weights, match, not_finite
+from mpi4dl.checkpoints.weights import load_weights, match, not_finite, open_weights
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 
@@ -49,7 +48,7 @@ def load(comm: Communicator, plan: Plan, source: str, strict: bool) -> tuple[lis
     """The state of a model of 3 classes that took what it could of one of 7."""
     torch.manual_seed(0)
     staged = plan.num_stages > 1
-    held = split(vit, plan, comm, image=(4, 1, 8, 8), seed=0) if staged else Held.whole(vit(), plan, comm)
+    held = split(vit, plan, comm, image=(4, 1, 8, 8), seed=0) if staged else LocalStages.whole(vit(), plan, comm)
     remarks = load_weights(held, source, strict=strict)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     return remarks, engine.gather_state()
@@ -164,7 +163,7 @@ def test_weights_that_packages_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def save_run(comm: Communicator, folder: Path) -> None:
     torch.manual_seed(1)
-    held = Held.whole(vit(), Plan(data=comm.size), comm)
+    held = LocalStages.whole(vit(), Plan(data=comm.size), comm)
     engine = Engine(held, held.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     with Checkpoints(folder / "checkpoints", comm) as checkpoints:
         checkpoints.save(engine, {})

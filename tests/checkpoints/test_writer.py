@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpi4dl.checkpoints import storage, writer
-from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE, candidates_at, checkpoints_in
-from mpi4dl.checkpoints.node import Unreadable
+from mpi4dl.checkpoints import manifest, storage
+from mpi4dl.checkpoints.json_values import Unreadable
+from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE, Writing, candidates_at, checkpoints_in, clean
 from mpi4dl.checkpoints.saved import newest_whole
-from mpi4dl.checkpoints.writer import Writing, clean
 from tests.checkpoints.made import NUM_RANKS, WEIGHT, job, write
 
 
@@ -190,7 +189,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(tmp_path: Path, monkeypatch
 
 
 def test_a_part_that_rank_0_never_sees_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LAST_SECONDS", 0.05)
+    monkeypatch.setattr(manifest, "LAST_SECONDS", 0.05)
     alone = Writing(tmp_path, job(2, 0), 0, 2, 2)
     alone.finish()
     assert isinstance(alone.error, OSError)

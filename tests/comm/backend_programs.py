@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
+import mpi4dl.torch_backend  # noqa: F401 for the backend that it registers
 from mpi4dl.comm import world
 from tests.comm import backend_api, backend_collectives, backend_pipelines, backend_training
 from tests.comm.backend_names import API, COLLECTIVES, PIPELINES, SCENARIOS

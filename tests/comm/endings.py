@@ -6,11 +6,11 @@ from tests.pool.job import mpirun
 
 PROGRAM = """
 import os, signal, sys, threading, time, types
-from mpi4dl.comm import ending, farewell, guard
+from mpi4dl.comm import watchdog, failure
 from mpi4dl.comm.refusal import Refusal
-from mpi4dl.comm.sentry import Watchdog, sentry
-ending.LAST_WORDS_SECONDS = 5.0
-farewell.STUCK_SECONDS = 0.5
+from mpi4dl.comm.watchdog import Watchdog, sentry
+watchdog.LAST_WORDS_SECONDS = 5.0
+watchdog.STUCK_SECONDS = 0.5
 sys.modules["mpi4dl.comm.communicator"] = types.SimpleNamespace(world=lambda: comm)
 def wait(step):
     with sentry().waits:
@@ -24,12 +24,12 @@ if "{how}" == "run":
     comm = types.SimpleNamespace(rank=int(os.environ.get("PMI_RANK", 0)))
     def started(*ignored):
         global comm
-        guard.start()
+        failure.start()
         from mpi4py.MPI import COMM_WORLD as comm
         main()
-    guard.run(started, {patience})
+    failure.run(started, {patience})
 else:
-    guard.start()
+    failure.start()
     from mpi4py.MPI import COMM_WORLD as comm
     main()
 {after}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
+import mpi4dl.torch_backend  # noqa: F401 for the backend that it registers
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator, world
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import mpi4dl.comm.backend  # noqa: F401 for the backend that it registers
+import mpi4dl.torch_backend  # noqa: F401 for the backend that it registers
 from mpi4dl._torchvision import import_torchvision
 
 SAMPLES, STEPS, RATE = 8, 4, 0.1

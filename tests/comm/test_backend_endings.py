@@ -5,7 +5,7 @@ import pytest
 from tests.pool.job import Finished, mpirun
 
 PROGRAM = """
-import os, sys, datetime, torch, torch.distributed as dist, mpi4dl.comm.backend
+import os, sys, datetime, torch, torch.distributed as dist, mpi4dl.torch_backend
 dist.init_process_group("mpi4dl", timeout=datetime.timedelta(hours=2))
 rank, x = dist.get_rank(), torch.ones(2)
 dist.all_reduce(x)

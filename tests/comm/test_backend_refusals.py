@@ -8,7 +8,7 @@ import pytest
 from tests.pool.job import PATIENCE_SECONDS, Finished, mpirun
 from tests.pool.zygote import ROOT, python
 
-START = "import torch, torch.distributed as dist, mpi4dl.comm.backend\n"
+START = "import torch, torch.distributed as dist, mpi4dl.torch_backend\n"
 
 REFUSALS = """
 import datetime

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpi4dl.comm import Communicator, collectives
+from mpi4dl.comm import Communicator, exchange
 from tests.pool.ranks import Ranks
 
 
@@ -15,7 +15,7 @@ def apply(comm: Communicator, transposed: bool) -> tuple[float, float, float]:
         everyone = [x.mT.contiguous().mT for x in everyone]
     x = everyone[comm.rank].clone().requires_grad_()
     before = x.detach().clone()
-    result = collectives.all_reduce(x, comm)
+    result = exchange.all_reduce(x, comm)
     assert torch.equal(x.detach(), before), "the input was changed"
     error = float((result.detach() - sum(everyone[1:], everyone[0])).abs().max())
     y = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + comm.rank))
@@ -38,7 +38,7 @@ def test_the_backward_pass_is_the_adjoint(ranks: Ranks, num_ranks: int, transpos
 def losses_that_all_ranks_compute(comm: Communicator) -> tuple[float, float]:
     """The convention: a loss that each rank computes alike counts 1 / size on each; gradients of copies are summed."""
     weight = torch.tensor(3.0, requires_grad=True)
-    loss = collectives.all_reduce(weight * (comm.rank + 1), comm) ** 2 / comm.size
+    loss = exchange.all_reduce(weight * (comm.rank + 1), comm) ** 2 / comm.size
     loss.backward()
     assert weight.grad is not None
     return float(loss.detach() * comm.size), float(comm.all_reduce(weight.grad))

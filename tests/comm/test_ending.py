@@ -1,11 +1,11 @@
-"""mpi4dl.comm.ending: a rank's last words are taken before it ends all others."""
+"""mpi4dl.comm.watchdog: a rank's last words are taken before it ends all others."""
 
 import os
 import select
 import threading
 import time
 
-from mpi4dl.comm.ending import drain
+from mpi4dl.comm.watchdog import drain
 
 
 def test_what_was_printed_into_a_pipe_is_waited_for() -> None:

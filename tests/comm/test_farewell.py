@@ -4,7 +4,7 @@ import random
 from collections import deque
 from typing import Any
 
-from mpi4dl.comm.farewell import Farewell, Standing
+from mpi4dl.comm.watchdog import ExitNotification, RankState
 
 
 class Sent:
@@ -51,7 +51,7 @@ class Simulated:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         messages: dict[tuple[int, int, int], deque[Any]] = {}
-        self.farewells = [Farewell(Mailbox(rank, messages, self.random)) for rank in range(NUM_RANKS)]  # type: ignore[arg-type]
+        self.farewells = [ExitNotification(Mailbox(rank, messages, self.random)) for rank in range(NUM_RANKS)]  # type: ignore[arg-type]
         self.state = [AT_WORK] * NUM_RANKS
         self.waits_for = [0] * NUM_RANKS
         self.since = [0.0] * NUM_RANKS
@@ -83,7 +83,7 @@ class Simulated:
         state = self.state[rank]
         if state == AT_WORK:
             return self.farewells[rank].look(None)
-        return self.farewells[rank].look(Standing(state == ENDED, self.since[rank] * (state == WAITS), "in wait"))
+        return self.farewells[rank].look(RankState(state == ENDED, self.since[rank] * (state == WAITS), "in wait"))
 
 
 def test_whoever_waits_in_vain_is_found_and_nobody_else() -> None:

@@ -12,9 +12,9 @@ from tests.pool.job import mpirun
 
 FAILING_TOGETHER = """
 import torch
-from mpi4dl.comm import farewell, guard, world
+from mpi4dl.comm import watchdog, failure, world
 
-guard.LATE_SECONDS, farewell.STUCK_SECONDS, comm = {late}, {stuck}, world()
+failure.LATE_SECONDS, watchdog.STUCK_SECONDS, comm = {late}, {stuck}, world()
 with comm.together():
     if comm.rank == 1:
         message = "the failing line"
@@ -81,9 +81,9 @@ def test_a_rank_that_fails_where_others_wait_for_it_elsewhere_ends_all(
 
 DIFFERENT_CALLS = """
 import torch
-from mpi4dl.comm import farewell, world
+from mpi4dl.comm import watchdog, world
 
-farewell.STUCK_SECONDS, farewell.DEADLOCK_SECONDS, comm = 0.5, 0.5, world()
+watchdog.STUCK_SECONDS, watchdog.DEADLOCK_SECONDS, comm = 0.5, 0.5, world()
 {calls}
 """
 
@@ -107,7 +107,7 @@ def test_ranks_in_different_calls_do_not_wait_for_ever(calls: str, said: str) ->
 
 LETTING_GO = """
 import sys
-from mpi4dl.comm import guard, world
+from mpi4dl.comm import failure, world
 
 def let_go():
     sys.stdout.write(f"{comm.rank} lets go\\n")  # at once, so that the lines of two ranks do not mix
@@ -118,7 +118,7 @@ def end():
         comm.isend_object("on my way", 1).wait()
 
 comm = world()
-guard.meeting().closings.append(let_go)
+failure.meeting().closings.append(let_go)
 comm.farewells.append(end)
 if comm.rank == 1:
     comm.recv_object(0)
@@ -309,8 +309,8 @@ def test_one_process_without_others_ends_as_python_does() -> None:
     """No error of a thread ends it, and its own last steps are made."""
     program = """
 import atexit, os, sys, threading
-from mpi4dl.comm import guard
-guard.start()
+from mpi4dl.comm import failure
+failure.start()
 atexit.register(print, "last steps")
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
@@ -326,7 +326,7 @@ print("goes on")
 
 
 def test_an_error_at_the_prompt_is_shown_and_the_prompt_stays() -> None:
-    lines = "from mpi4dl.comm import guard", "_ = guard.start()", "foo", "import sys, threading"
+    lines = "from mpi4dl.comm import failure", "_ = failure.start()", "foo", "import sys, threading"
     lines += "thread = threading.Thread(target=lambda: 1 / 0)", "thread.start()", "thread.join()", "print('still here')"
     typed = "; ".join(f"console.push({line!r})" for line in lines)
     typed = f"console = code.InteractiveConsole(); {typed}"
@@ -348,5 +348,5 @@ def test_without_mpi4py_there_is_one_message(command: str) -> None:
 
 
 def test_a_user_interrupt_is_no_traceback() -> None:
-    job = mpirun(1, "-c", "from mpi4dl.comm import guard; guard.start(); raise KeyboardInterrupt")
+    job = mpirun(1, "-c", "from mpi4dl.comm import failure; failure.start(); raise KeyboardInterrupt")
     assert (job.code, job.stderr) == (130, "")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.ordering import INTEGERS, keys_of, values_of
+from mpi4dl.comm.communicator import INTEGERS, order_keys_of, values_of_order_keys
 from tests.pool.ranks import Ranks
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -22,11 +22,11 @@ def special_values(dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_keys_have_the_order_of_the_values_and_give_them_back(dtype: torch.dtype) -> None:
     values = torch.tensor(special_values(dtype), dtype=torch.float64).to(dtype)
-    keys = keys_of(values, "max")
+    keys = order_keys_of(values, "max")
     assert keys.tolist() == sorted(set(keys.tolist()))
-    assert keys_of(values, "min")[-1] < keys[0]
-    assert (keys_of(values, "min")[:-1] == keys[:-1]).all()
-    back = values_of(keys, dtype)
+    assert order_keys_of(values, "min")[-1] < keys[0]
+    assert (order_keys_of(values, "min")[:-1] == keys[:-1]).all()
+    back = values_of_order_keys(keys, dtype)
     assert torch.equal(back.view(keys.dtype)[:-1], values.view(keys.dtype)[:-1])
     assert back[-1].isnan()
 

@@ -23,7 +23,7 @@ a_long_wait()
 
 def test_a_command_is_watched_before_mpi_starts() -> None:
     """Rank 0 cannot say anything: it waits in MPI_Init, which keeps all threads of Python waiting too."""
-    before = """guard.START_SECONDS = 1.0
+    before = """failure.START_SECONDS = 1.0
     def a_slow_import():
         time.sleep(1000)
     class Finder:
@@ -77,9 +77,9 @@ def test_what_keeps_python_from_running_is_ended_by_c() -> None:
     """Nothing of Python runs while a function of C keeps the interpreter's lock."""
     program = """
 import ctypes
-from mpi4dl.comm import sentry
-sentry.GRACE_SECONDS = 0.5
-watchdog = sentry.Watchdog(0.5)
+from mpi4dl.comm import watchdog
+watchdog.GRACE_SECONDS = 0.5
+watchdog = watchdog.Watchdog(0.5)
 ctypes.PyDLL(None).sleep(1000)
 """
     job = mpirun(1, "-c", program, timeout=600.0)

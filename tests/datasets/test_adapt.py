@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.adapt: own datasets, as documented; those of PyTorch and torchvision; what is wrong with others."""
+"""Own datasets, as documented; those of PyTorch and torchvision; what is wrong with others."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.cifar: the authors' pickled batches, and nothing but these."""
+"""mpi4dl.datasets.arrays: the authors' pickled batches, and nothing but these."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.cifar import is_cifar, load_cifar
+from mpi4dl.datasets.arrays import is_cifar, load_cifar
 from tests.datasets.boxes import whole
 
 ROWS = np.random.default_rng(0).integers(0, 256, (3, 3072), np.uint8)

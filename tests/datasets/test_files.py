@@ -15,7 +15,7 @@ import PIL.Image
 import pytest
 import tifffile
 
-from mpi4dl.datasets import BadImage, child, open_image, pillow
+from mpi4dl.datasets import BadImage, files, open_image, reader_process
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import noise_image, smooth_image, whole
 from tests.datasets.damage import spoil
@@ -98,7 +98,7 @@ def test_openslide_reads_scanners_formats(tmp_path):
 
 
 def test_openslide_reads_tall_boxes_in_strips(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpi4dl.datasets.vendor.STRIP_ROWS", 37)
+    monkeypatch.setattr("mpi4dl.datasets.reader_process.STRIP_ROWS", 37)
     pixels = noise_image(300, 200)
     tifffile.imwrite(tmp_path / "a.svs", pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     assert np.array_equal(open_image(tmp_path / "a.svs").read(Interval(5, 299), Interval(0, 200)), pixels[5:299])
@@ -174,7 +174,7 @@ def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
     tifffile.imwrite(tmp_path / "a.tif", noise_image(64, 64), photometric="rgb")
     (tmp_path / "a.svs").write_bytes(b"a slide")
     monkeypatch.setitem(__import__("sys").modules, "tifffile", None)
-    monkeypatch.setattr("mpi4dl.datasets.vendor.find_spec", lambda name: None)
+    monkeypatch.setattr("mpi4dl.datasets.reader_process.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"reading TIFF needs tifffile; run .* -m pip install tifffile imagecodecs"):
         open_image(tmp_path / "a.tif")
     with pytest.raises(ValueError, match=r"reading \.svs needs openslide; run .* openslide-python openslide-bin"):
@@ -222,7 +222,7 @@ def test_a_reader_that_gives_other_pixels_than_asked_for_is_noticed(tmp_path, mo
     path = tmp_path / "a.png"
     PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(path)
     image = open_image(path)
-    monkeypatch.setattr("mpi4dl.datasets.pillow._Picture.read", lambda *_: np.zeros((1, 1, 3), np.uint8))
+    monkeypatch.setattr("mpi4dl.datasets.files._Picture.read", lambda *_: np.zeros((1, 1, 3), np.uint8))
     with pytest.raises(BadImage, match=r"gives uint8 pixels of shape \(1, 1, 3\) for"):
         image.read(*whole(HEIGHT, WIDTH))
 
@@ -233,10 +233,10 @@ def test_a_slide_that_ends_its_process_is_named_and_the_next_one_is_read(tmp_pat
         tifffile.imwrite(tmp_path / name, pixels, tile=(64, 64), photometric="rgb", compression="zlib")
     dying = tmp_path / "dying.py"
     line = "        wanted_path, wanted ="
-    program = Path(child.__file__).with_name("child_program.py").read_text()
+    program = Path(reader_process.__file__).with_name("child_program.py").read_text()
     dying.write_text(program.replace(line, f"        if b'a.svs' in line: os.abort()\n{line}"))
-    monkeypatch.setattr(child, "_PROGRAM", dying)
-    monkeypatch.setattr(child, "_of_thread", threading.local())
+    monkeypatch.setattr(reader_process, "_PROGRAM", dying)
+    monkeypatch.setattr(reader_process, "_of_thread", threading.local())
     with pytest.raises(BadImage, match=r"a\.svs: cannot be decoded: openslide ended its process by SIGABRT"):
         open_image(tmp_path / "a.svs")
     assert np.array_equal(read_all(tmp_path / "b.svs"), pixels)
@@ -270,6 +270,6 @@ def test_nothing_is_said_of_what_pillow_warns_of(tmp_path, monkeypatch):
     PIL.Image.fromarray(noise_image(HEIGHT, WIDTH)).save(tmp_path / "a.png")
     with warnings.catch_warnings(record=True) as found:
         warnings.resetwarnings()
-        importlib.reload(pillow)  # as in a program that starts
-        pillow.open_picture(tmp_path / "a.png").read(*whole(HEIGHT, WIDTH))
+        importlib.reload(files)  # as in a program that starts
+        files.open_picture(tmp_path / "a.png").read(*whole(HEIGHT, WIDTH))
     assert found == []

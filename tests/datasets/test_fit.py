@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.fit: frames cut from or resized from images of any size."""
+"""mpi4dl.datasets.transform: frames cut from or resized from images of any size."""
 
 import numpy as np
 import PIL.Image
@@ -6,25 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpi4dl.datasets import fit
+from mpi4dl.datasets import transform
 from mpi4dl.datasets.base import WholeImage
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import cuts, noise_image, smooth_image, tiles, whole
 
 
 def frames(source, target):
-    return [fit.Frame(n, 0.0, s / n) for s, n in zip(source, target, strict=True)]
+    return [transform.Frame(n, 0.0, s / n) for s, n in zip(source, target, strict=True)]
 
 
 def test_crop_pads_with_white_on_every_side():
-    pixels = fit.crop(WholeImage(noise_image(2, 3)), (-1, -2), whole(5, 6))
+    pixels = transform.crop(WholeImage(noise_image(2, 3)), (-1, -2), whole(5, 6))
     assert np.array_equal(pixels[1:3, 2:5], noise_image(2, 3))
     assert (pixels[[0, 3, 4]] == 255).all()
     assert (pixels[:, [0, 1, 5]] == 255).all()
 
 
 def test_crop_beside_the_image_is_white():
-    assert (fit.crop(WholeImage(noise_image(2, 3)), (0, 0), (Interval(3, 5), Interval(0, 4))) == 255).all()
+    assert (transform.crop(WholeImage(noise_image(2, 3)), (0, 0), (Interval(3, 5), Interval(0, 4))) == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_crop_beside_the_image_is_white():
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_small_frames_are_exactly_what_pillow_makes(source, target, channels):
     pixels = noise_image(*source, channels)
-    resized = fit.resize(WholeImage(pixels), frames(source, target), whole(*target))
+    resized = transform.resize(WholeImage(pixels), frames(source, target), whole(*target))
     pictures = [PIL.Image.fromarray(pixels[..., c]) for c in range(channels)]
     expected = [np.asarray(picture.resize(target[::-1], PIL.Image.Resampling.BILINEAR)) for picture in pictures]
     assert np.array_equal(resized, np.stack(expected, axis=2))
@@ -43,7 +43,7 @@ def test_small_frames_are_exactly_what_pillow_makes(source, target, channels):
 @pytest.mark.parametrize(("source", "target"), [((700, 900), (600, 520)), ((150, 170), (640, 700))])
 def test_large_frames_differ_from_pillow_by_rounding_only(source, target):
     pixels = noise_image(*source)
-    resized = fit.resize(WholeImage(pixels), frames(source, target), whole(*target))
+    resized = transform.resize(WholeImage(pixels), frames(source, target), whole(*target))
     expected = np.asarray(PIL.Image.fromarray(pixels).resize(target[::-1], PIL.Image.Resampling.BILINEAR))
     assert np.abs(resized.astype(int) - expected).max() <= 1
 
@@ -58,8 +58,8 @@ def test_a_large_reduction_reads_a_bounded_window_at_a_time():
             return np.zeros((rows.length, cols.length, 3), np.uint8)
 
     image = Endless()
-    fit.resize(image, frames((100_000, 100_000), (512, 512)), (Interval(100, 130), Interval(0, 30)))
-    assert image.largest < 1.2 * fit.BLOCK_SOURCE_PX
+    transform.resize(image, frames((100_000, 100_000), (512, 512)), (Interval(100, 130), Interval(0, 30)))
+    assert image.largest < 1.2 * transform.BLOCK_SOURCE_PX
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,17 +70,17 @@ def test_tiles_of_a_resized_image_join_without_a_seam(data):
     share, position = data.draw(st.floats(0.3, 1)), data.draw(st.floats(0, 1))
     image = WholeImage(noise_image(*source))
     down, across = (
-        fit.Frame(n, position * s * (1 - share), s * share / n) for s, n in zip(source, target, strict=True)
+        transform.Frame(n, position * s * (1 - share), s * share / n) for s, n in zip(source, target, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "BLOCK_PX", data.draw(st.integers(1, 40)))
-        resized = fit.resize(image, (down, across), whole(*target))
+        patch.setattr(transform, "BLOCK_PX", data.draw(st.integers(1, 40)))
+        resized = transform.resize(image, (down, across), whole(*target))
         for rows, cols in tiles(data.draw(cuts(target[0])), data.draw(cuts(target[1]))):
-            tile = fit.resize(image, (down, across), (rows, cols))
+            tile = transform.resize(image, (down, across), (rows, cols))
             assert np.array_equal(tile, resized[rows.start : rows.stop, cols.start : cols.stop])
 
 
 def test_a_smooth_image_stays_smooth_over_block_borders():
     source, target = (1000, 1000), (600, 600)
-    resized = fit.resize(WholeImage(smooth_image(*source)), frames(source, target), whole(*target))
+    resized = transform.resize(WholeImage(smooth_image(*source)), frames(source, target), whole(*target))
     assert np.abs(resized.astype(int) - smooth_image(*target)).max() <= 1

@@ -1,11 +1,11 @@
-"""mpi4dl.datasets.layout: folders that are parts of the images are not taken for classes."""
+"""mpi4dl.datasets.listed: folders that are parts of the images are not taken for classes."""
 
 import re
 
 import pytest
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.layout import class_folders, parts
+from mpi4dl.datasets.listed import class_folders, parts
 
 
 def make(root, *folders):

@@ -6,9 +6,9 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets.arrays import ArrayDataset
-from mpi4dl.datasets.lazy import LazyImages
 from mpi4dl.datasets.loader import Loader
-from mpi4dl.datasets.view import View
+from mpi4dl.datasets.transform import View
+from mpi4dl.datasets.transformed import LazyImages
 from mpi4dl.geometry import Box, Interval
 
 

@@ -11,8 +11,8 @@ import torch
 
 from mpi4dl import datasets
 from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, View
+from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 from tests.datasets.sharing import Share
 
@@ -119,7 +119,7 @@ def folder(tmp_path):
     (tmp_path / "a/1.png").write_bytes(b"")
     damaged = tmp_path / "b/2.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
-    return datasets.folder.ImageFolder(tmp_path)
+    return datasets.folders.ImageFolder(tmp_path)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

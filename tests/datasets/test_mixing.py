@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.mixing, .sampling and .transforms: alike on all ranks, box by box, and again when a run goes on."""
+"""mpi4dl.datasets.augment, .sampling and .transforms: alike on all ranks, box by box, and again when a run goes on."""
 
 from collections import Counter
 from itertools import pairwise
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mpi4dl.datasets import Augmentation, DatasetError, Loader, View
-from mpi4dl.datasets.folder import ImageFolder
-from mpi4dl.datasets.mixing import Mixup
-from mpi4dl.datasets.sampling import balanced, class_counts
-from mpi4dl.datasets.synthetic import Synthetic
-from mpi4dl.datasets.transforms import Pointwise
+from mpi4dl.datasets.arrays import Synthetic
+from mpi4dl.datasets.augment import Mixup
+from mpi4dl.datasets.folders import ImageFolder
+from mpi4dl.datasets.loader import balanced, class_counts
+from mpi4dl.datasets.transform import Pointwise
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
 
 SIZE = (12, 10)

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.orientation: what was stored turned is read upright, whichever box is wanted, from any format."""
+"""mpi4dl.datasets.colour: what was stored turned is read upright, whichever box is wanted, from any format."""
 
 import numpy as np
 import PIL.Image
@@ -8,7 +8,7 @@ import tifffile
 
 from mpi4dl.datasets import open_image
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.orientation import TAG, upright
+from mpi4dl.datasets.colour import TAG, upright
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import noise_image, smooth_image, whole
 

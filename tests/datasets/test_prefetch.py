@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.prefetch: in order, bounded, and no thread outlives the iteration."""
+"""mpi4dl.datasets.loader: in order, bounded, and no thread outlives the iteration."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mpi4dl.datasets.prefetch import Prefetcher
+from mpi4dl.datasets.loader import Prefetcher
 
 
 def readers():
@@ -92,7 +92,7 @@ def test_a_forgotten_prefetcher_ends_its_threads():
 @pytest.mark.exhaustive
 def test_the_interpreter_exits_although_an_iteration_is_not_over(item):
     program = (
-        "import time, mpi4dl.datasets.prefetch as p\n"
+        "import time, mpi4dl.datasets.loader as p\n"
         "p.JOIN_SECONDS = 0.2\n"
         f"it = p.Prefetcher(lambda i: i and {item}, 10**9, 2, 8)\n"
         "def batches():\n"

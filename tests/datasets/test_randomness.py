@@ -15,14 +15,14 @@ from torch import nn
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import Augmentation, DatasetError, Loader, View, adapt
+from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.base import WholeImage
+from mpi4dl.datasets.loader import repeats
 from mpi4dl.datasets.randomness import DatasetRandomness
-from mpi4dl.datasets.sampling import repeats
 from mpi4dl.datasets.split import split
-from mpi4dl.datasets.synthetic import Synthetic
-from mpi4dl.datasets.transforms import Pointwise
+from mpi4dl.datasets.transform import Pointwise
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
-from mpi4dl.trainer.bad_images import BadImages
+from mpi4dl.training.input_pipeline import BadImages
 from tests.pool.ranks import Ranks
 
 SIZE, COUNT = (12, 10), 6

@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.synthetic: tiles agree with the whole, and the label can be seen."""
+"""mpi4dl.datasets.arrays: tiles agree with the whole, and the label can be seen."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.datasets import DatasetError
-from mpi4dl.datasets.synthetic import Synthetic
+from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.geometry import Interval
 from tests.datasets.boxes import cuts, tiles, whole
 

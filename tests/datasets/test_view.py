@@ -1,4 +1,4 @@
-"""mpi4dl.datasets.view: the tiles of a varied image are the varied image, bit for bit."""
+"""mpi4dl.datasets.transform: the tiles of a varied image are the varied image, bit for bit."""
 
 import re
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl import datasets
-from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Variation, View, fit
+from mpi4dl.datasets import Augmentation, BadImage, DatasetError, Loader, Variation, View, transform
+from mpi4dl.datasets.arrays import Synthetic
 from mpi4dl.datasets.base import WholeImage
-from mpi4dl.datasets.synthetic import Synthetic
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.geometry import Box, GridShape, Interval, Tiling
-from mpi4dl.trainer.images import read_as_trained, unlike_values
+from mpi4dl.training.data import read_as_trained, unlike_values
 from tests.datasets.boxes import cuts
 
 SIZE = (5, 7, 6)
@@ -206,7 +206,7 @@ def test_boxes_of_a_volume_join_without_a_seam(data: st.DataObject) -> None:
     image = WholeImage(noise(*source, 1, dtype=data.draw(st.sampled_from(["int16", "uint8", "float32"]))))
     whole = view.tile(image, *(Interval(0, n) for n in target), variation=VARIED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "SLAB", data.draw(st.integers(1, 5)))
+        patch.setattr(transform, "SLAB", data.draw(st.integers(1, 5)))
         for depth in data.draw(cuts(target[0])):
             for cols in data.draw(cuts(target[2])):
                 tile = view.tile(image, depth, Interval(0, target[1]), cols, variation=VARIED)

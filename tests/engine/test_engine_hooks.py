@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import (
+from tests.short_runs import (
     BOTH,
     DATA_2,
     HOOKED,
@@ -288,7 +288,7 @@ def test_step_hooks_run_once_a_step_on_new_weights(ranks: Ranks, plan: Plan, opt
         torch.testing.assert_close(found, average, rtol=1e-10, atol=1e-12)
 
 
-def stages_of(comm: Communicator) -> tuple[Held, optim.Optimizer]:
+def stages_of(comm: Communicator) -> tuple[LocalStages, optim.Optimizer]:
     plan, image = Plan(((1, 1), (1, 1)), microbatches=2), (4, 3, *SKIPPING.size)
     held = split(lambda: model_of(SKIPPING), plan, comm, image=image)
     return held, optim.SGD(held.parameters(), lr=0.1)
@@ -303,7 +303,7 @@ def step_stages(comm: Communicator, prepare: Callable[..., Any]) -> Any:
     return prepared
 
 
-def follow_stages(comm: Communicator, held: Held, optimizer: optim.Optimizer) -> list[str]:
+def follow_stages(comm: Communicator, held: LocalStages, optimizer: optim.Optimizer) -> list[str]:
     calls: list[str] = []
     follow(optimizer, ema_of(held), held, calls)
     return calls

@@ -13,11 +13,10 @@ from mpi4dl._patterns import select
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
-from mpi4dl.parallel.pipeline.sharing import names_by_first
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of
+from tests.short_runs import EXACT, SKIPPING, Task, assert_close, batch_of, model_of, tiles_of
 
 FROZEN = "convs.*,norms.0.*,norms.1.*"
 THAWED = {2: "convs.2.*,convs.3.*", 3: "norms.1.*,convs.1.*"}  # by step
@@ -63,11 +62,11 @@ class Learnt(NamedTuple):
     losses: list[float]
 
 
-def hold(comm: Communicator, plan: Plan) -> Held:
+def hold(comm: Communicator, plan: Plan) -> LocalStages:
     if plan.num_stages > 1:
         return split(lambda: prepare(model_of(TASK)), plan, comm, image=(4, 3, *TASK.size))
     torch.manual_seed(0)
-    return Held.whole(prepare(model_of(TASK)), plan, comm)
+    return LocalStages.whole(prepare(model_of(TASK)), plan, comm)
 
 
 def engine_for(comm: Communicator, case: Case) -> Engine:

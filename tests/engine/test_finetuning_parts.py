@@ -12,12 +12,11 @@ from mpi4dl import models
 from mpi4dl._patterns import select
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
-from mpi4dl.parallel.pipeline.sharing import names_by_first
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, names_by_first, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close, assert_learnt_alike
+from tests.short_runs import EXACT, assert_close, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS, DECAY = 23, 8, 4, 4, 0.6
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
@@ -71,7 +70,7 @@ def plainly(waves: int) -> tuple[nn.Module, nn.Module]:
 def compare(comm: Communicator, plan: Plan) -> None:
     expected, average = plainly(plan.num_microbatches)
     staged = plan.num_stages > 1
-    held = split(build, plan, comm, image=(BATCH, LENGTH)) if staged else Held.whole(build(), plan, comm)
+    held = split(build, plan, comm, image=(BATCH, LENGTH)) if staged else LocalStages.whole(build(), plan, comm)
     optimizer = optimizer_of(held.parameters())
     engine = Engine(held, plan, optimizer, token_loss, comm=comm, gradient_hook=hook, ema=DECAY, bucket_bytes=4000)
     for number, batch in enumerate(batches()):

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpi4dl.comm import Communicator, streams
-from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.packing import Message
 from mpi4dl.comm.pending import Pending
+from mpi4dl.comm.transport import Messenger
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 from tests.fakegpu.clocks import Memory, Race, Timeline
 

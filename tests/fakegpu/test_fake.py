@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import Communicator, Pending, guard, streams, world
+from mpi4dl.comm import Communicator, Pending, failure, streams, world
 from mpi4dl.comm.allreduce import pick
-from mpi4dl.comm.backend.work import MpiWork
 from mpi4dl.comm.packing import Message, Piece
+from mpi4dl.torch_backend.work import MpiWork
 from tests.commands import mpirun
 from tests.fakegpu.clocks import Race
 from tests.fakegpu.device import CUDA, Event, Stream, WrongPlace, installed, stream_context
@@ -137,7 +137,12 @@ def begun_already(dock: Any) -> tuple[Any, Any]:
     return BEGIN(dock)[0], streams.Condition(lambda: True)
 
 
-AFTER, TO_HOST, GIVE, BEGIN = streams.Dock._after, streams.Dock.to_host, streams.Dock.give, streams.Dock.begin
+AFTER, TO_HOST, GIVE, BEGIN = (
+    streams.StagingBuffers._after,
+    streams.StagingBuffers.to_host,
+    streams.StagingBuffers.give,
+    streams.StagingBuffers.begin,
+)
 DEFECTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "C does not wait for S": ("staged", "_after", without_e0),
     "MPI does not wait for the copy": ("staged", "to_host", without_e1),
@@ -150,8 +155,8 @@ DEFECTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 def run_with_a_defect(name: str) -> None:
     """The program of a job that is to end with a Race."""
     wire, method, instead = DEFECTS[name]
-    setattr(streams.Dock, method, instead)
-    guard.run(lambda: print(move(world(), wire, everything)))
+    setattr(streams.StagingBuffers, method, instead)
+    failure.run(lambda: print(move(world(), wire, everything)))
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpi4dl.comm import Communicator, Refusal, guard, nccl, world
+from mpi4dl.comm import Communicator, Refusal, failure, nccl, world
 from mpi4dl.comm.allreduce import pick
 from mpi4dl.comm.exchange import Exchange, plan_exchange
 from mpi4dl.comm.packing import Piece
@@ -176,7 +176,7 @@ def test_gradients_are_summed_by_a_group_of_their_own(ranks: Ranks) -> None:
 
 def run(body: Callable[[Communicator], None]) -> None:
     """The program of a job that is to fail."""
-    guard.run(lambda: body(world()))
+    failure.run(lambda: body(world()))
 
 
 def without_waits(comm: Communicator) -> None:
@@ -188,7 +188,7 @@ def without_waits(comm: Communicator) -> None:
 
 def test_no_wait_may_be_left_out() -> None:
     job = mpirun(
-        2, "-c", f"from tests.fakegpu.test_nccl import *; guard.run(lambda: {without_waits.__name__}(world()))"
+        2, "-c", f"from tests.fakegpu.test_nccl import *; failure.run(lambda: {without_waits.__name__}(world()))"
     )
     assert job.code != 0
     assert re.search(r"Race: .* without a wait for stream \d+, where NCCL", job.stderr), job.stderr

@@ -14,12 +14,12 @@ from mpi4dl.engine import Engine
 from mpi4dl.models import registry
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.buckets import GPU_BUCKET_BYTES
-from tests import training
+from tests import short_runs
 from tests.fakegpu.device import CUDA, FakeGpu, installed
 from tests.fakegpu.nccl import Step, joined, stuck
 from tests.pool.ranks import Ranks
+from tests.short_runs import HOOKED, NARROWING, UNUSED, Outcome, Task
 from tests.test_zero import PLANS, SMALL
-from tests.training import HOOKED, NARROWING, UNUSED, Outcome, Task
 
 FEW = ("data2", "stages-tiles", "gems")
 ON_GPU = replace(SMALL, device="cuda", optimizer="AdamW")
@@ -39,7 +39,7 @@ def on_gpus(comm: Communicator, wire: str) -> Iterator[tuple[Communicator, FakeG
 
 def train(comm: Communicator, task: Task, plan: Plan, wire: str) -> tuple[Outcome, list[Step]]:
     with on_gpus(comm, wire) as (gpus, _, steps):
-        outcome = training.train(gpus, task, plan)
+        outcome = short_runs.train(gpus, task, plan)
         state = {name: value.cpu() for name, value in outcome.state.items()}
         gradients = {name: g if g is None else g.cpu() for name, g in outcome.gradients.items()}
         return replace(outcome, state=state, gradients=gradients), steps
@@ -59,7 +59,7 @@ def cases() -> list[object]:
 @pytest.mark.sample(1)
 def test_every_plan_is_exact_and_waits_for_what_it_has_to(ranks: Ranks, plan: Plan, wire: str) -> None:
     outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, ON_GPU, plan, wire)]
-    training.assert_like(outcomes[0], training.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
+    short_runs.assert_like(outcomes[0], short_runs.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
 
 
 def cases_of_nccl() -> list[object]:
@@ -78,7 +78,7 @@ def cases_of_nccl() -> list[object]:
 @pytest.mark.exhaustive
 def test_by_nccl_every_plan_is_exact_and_waits_in_no_circle(ranks: Ranks, task: Task, plan: Plan) -> None:
     found = ranks(plan.num_ranks).run(train, task, plan, "nccl")
-    training.assert_like(found[0][0], training.plain(replace(task, device="cpu"), plan.num_microbatches))
+    short_runs.assert_like(found[0][0], short_runs.plain(replace(task, device="cpu"), plan.num_microbatches))
     rows = [steps for _, steps in found]
     assert stuck(rows) == []
     summed = sum(step.sums for step in rows[0])
@@ -114,7 +114,7 @@ def step_of_resnet18(comm: Communicator, wire: str) -> tuple[list[dict[str, int]
         model = model.to(CUDA)
         trained = torch.optim.SGD(model.parameters(), lr=0.01)
         engine = Engine(model, Plan(((1, 2),)), trained, F.cross_entropy, comm=gpus, bucket_bytes=2 * GPU_BUCKET_BYTES)
-        tiles = training.tiles_of(images, engine)
+        tiles = short_runs.tiles_of(images, engine)
         for _ in range(5):
             before = dict(vars(gpu.counters))
             engine.step(tiles, targets, (64, 64))

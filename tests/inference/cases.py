@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mpi4dl.checkpoints.manifest import ABOUT, MODEL
-from mpi4dl.datasets.view import Fit
+from mpi4dl.datasets.transform import Fit
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import build_model
-from mpi4dl.trainer.description import Description
+from mpi4dl.runs.description import Description
 
 SIZE = (24, 32)
 CLASSES = ("benign", 'a,"b"', "tumour")

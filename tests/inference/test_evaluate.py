@@ -26,7 +26,7 @@ from mpi4dl.inference.options import Inference, Inputs, Placing, placed
 from mpi4dl.inference.scoring import file_names
 from mpi4dl.options.config import Config
 from mpi4dl.options.declare import from_keywords
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.predict import predict
 from tests.inference.cases import CLASSES, SIZE, Shown, shown, train_nothing, write_images
@@ -222,7 +222,7 @@ def test_the_average_that_validations_measured_is_taken(tmp_path: Path, save_eve
         assert any("averages of the weights (ema)" in remark for remark in model.remarks) is average
         assert any("weights of the last step" in remark for remark in model.remarks)
         # Training that begins with a run begins with what its validations measured, and with a file with what is in it.
-        begun = Held.whole(flat(2), Plan(), world())
+        begun = LocalStages.whole(flat(2), Plan(), world())
         load_weights(begun, str(run if average else run / "model.safetensors"), strict=True)
         pairs = zip(begun.own_state().values(), expected.values(), strict=True)
         assert all(torch.equal(value, other) for value, other in pairs)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from mpi4dl import TrainedModel
 from mpi4dl.comm import Refusal, world
-from mpi4dl.generation.loading import find_trained
 from mpi4dl.models.registry import without_loading
 from mpi4dl.options import parts
-from mpi4dl.trainer.description import Description
+from mpi4dl.runs.description import Description
+from mpi4dl.text.loading import find_trained
 from tests.inference.cases import train_nothing, write_images
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import mpi4dl
 from mpi4dl.comm import Communicator
-from mpi4dl.inference.masks import StitchedMask, bases_of
-from mpi4dl.inference.windows import Target, windows_along
+from mpi4dl.inference.masks import StitchedMask, Target, bases_of, windows_along
 from tests.inference.cases import CLASSES, SIZE, Shown, train_nothing
 from tests.pool.ranks import Ranks
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from mpi4dl import models
-from mpi4dl.models.aggregators import AGGREGATORS, headless
-from mpi4dl.models.patches import PatchModel, chosen, cut, tissue
+from mpi4dl.models.patches import AGGREGATORS, PatchModel, chosen, cut, headless, tissue
 
 
 def test_patches_come_row_by_row() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpi4dl.models.small import small_resnet
+from mpi4dl.models.resnet import small_resnet
 from tests.models.counting import num_parameters, parameters_without_gradient
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.parallel.microbatches import Microbatch, Read, nested_cuts
+from mpi4dl.parallel.inputs import Microbatch, Read, nested_cuts
 from mpi4dl.parallel.plan import Plan
 from tests.brute_force import patient, quick
 

@@ -15,11 +15,9 @@ from mpi4dl.parallel.tables.schedules import table_for
 from mpi4dl.parallel.tables.simulator import Costs, simulate
 from mpi4dl.parallel.tables.table import Placement
 from mpi4dl.report import main
-from mpi4dl.reports.charts import log_ticks, thinned, ticks
-from mpi4dl.reports.evaluations import evaluations_in, extremes
-from mpi4dl.reports.page import results
-from mpi4dl.reports.reading import read_runs
-from mpi4dl.trainer.portrait import PORTRAIT, Portrait
+from mpi4dl.reports.page import log_ticks, results, thinned, ticks
+from mpi4dl.reports.reading import evaluations_in, extremes, read_runs
+from mpi4dl.runs.folder import PORTRAIT, RunSnapshot
 
 EVIL = '<script>alert("x")</script> & {{ title }}'
 VOID = ("meta", "br", "img")
@@ -100,7 +98,7 @@ def write_run(folder: Path, lr: float = 0.1, losses: tuple[Any, ...] = (2.345, 1
     timeline = simulate(table_for("1f1b", placement, 4, 1), placement, Costs.equal(2))
     memory = ({"parameters": 5 << 20, "gradients": 1 << 20},) * 3
     modules = ((EVIL, 1234567, 7654321),)
-    portrait = Portrait(f"title of {folder.name}", "stages(2)", 20, modules, memory, "atoms timed", timeline)
+    portrait = RunSnapshot(f"title of {folder.name}", "stages(2)", 20, modules, memory, "atoms timed", timeline)
     (folder / PORTRAIT).write_text(portrait.text())
     return folder
 

@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.formulas import BatchLoss
-from mpi4dl.tasks.heads import OfHeads
+from mpi4dl.tasks.formulas import BatchLoss, OfHeads
 from mpi4dl.tasks.losses import build_loss
-from tests.training import tiles_of
+from tests.short_runs import tiles_of
 
 NUM_CLASSES = 3
 SIZE = (11, 9)
@@ -211,7 +210,7 @@ def on_ranks(comm: Communicator, case: Case, plan: Plan, count: int) -> tuple[li
         held = split(case.model, plan, comm, seed=0, image=(count, 3, *SIZE))
     else:
         torch.manual_seed(0)
-        held = Held.whole(case.model(), plan, comm)
+        held = LocalStages.whole(case.model(), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), case.loss(), comm=comm)
     losses = []
     for number in range(2):

@@ -4,8 +4,8 @@ import pytest
 
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
+from tests.short_runs import EXACT, assert_close
 from tests.tasks.cases import BOTH, CASES, EFRON, SMOOTH, WEIGHTED, Case, by_plain_pytorch, on_ranks
-from tests.training import EXACT, assert_close
 
 TILES, SPLIT = Plan(((2, 2),)), Plan(((1, 2),), data=2, microbatches=2)
 WAYS = Plan(((1, 2),), batch_ways=(2,))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task, make_metric
 from tests.pool.ranks import Ranks
@@ -193,7 +193,7 @@ def measured(comm: Communicator, name: str, plan: Plan) -> Evaluation:
         held = split(case.model, plan, comm, seed=0, image=(4, 3, *SIZE))
     else:
         torch.manual_seed(0)
-        held = Held.whole(case.model(), plan, comm)
+        held = LocalStages.whole(case.model(), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), case.task.objective, comm=comm)
     batches = in_batches(engine, images_of(COUNT), case.targets(COUNT), batch=5)
     return engine.evaluate(batches, SIZE, case.task.metrics([*case.metrics]), case.task.measured)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.pool.ranks import Ranks
+from tests.short_runs import tiles_of
 from tests.tasks.cases import SIZE, Dense, Small, images_of
-from tests.training import tiles_of
 
 TILES = Plan(((2, 2),))
 STAGES = Plan(((1, 1), (1, 2)), microbatches=2)

@@ -20,13 +20,12 @@ from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.options.config import parse
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_task
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.bootstrap import bootstrap
+from mpi4dl.tasks.counting import bootstrap
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER
-from mpi4dl.tasks.formulas import IGNORED
-from mpi4dl.tasks.heads import heads_of
+from mpi4dl.tasks.formulas import IGNORED, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.task import TASKS
-from mpi4dl.trainer.best import Best
+from mpi4dl.training.best import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
 from tests.tasks.cases import Small, in_batches

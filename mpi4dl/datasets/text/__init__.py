@@ -6,13 +6,10 @@ training, validation = split_documents(file, 0.1)
 sample = TokenDataset(training, context=256).read(0, Interval(0, 128))
 """
 
-from mpi4dl.datasets.text.bits import bits_per_byte
-from mpi4dl.datasets.text.bpe import BPETokenizer
 from mpi4dl.datasets.text.corpus import Document, find_documents, pieces
-from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, TokenSample
-from mpi4dl.datasets.text.stream import TokenStream, split_documents
-from mpi4dl.datasets.text.token_file import TokenFile, encode_corpus
-from mpi4dl.datasets.text.tokenizer import ByteTokenizer, Tokenizer
+from mpi4dl.datasets.text.dataset import MaskedTokenDataset, TokenDataset, TokenSample, bits_per_byte
+from mpi4dl.datasets.text.token_file import TokenFile, TokenStream, encode_corpus, split_documents
+from mpi4dl.datasets.text.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 
 __all__ = [
     "BPETokenizer",

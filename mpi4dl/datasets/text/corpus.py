@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.files import open_regular
-from mpi4dl.datasets.layout import visible
+from mpi4dl.datasets.listed import visible
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (

@@ -1,13 +1,17 @@
 """Samples of equal length cut from a stream of tokens: to predict the next one, or those that are masked."""
 
+from collections.abc import Sequence
+from math import log
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.text.stream import TokenStream
+from mpi4dl.datasets.text.token_file import TokenStream
 from mpi4dl.datasets.text.tokenizer import Tokens
-from mpi4dl.geometry import Interval
+from mpi4dl.datasets.transformed import Batch
+from mpi4dl.geometry import Box, Interval
 
 IGNORED = -100  # what PyTorch's cross-entropy leaves out
 MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
@@ -130,3 +134,53 @@ def _window(stream: TokenStream, first: int, asked: Interval, beyond: int) -> tu
         return np.empty(beyond, np.int64), np.empty(0, np.int64)
     places = asked.shift(first)
     return stream.read(places.grow(0, beyond)), stream.documents(places) - stream.document_at(first)
+
+
+# Batches of token samples, of which a rank reads its own intervals.
+
+
+class TokenBatches:
+    """The samples of a dataset as batches: tokens (samples, length) and targets (samples, context), int64."""
+
+    noun = "samples of text"
+
+    def __init__(self, dataset: TokenDataset | MaskedTokenDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(
+        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
+    ) -> Batch:
+        """These boxes of samples and tokens, and all targets; a repeat is no other.
+
+        Raises DatasetError if the token file is damaged.
+        """
+        tiles = []
+        for box in boxes:
+            tile = np.empty(box.shape, np.int64)
+            for row, index in zip(tile, indices[slice(*box.batch)], strict=True):
+                row[:] = self._dataset.read(index, box.space[0], epoch).tokens
+            tiles.append(torch.from_numpy(tile))
+        targets = [self._dataset.read(index, None, epoch).targets for index in indices]
+        return Batch(tuple(tiles), torch.from_numpy(np.stack(targets)), indices, {})
+
+
+# Turns a loss in nats per token into bits per byte, by which models with different tokenizers are compared.
+
+
+def bits_per_byte(nats_per_token: float, num_tokens: int, num_bytes: int) -> float:
+    """nats_per_token * num_tokens / (num_bytes * ln 2), the size to which the model would compress a byte of text.
+
+    Args:
+        nats_per_token: the mean cross-entropy, in its natural logarithm.
+        num_tokens: the tokens of a text, ends of documents included, such as a `TokenStream` counts them.
+        num_bytes: the bytes of the same text in UTF-8.
+
+    Raises:
+        ValueError: a text without bytes.
+    """
+    if num_bytes < 1:
+        raise ValueError(f"num_bytes={num_bytes}: bits per byte need a text of at least one byte")
+    return nats_per_token * num_tokens / (num_bytes * log(2))

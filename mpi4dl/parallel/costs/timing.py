@@ -8,24 +8,31 @@ large images     timed at two sizes that are small enough, and drawn out along a
 many tokens      likewise with fewer samples, each as long as it is: attention grows faster than their length
 """
 
+import hashlib
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import mpi4dl
 from mpi4dl._randomness import forked
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
-from mpi4dl.parallel.pipeline.handover import map_leaves, pack
+from mpi4dl.parallel.pipeline.program import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
-from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from mpi4dl.parallel.tensor.cutting import cut_parameters
@@ -242,12 +249,12 @@ def _time(
 
 def _counts(grid: Grid) -> dict[str, int]:
     """What was exchanged so far; of ranks that exist, whose clock sees that, nothing."""
-    return dict(grid.comm.counts) if isinstance(grid.comm, Ledger) else {}
+    return dict(grid.comm.counts) if isinstance(grid.comm, DryRunCommunicator) else {}
 
 
-def imagined(site: Site) -> ImaginaryGrid:
+def imagined(site: Site) -> DryRunGrid:
     """As the rank in the middle sees it, who has most neighbours."""
-    grid = imaginary_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
+    grid = dry_run_grid(site.shape, rank_in_the_middle(site.shape), site.tracks_batch)
     grid.arrangement = site.arrangement
     return grid
 
@@ -275,3 +282,76 @@ def as_received(leaf: Any) -> Any:
     if isinstance(leaf, SpatialTensor):
         return SpatialTensor(as_received(leaf.local), leaf.layout)
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+# What was timed on this machine, kept for the next start: a folder with a small file for each thing.
+#
+# A file is written beside its place and then renamed, so that processes that write at the same time do each other no
+# harm: what is read is whole, and one of them was last. What cannot be written or read is as if it had not been timed.
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cache_folder() -> Path:
+    """The user's folder for what can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "mpi4dl" / "timings"
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What seconds depend on, beside what is computed."""
+    if device.type == "cuda":
+        where: Any = torch.cuda.get_device_name(device)
+    else:
+        where = [_processor(), torch.get_num_threads()]
+    return {"on": where}
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "mpi4dl": mpi4dl.__version__}
+
+
+def _processor() -> str:
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Values of JSON by facts of JSON, in `folder`."""
+
+    folder: Path
+
+    def get(self, facts: Mapping[str, Any]) -> Any:
+        """What was kept for just these facts; None if nothing is."""
+        try:
+            known = json.loads(self._file(facts).read_text())
+            return known["value"] if known["facts"] == _plain(facts) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, facts: Mapping[str, Any], value: Any) -> None:
+        file = self._file(facts)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            try:
+                with os.fdopen(handle, "w") as written:
+                    json.dump({"facts": facts, "value": value}, written)
+                Path(name).replace(file)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError:
+            return
+
+    def _file(self, facts: Mapping[str, Any]) -> Path:
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+
+def _plain(facts: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(facts))

@@ -13,14 +13,42 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from mpi4dl._randomness import forked
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, made_up_part, needs_values
 from mpi4dl.parallel.inputs import of_tokens
-from mpi4dl.parallel.pipeline.flops import FlopCounter
-from mpi4dl.parallel.pipeline.handover import map_leaves
+from mpi4dl.parallel.pipeline.program import map_leaves
 from mpi4dl.parallel.pipeline.split import Cuttable, shapes_of
 from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
+
+# Counts the floating-point operations of whatever runs in its context, by PyTorch's own formulas.
+#
+# PyTorch's FlopCounterMode also tells modules apart. For that it hooks into autograd, and fails where a module hands on
+# a parameter itself, as a stage of a vision transformer does with the class token.
+
+
+class FlopCounter(TorchDispatchMode):
+    """`total` is the sum over convolutions, matrix products and attention, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
 
 Costs = list[float]
 

@@ -20,16 +20,113 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpi4dl._randomness import PythonStates, RandomStates, forked, seed_python
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.comm.profiling import as_event
-from mpi4dl.parallel.microbatches import Microbatch
-from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, Received
-from mpi4dl.parallel.pipeline.decisions import hidden_tensors
-from mpi4dl.parallel.pipeline.deferred import WeightGradients
-from mpi4dl.parallel.pipeline.held import Held, Part
-from mpi4dl.parallel.pipeline.statistics import Norm, RunningStatistics
+from mpi4dl.comm.pending import as_event
+from mpi4dl.parallel.inputs import Microbatch
+from mpi4dl.parallel.pipeline.decisions import attributes_of, hidden_tensors
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
+from mpi4dl.parallel.pipeline.split_backward import WeightGradients
+from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided
+
+# Running statistics of batch norm where two copies of a stage (GEMS) see every other wave of microbatches.
+#
+# A plain loop updates them once per microbatch, in order. Here each copy keeps what its own microbatches would add;
+# after the step the copies exchange that, and both update their statistics in the order of the plain loop, to the same
+# bits.
+
+Norm = nn.modules.batchnorm._NormBase
+
+
+class RunningStatistics:
+    """Those of one stage, whose copies are on the ranks of `comm`; `speaks[direction]`: this rank tells the others."""
+
+    def __init__(self, module: nn.Module, comm: Communicator, speaks: dict[int, bool]) -> None:
+        self.module, self.comm, self.speaks = module, comm, speaks
+        self.norms = [m for m in module.modules() if isinstance(m, Norm) and m.training and m.running_mean is not None]
+        norms = {id(value) for m in self.norms for value in m.buffers(recurse=False)}
+        self.others = [(name, b) for name, b in module.named_buffers() if id(b) not in norms]
+        self._found: dict[tuple[int, int], list[dict[str, Tensor | None]]] = {}
+
+    @contextmanager
+    def collect(self, direction: int, number: int) -> Iterator[None]:
+        """Keep what this microbatch adds to the statistics, and leave them as they are."""
+        versions, attributes = [b._version for _, b in self.others], attributes_of(self.module)
+        before = [(m.momentum, dict(m._buffers)) for m in self.norms]
+        for m in self.norms:
+            m.momentum = 1.0  # so that the statistics become those of this microbatch
+            for name, value in m._buffers.items():
+                m._buffers[name] = None if value is None else torch.zeros_like(value)
+        row = []
+        try:
+            yield
+        finally:
+            for m, (momentum, buffers) in zip(self.norms, before, strict=True):
+                row.append(dict(m._buffers))
+                m.momentum = momentum
+                m._buffers.update(buffers)
+        for m, found in zip(self.norms, row, strict=True):
+            times = found["num_batches_tracked"]
+            if times is not None and times > 1:
+                raise Refusal(
+                    f"a {type(m).__name__} is used {int(times)} times on one image: the copies of a model that runs in "
+                    "both directions cannot follow its running statistics; leave out `bidirectional`"
+                )
+        for (name, buffer), version in zip(self.others, versions, strict=True):
+            if buffer._version != version:
+                raise Refusal(
+                    f"the model changes its buffer {name} as it runs, which is no batch norm's: its copies in both "
+                    "directions would differ; leave out `bidirectional`"
+                )
+        changed = next(
+            (name for name, value in attributes_of(self.module).items() if attributes.get(name) != value), None
+        )
+        if changed is not None:
+            raise Refusal(
+                f"the model changes its attribute {changed} as it runs: its copies in both directions would differ; "
+                "leave out `bidirectional`"
+            )
+        self._found[direction, number] = row
+
+    @torch.no_grad()
+    def apply(self, microbatches: Sequence[Microbatch]) -> None:
+        """Update the statistics by all microbatches in order. Collective."""
+        if not self.norms:
+            return
+        like = self.norms[0].running_mean
+        assert like is not None
+        sizes = [1 + 2 * int(m.num_features) for m in self.norms]
+        rows = torch.zeros(len(microbatches), sum(sizes), dtype=torch.float64, device=like.device)
+        for row, microbatch in zip(rows, microbatches, strict=True):
+            found = self._found.pop((microbatch.direction, microbatch.number), None)
+            if found is not None and self.speaks.get(microbatch.direction):
+                row.copy_(torch.cat([_flat(values) for values in found]))
+        self.comm.all_reduce(rows)
+        for row in rows:
+            for m, values in zip(self.norms, row.split(sizes), strict=True):
+                if values[0] == 0:
+                    continue
+                if m.num_batches_tracked is not None:
+                    m.num_batches_tracked.add_(1)
+                factor = m.momentum
+                if factor is None:
+                    assert m.num_batches_tracked is not None
+                    factor = 1.0 / float(m.num_batches_tracked)
+                mean, variance = values[1:].split(int(m.num_features))
+                for running, value in ((m.running_mean, mean), (m.running_var, variance)):
+                    assert running is not None
+                    running.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor)
+
+
+def _flat(values: dict[str, Tensor | None]) -> Tensor:
+    """How often a norm was used on a microbatch, the mean, the variance."""
+    mean, variance, times = values["running_mean"], values["running_var"], values["num_batches_tracked"]
+    assert mean is not None
+    assert variance is not None
+    used = torch.ones_like(mean[:1]) if times is None else times.to(mean.dtype).view(1)
+    return torch.cat([used, mean, variance])
+
 
 UNLIKE_DRAWS = (
     "the model drew other random numbers on some ranks than on others that have tiles of the same images: call "
@@ -39,7 +136,7 @@ UNLIKE_DRAWS = (
 GRADIENTS = ("backward", "input", "weight")
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """What goes into the first stage and what is made of the last stage's output, for one batch."""
 
     @property
@@ -86,7 +183,7 @@ class Executor:
 
     def __init__(
         self,
-        held: Held,
+        held: LocalStages,
         comm: Communicator,
         context: Callable[[], AbstractContextManager[Any]],
         seed: int,
@@ -101,10 +198,10 @@ class Executor:
         self.records = False
         self.progress: Callable[[str], None] = lambda doing: None
         self.spans: list[TimeSpan] = []
-        self.before: dict[tuple[int, int], Boundary] = {}
-        self.behind: dict[tuple[int, int], Boundary] = {}
+        self.before: dict[tuple[int, int], StageBoundary] = {}
+        self.behind: dict[tuple[int, int], StageBoundary] = {}
         for (direction, stage), part in held.parts.items():
-            boundary = partial(Boundary, self.plan, self.comm, direction, grid=part.grid, device=held.device)
+            boundary = partial(StageBoundary, self.plan, self.comm, direction, grid=part.grid, device=held.device)
             if stage > 0:
                 self.before[direction, stage] = boundary(stage - 1, sends=False)
             if stage + 1 < self.plan.num_stages:
@@ -112,7 +209,7 @@ class Executor:
         self._statistics: dict[int, RunningStatistics] = {}
         self._changing = {stage: _changing(module) for stage, module in held.modules_of.items()}
 
-    def run(self, table: Table, feed: Feed) -> None:
+    def run(self, table: Table, feed: BatchSource) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
 
         Of a microbatch that the feed has not, the batch having lost it, nothing is done but that all who hold a stage
@@ -278,7 +375,7 @@ def _changing(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
 class _Run:
     """One run of a table on this rank: what is live, what was posted, what is on its way."""
 
-    def __init__(self, executor: Executor, feed: Feed, training: bool, defers: Collection[int]) -> None:
+    def __init__(self, executor: Executor, feed: BatchSource, training: bool, defers: Collection[int]) -> None:
         self.executor, self.feed, self.training, self.defers = executor, feed, training, defers
         self.microbatches = {(m.direction, m.number): m for m in feed.microbatches}
         self.live: dict[tuple[int, int, int], Live] = {}
@@ -297,9 +394,9 @@ class _Run:
     def microbatch(self, action: Action) -> Microbatch:
         return self.microbatches[action.direction, action.microbatch]
 
-    def parcel(self, action: Action) -> Parcel:
+    def parcel(self, action: Action) -> StageMessage:
         modes = (self.training, self.executor.held.training)  # in evaluation auxiliary heads hand nothing on
-        return Parcel((*modes, self.feed.kind(self.microbatch(action))), action.microbatch)
+        return StageMessage((*modes, self.feed.kind(self.microbatch(action))), action.microbatch)
 
     def expect(self, action: Action) -> None:
         """Post the receives that an action waits for, ahead of time where their shapes are known."""

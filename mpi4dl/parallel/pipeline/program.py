@@ -1,12 +1,211 @@
 """What a model's forward pass does, as data: its calls, grouped to atoms, between any two of which it can be cut."""
 
-from collections.abc import Mapping
+import builtins
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import TraceError
+from torch.utils import _pytree as pytree
+
+from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline.decisions import Watch
-from mpi4dl.parallel.pipeline.facts import FACT_METHODS, FACTS
-from mpi4dl.parallel.pipeline.handover import map_leaves
+
+# Facts of values, which are sizes, types and numbers made of them; and questions about facts that a forward asks.
+#
+#     h, w = x.shape[-2:]
+#     if h % 32 or w % 32:             expect(h % 32, False)    expect(w % 32, False)
+#         raise ...
+#
+# torch.fx does not know the answer. It is found for images of one shape, on the meta device; the program then asks the
+# question again of each batch, and goes on only if the answer is the same.
+
+FACTS = frozenset("shape dtype device ndim layout requires_grad is_cuda itemsize".split())
+FACT_METHODS = frozenset("size dim ndimension numel nelement stride element_size is_floating_point".split())
+ARITHMETIC = frozenset(
+    function for place in (operator, math, builtins) for function in vars(place).values() if callable(function)
+)
+
+
+class Question(TraceError):
+    """A forward asks whether the value of a node is true."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__("symbolically traced variables cannot be used as inputs to control flow")
+        self.node = node
+
+
+def expect(asked: Any, answer: bool, where: str) -> None:
+    """Stands in a program where its model asks a question, whose answer decided which calls the program has."""
+    if bool(asked) != answer:
+        raise ValueError(
+            f"the model does other things with samples of this shape than with those that it was cut into stages for: "
+            f"a condition was {answer} there, and is {bool(asked)} here{where}; keep `image_size` and the batch as "
+            "they are, or train in one stage"
+        )
+
+
+def answer(asked: fx.Node, model: nn.Module, image: Sequence[int]) -> bool | None:
+    """Whether the node's value is true for a batch of this shape; None if that takes more than shapes to know.
+
+    `model`, on the meta device, is the one whose forward was read.
+    """
+    if any(not tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        return None
+    needed = {asked}
+    for node in reversed(asked.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    known: dict[fx.Node, Any] = {}
+    inputs = iter([shape_only(model, image)])
+    try:
+        with torch.no_grad():
+            for node in asked.graph.nodes:
+                if node in needed:
+                    known[node] = next(inputs) if node.op == "placeholder" else _value(node, model, known)
+            return bool(known[asked])
+    except (RuntimeError, StopIteration, TypeError, ValueError):
+        return None
+
+
+def _value(node: fx.Node, model: nn.Module, known: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    if node.op == "get_attr":
+        return attrgetter(str(node.target))(model)
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def is_fact(node: fx.Node, facts: set[fx.Node]) -> bool:
+    """Whether the node's value is a size, a type, or a number computed from such."""
+    if node.op == "call_method":
+        return node.target in FACT_METHODS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in FACTS
+    return node.target in ARITHMETIC and bool(node.all_input_nodes) and facts.issuperset(node.all_input_nodes)
+
+
+def only_picks(node: fx.Node) -> bool:
+    """Whether the node computes nothing, but looks at what was computed before."""
+    return node.op == "call_function" and node.target in (operator.getitem, getattr, torch._assert, expect)
+
+
+# What one stage hands to the next: nested values as a list of tensors and a small header that says how they nest.
+#
+# A live value need not be a tensor: AmoebaNet's cells pass on pairs, DenseNet's layers lists, FCN the size of its
+# image. Numbers and sizes travel in the header, as they are. To work them out again in a later stage would mean to send
+# it the whole tensor whose size is asked for, which is what a pipeline on huge images can least afford.
+
+CONSTANTS = (bool, int, float, complex, str, type(None), type(...), torch.Size, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor was: its place in the list of tensors."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver must know of a tensor. `shape` is that of the whole image, on a SpatialTensor too.
+
+    Nothing requires a gradient where none are recorded; PyTorch says so even there of a view of a parameter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Header:
+    """How values nest, with a `Slot` for each tensor and the numbers between them; picklable, compared by `==`.
+
+    It is the same for every microbatch of the same shapes in the same mode (train or eval, with or without gradients),
+    unless the model computes Python numbers from the data (`x.max().item()`).
+    """
+
+    template: Any
+    tensors: tuple[TensorSpec, ...]
+
+
+def pack(values: Sequence[Any], names: Sequence[str] = ()) -> tuple[list[Tensor], Header]:
+    """Take values apart: each tensor once, however often it occurs, in order of its first occurrence, and the header.
+
+    `names` are what an error calls the values.
+
+    Raises:
+        ValueError: a value holds something that is no tensor, number, text, size, or nest of these.
+    """
+    tensors: dict[int, Tensor] = {}
+    slots: dict[int, Slot] = {}
+    template = []
+    for i, value in enumerate(values):
+
+        def part(leaf: Any, name: str = names[i] if names else f"number {i}") -> Any:
+            if isinstance(leaf, Tensor):
+                tensors.setdefault(id(leaf), leaf)
+                return slots.setdefault(id(leaf), Slot(len(slots)))
+            if isinstance(leaf, CONSTANTS):
+                return leaf
+            raise ValueError(
+                f"value {name} holds a {type(leaf).__name__}, which no stage can hand to the next: tensors, numbers, "
+                "text, sizes, and tuples, lists and dicts of them can be; cut the model where it is not alive"
+            )
+
+        template.append(map_leaves(part, value))
+    recorded = torch.is_grad_enabled()
+    specs = (TensorSpec(tuple(t.shape), t.dtype, t.requires_grad and recorded) for t in tensors.values())
+    return list(tensors.values()), Header(tuple(template), tuple(specs))
+
+
+def unpack(tensors: Sequence[Tensor], header: Header) -> tuple[Any, ...]:
+    """Put together what `pack` took apart. A device in the header becomes that of the tensors received."""
+    if len(tensors) != len(header.tensors):
+        raise ValueError(f"{len(tensors)} tensors do not fit a header of {len(header.tensors)}")
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            return tensors[leaf.index]
+        return tensors[0].device if isinstance(leaf, torch.device) and tensors else leaf
+
+    return map_leaves(part, header.template)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with the function's result for everything in it that is no tuple, list, dict or slice.
+
+    Nor a nest that its library has made known to PyTorch, such as the outputs of Hugging Face's models.
+    """
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(function, item) for item in value))
+    if type(value) is tuple:
+        return tuple(map_leaves(function, item) for item in value)
+    if type(value) is list:
+        return [map_leaves(function, item) for item in value]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, map_leaves(function, item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice(*(map_leaves(function, item) for item in (value.start, value.stop, value.step)))
+    if type(value) in pytree.SUPPORTED_NODES and type(value).__module__.partition(".")[0] != "torch":
+        kind = pytree.SUPPORTED_NODES[type(value)]
+        items, context = kind.flatten_fn(value)
+        return kind.unflatten_fn([map_leaves(function, item) for item in items], context)
+    return function(value)
+
 
 LOOKS = FACTS - {"requires_grad", "layout"}  # what can be told of a tensor by its shape, type and device
 LOOK_METHODS = FACT_METHODS - {"stride"}
@@ -103,3 +302,83 @@ def references(nested: Any) -> set[Value | Attribute]:
     found: set[Value | Attribute] = set()
     map_leaves(lambda leaf: found.add(leaf) if isinstance(leaf, Value | Attribute) else None, nested)
     return found
+
+
+# Which values of a program are one tensor, or views of it, and where one of them is changed in place.
+#
+# y = x.view(-1)     a view: another value in the memory of x
+# x += 1             the same tensor as x, changed: so is y
+
+INPLACE = [getattr(operator, f"i{name}") for name in "add sub mul truediv floordiv mod pow and or xor".split()]
+VIEWS = frozenset(
+    "chunk contiguous data detach diagonal expand expand_as flatten getitem H imag mH mT movedim narrow permute real "
+    "reshape reshape_as select split squeeze swapaxes t T to transpose type unbind unflatten unfold unsqueeze view "
+    "view_as".split()
+)
+
+
+class Aliasing:
+    """`written` are the atoms that change a tensor of the model in place, by its path.
+
+    `changes` are in-place changes of values: the atom, the value, and the others that are in its memory.
+    """
+
+    def __init__(self, model: nn.Module, program: Program) -> None:
+        self.model = model
+        self.written: dict[str, set[int]] = {}
+        self.changes: list[tuple[int, str, tuple[str, ...]]] = []
+        self.parents: dict[str, str] = {}  # of what value another is a view
+        self.same = same = {name: name for name in program.inputs}  # the first value that is the same tensor
+        memory: dict[str, Value | Attribute] = {name: Value(name) for name in program.inputs}  # of which it is a view
+        for i, atom in enumerate(program.atoms):
+            for call in atom.calls:
+                firsts = {args[0] for args, _ in (call.training, call.evaluation) if args and _is_reference(args[0])}
+                same[call.name], memory[call.name] = call.name, Value(call.name)
+                for first in firsts:
+                    place = first if isinstance(first, Attribute) else memory[first.name]
+                    if isinstance(first, Value) and (self._changes(call) or self._views(call)):
+                        self.parents[call.name] = first.name
+                    if self._changes(call):
+                        if isinstance(place, Attribute):
+                            self.written.setdefault(place.path, set()).add(i)
+                        if isinstance(first, Value):
+                            own = same[first.name]
+                            views = {same[name] for name, where in memory.items() if where == place} - {own}
+                            self.changes.append((i, own, tuple(sorted(views - {call.name}))))
+                            same[call.name] = own
+                        memory[call.name] = place
+                    elif self._views(call):
+                        memory[call.name] = place
+
+    def came(self, name: str, made: Mapping[str, int], start: int) -> str:
+        """The value that a stage receives of which this one is a view, or the first of those that it makes itself.
+
+        `made` are the atoms that make values, and `start` is the stage's first.
+        """
+        while made[name] >= start and name in self.parents:
+            name = self.parents[name]
+        return self.same[name]
+
+    def _changes(self, call: Call) -> bool:
+        """Whether a call changes its first argument in place, and returns it."""
+        if call.kind == "call_module":
+            return bool(getattr(self.model.get_submodule(call.target), "inplace", False))
+        if any(kwargs.get("inplace") for _, kwargs in (call.training, call.evaluation)):
+            return True
+        name = _name(call)
+        return call.target in INPLACE or (name.endswith("_") and not name.endswith("__"))
+
+    def _views(self, call: Call) -> bool:
+        if call.kind == "call_module":
+            return isinstance(self.model.get_submodule(call.target), nn.Identity | nn.Flatten | nn.Unflatten)
+        if call.target is getattr:
+            return call.training[0][1] in VIEWS
+        return _name(call) in VIEWS
+
+
+def _is_reference(value: object) -> bool:
+    return isinstance(value, Value | Attribute)
+
+
+def _name(call: Call) -> str:
+    return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.parallel.inputs import of_tokens, shape_only
-from mpi4dl.parallel.pipeline.aliasing import Aliasing
 from mpi4dl.parallel.pipeline.decisions import CodeAccess, hidden_tensors, written_by_all
-from mpi4dl.parallel.pipeline.program import Value, references
+from mpi4dl.parallel.pipeline.program import Aliasing, Value, references
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
 from mpi4dl.parallel.pipeline.trace import trace
 

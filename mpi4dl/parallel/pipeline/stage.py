@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
-from mpi4dl.parallel.pipeline.handover import map_leaves
-from mpi4dl.parallel.pipeline.program import Attribute, Call, Value
+from mpi4dl.parallel.pipeline.program import Attribute, Call, Value, map_leaves
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 

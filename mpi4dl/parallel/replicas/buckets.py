@@ -4,11 +4,16 @@ parameters, last first   [ p9 p8 p7 | p6 p5 | p4 p3 p2 p1 ]      buckets, in the
 owners under ZeRO          000 111    00 11   0000 11111         every rank owns one part of every bucket
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from mpi4dl.comm import Communicator
 from mpi4dl.geometry import even_cuts
 
 BUCKET_BYTES = 4 << 20
@@ -114,3 +119,81 @@ class BucketLayout:
             start, stop = max(begin, offset), min(end, offset + self.lengths[member])
             if start < stop or (part is None and start == stop):
                 yield Span(member, start - offset, stop - offset, start)
+
+
+# Flat memory seen as a parameter, in the order in memory that the parameter itself has, such as channels last.
+#
+# Fused optimizers walk through a parameter, its gradient and their state side by side, whatever the strides of each
+# are.
+
+
+def strides_of(value: Tensor) -> tuple[int, ...]:
+    """Those of a tensor that fills its memory without gaps, in any order of its dims; for others, the plain ones."""
+    length = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != length:
+            return torch.empty(value.shape, device="meta").stride()
+        length *= size
+    return value.stride()
+
+
+def seen_as(flat: Tensor, like: Tensor) -> Tensor:
+    """As many elements of flat memory in the shape and the strides of a parameter; what is flat stays so."""
+    return flat.as_strided(like.shape, strides_of(like))
+
+
+def laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """These values in the shape and the strides of a parameter, in new memory."""
+    found = torch.empty_strided(like.shape, strides_of(like), dtype=value.dtype, device=like.device)
+    return found.copy_(value.view(like.shape))
+
+
+# Whole values on one rank, put together from the parts that ranks own.
+
+State = dict[str, Any]
+
+
+class Shard(NamedTuple):
+    """A run of elements of the value `name`, which begins at number `start` of it, flattened.
+
+    Of a parameter there may be the optimizer's state: what has as many elements is for these elements, all else for the
+    whole parameter; and the number of its group in the optimizer, None if it is in none.
+    """
+
+    name: str
+    start: int
+    value: Tensor
+    state: State = {}  # noqa: RUF012
+    group: int | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.value.numel()
+
+
+def assemble(
+    comm: Communicator, parts: Iterable[Shard], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Tensor] | None:
+    """Values by name on rank 0, on the host, in these shapes and dtypes; None on other ranks. Collective.
+
+    A value of which no rank has a part is left out.
+    """
+    mine = list(parts)
+    if comm.rank != 0:
+        comm.isend_object([(part.name, part.start, part.stop, part.value.dtype) for part in mine], 0).wait()
+        for part in mine:
+            comm.send(part.value, 0)
+        return None
+    found: dict[str, Tensor] = {}
+
+    def put(part: Shard) -> None:
+        shape, dtype = shapes[part.name]
+        flat = found.setdefault(part.name, torch.empty(math.prod(shape), dtype=dtype))
+        flat[part.start : part.stop] = part.value.detach().reshape(-1)
+
+    for part in mine:
+        put(part)
+    for rank in range(1, comm.size):
+        for name, start, stop, dtype in comm.recv_object(rank):
+            put(Shard(name, start, comm.recv(torch.empty(stop - start, dtype=dtype), rank)))
+    return {name: flat.view(shapes[name][0]) for name, flat in found.items()}

@@ -9,25 +9,214 @@ ZeRO 3        each rank its part    each rank its part     each rank its part
 Tiles, data replicas, the ways of a split batch and both directions of GEMS are all the same here: ranks of `comm`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.alone import Alone
-from mpi4dl.parallel.replicas.average import SLOT, Average
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Span
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Shard, Span, State, seen_as
 from mpi4dl.parallel.replicas.gathering import Gatherer
-from mpi4dl.parallel.replicas.offload import Disk, Home
-from mpi4dl.parallel.replicas.postponed import call_hooks, postpone
-from mpi4dl.parallel.replicas.problems import hook_on_gradient
+from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.strides import seen_as
-from mpi4dl.parallel.replicas.update import Portion, Update, is_like, make_piece
-from mpi4dl.parallel.replicas.whole import Shard, State
+from mpi4dl.parallel.replicas.update import Disk, Home, Portion, Update, is_like, make_piece
+
+# Gradients of parameters that one rank holds alone: they stay where autograd adds them up, and nothing is summed.
+#
+# A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
+
+
+class Alone:
+    """The gradients of `parameters`, as a Reducer of one rank has them, without its hooks, buckets and copies.
+
+    `prepare()` before backward, `finish()` after it; passes in between add up. Then `used` says which parameters have
+    a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.used: list[bool] = []
+        self.idle: set[int] = set()  # no bucket is, as there are none
+
+    def prepare(self, accumulate: bool = True) -> None:
+        """Forget the gradients of the step before. Passes add up either way."""
+        for p in self.parameters:
+            p.grad = None
+
+    def wake(self, i: int) -> None:
+        """Autograd adds up the gradient of a parameter that is trained from now on like any other."""
+
+    def begin_pass(self, last: bool) -> None:
+        """Passes differ in nothing."""
+
+    def end_pass(self) -> None:
+        """What a pass computed is where it belongs."""
+
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        """Hooks have seen all that there is, whichever there are."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        self.used = [p.grad is not None for p in self.parameters]
+        return False
+
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], self.parameters[i].grad = True, torch.zeros_like(self.parameters[i])
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def squares(self) -> list[Tensor]:
+        """The sum of the squares of the gradients, if there are any."""
+        gradients = [gradient for gradient in self._gradients() if gradient.numel()]
+        if not gradients:
+            return []
+        return [torch.stack(torch._foreach_norm(gradients)).double().square().sum()]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1.0 and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, factor)
+
+    def clamp(self, limit: float) -> None:
+        """Limit each element of the gradients."""
+        for gradient in self._gradients():
+            gradient.clamp_(-limit, limit)
+
+    def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
+        """Replace each gradient by `by(i, gradient)`, from the first parameter on."""
+        for i, p in enumerate(self.parameters):
+            if p.grad is not None:
+                p.grad.copy_(by(i, p.grad))
+
+
+# Hooks on the gradients of parameters: called when these are whole, not by autograd, which has one rank's part.
+#
+# backward    autograd calls p's hooks: each is replaced by one that does nothing while a reducer collects
+# finish      the gradient is summed over all ranks that hold p
+# afterwards  the hooks of `register_hook`, in their order, then those of `register_post_accumulate_grad_hook`
+
+
+class WaitingHook:
+    """What autograd is to call in place of a hook. Outside of the reducer's steps it is the hook."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], reducer: Reducer) -> None:
+        self.hook = hook
+        self._reducer = weakref.ref(reducer)
+
+    def __call__(self, value: Tensor) -> Any:
+        alive = self._reducer()
+        return None if alive is not None and alive.collecting else self.hook(value)
+
+
+def _hooks_of(parameter: nn.Parameter) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """Where the user's hooks on a gradient are kept, by what key, and they themselves, in the order of their calls."""
+    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        for key, hook in [*(hooks or {}).items()]:
+            if not Reducer.is_hook(hook):
+                assert hooks is not None
+                yield hooks, key, hook
+
+
+def postpone(parameter: nn.Parameter, reducer: Reducer) -> bool:
+    """Let the hooks on a gradient wait for `call_hooks`; returns whether there are any. Handles still remove them."""
+    found = [*_hooks_of(parameter)]
+    for hooks, key, hook in found:
+        hooks[key] = WaitingHook(hook.hook if isinstance(hook, WaitingHook) else hook, reducer)
+    return bool(found)
+
+
+def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What the hooks make of the whole gradient. Raises Refusal if they change the parameter, or leave no gradient."""
+    kept, version = parameter.grad, parameter._version
+    for hooks, _, hook in _hooks_of(parameter):
+        if hooks is parameter._backward_hooks:
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        else:
+            parameter.grad = gradient
+            hook(parameter)
+            result, parameter.grad = parameter.grad, kept
+            if result is None or parameter._version != version:
+                raise Refusal(
+                    f"a hook on the gradient of {name} steps, or takes the gradient away: leave that to the optimizer"
+                )
+            gradient = result
+        if not isinstance(gradient, Tensor) or gradient.shape != parameter.shape:
+            what = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise ValueError(
+                f"a hook on the gradient of {name}, of shape {tuple(parameter.shape)}, returned {what}: return a "
+                "tensor of the same shape, or None"
+            )
+    return gradient
+
+
+# An exponential moving average of what a rank's optimizer works on, for evaluations: the EMA of weights.
+#
+# after a step   average = decay * average + (1 - decay) * weights       element by element, so on parts too
+# evaluation     weights <-> average ... average <-> weights             changed places; owners share as after a step
+
+SLOT = "weight_average"  # as which checkpoints have it, beside the state of the optimizer
+
+
+class Average:
+    """The averages of pieces of parameters, which live in `home`.
+
+    As torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay), the first update copies.
+    """
+
+    def __init__(self, pieces: Iterable[Sequence[Portion]], decay: float, home: Home) -> None:
+        self.decay, self.home = decay, home
+        self._pieces = [piece for some in pieces for piece in some]
+        self._of: dict[int, Tensor] = {}  # by the id of a piece's value
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The averages that there are."""
+        return [*self._of.values()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of a step that was made."""
+        known = [piece for piece in self._pieces if id(piece.value) in self._of]
+        for piece in self._pieces:
+            if id(piece.value) not in self._of:
+                self._of[id(piece.value)] = self.home.place(piece.value.detach().clone())
+        if known:
+            averages = [self._of[id(piece.value)] for piece in known]
+            torch._foreach_lerp_(averages, [piece.value.detach() for piece in known], 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """The weights become the average, and the average the weights; nothing happens before the first update."""
+        for piece in self._pieces:
+            if id(piece.value) in self._of:
+                average = self._of[id(piece.value)]
+                weights = piece.value.detach().clone()
+                piece.value.copy_(average)
+                average.copy_(weights)
+
+    def of(self, piece: Portion) -> dict[str, Tensor]:
+        """The average of a piece by `SLOT`, if there is one yet."""
+        found = self._of.get(id(piece.value))
+        return {} if found is None else {SLOT: found}
+
+    @torch.no_grad()
+    def load(self, piece: Portion, value: Tensor | None) -> None:
+        """Go on from an average, or, without one, begin with the next update."""
+        if value is None:
+            self._of.pop(id(piece.value), None)
+        else:
+            like = torch.empty_like(piece.value)
+            self._of[id(piece.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
+
 
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.scattering import LOW_PRECISION
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketLayout, plan_buckets, plan_cuts
-from mpi4dl.parallel.replicas.strides import seen_as
+from mpi4dl.comm.transport import LOW_PRECISION
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketLayout, plan_buckets, plan_cuts, seen_as
 
 AllReduce = Callable[[Tensor], Pending]
 

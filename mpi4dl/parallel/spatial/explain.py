@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
 from mpi4dl.parallel.costs.meter import SavedTensors
-from mpi4dl.parallel.costs.widening import HaloChoice
 from mpi4dl.parallel.inputs import made_up
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.imaginary import ImaginaryGrid, Ledger, imaginary_grid
+from mpi4dl.parallel.spatial.halo_choice import HaloChoice
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
@@ -97,7 +97,7 @@ def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:
 class _Recorder(TorchFunctionMode):
     """Notes every function that the model calls on a SpatialTensor, with what it made the ledger count."""
 
-    def __init__(self, ledger: Ledger, path: list[str]) -> None:
+    def __init__(self, ledger: DryRunCommunicator, path: list[str]) -> None:
         super().__init__()
         self.ledger = ledger
         self.path = path
@@ -137,7 +137,7 @@ def require_rules(
 
     `held(model, grid)` is what a rank has of it. Raises NoRule, or ValueError, where training on such a grid would.
     """
-    imaginary = imaginary_grid(grid)
+    imaginary = dry_run_grid(grid)
     part = held(model, imaginary)
     _forward(part, _on_meta(part), shape, imaginary)
 
@@ -159,7 +159,7 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..
     shape = tuple(size) if len(size) > len(grid.space) else (grid.shape.batch, channels, *size)
     most = Explanation()
     for rank in range(grid.size):
-        imaginary = imaginary_grid(grid.shape, rank)
+        imaginary = dry_run_grid(grid.shape, rank)
         imaginary.arrangement = grid.arrangement
         part = held(model, imaginary)
         operators, saved = _forward(part, _on_meta(part), shape, imaginary)
@@ -180,7 +180,7 @@ def _halos(model: nn.Module, grid: Grid) -> dict[str, HaloChoice]:
 
 
 def _forward(
-    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: ImaginaryGrid
+    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: DryRunGrid
 ) -> tuple[list[Operator], int]:
     """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
     layout = even_layout(grid, shape)

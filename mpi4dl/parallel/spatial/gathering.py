@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from mpi4dl.parallel.spatial.flattening import cut_out
 from mpi4dl.parallel.spatial.halo import gather_axes
-from mpi4dl.parallel.spatial.memory import same_memory
 from mpi4dl.parallel.spatial.tensor import (
     GatheredWarning,
     NoRule,
@@ -30,6 +29,7 @@ from mpi4dl.parallel.spatial.tensor import (
     copied,
     function_name,
     refusal,
+    same_memory,
     substitutes,
 )
 

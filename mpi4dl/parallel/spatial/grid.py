@@ -11,8 +11,8 @@ from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_retiling
 from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
-from mpi4dl.parallel.costs.widening import HaloChoice
-from mpi4dl.parallel.spatial.foresight import Foresight
+from mpi4dl.parallel.spatial.halo_choice import HaloChoice
+from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch
 
 KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it is forgotten: images may have any size
 
@@ -116,7 +116,7 @@ class Grid:
         self.comm = comm
         self.tracks_batch = tracks_batch or shape.batch > 1
         self.coordinates = shape.coordinates(comm.rank)
-        self.foresight = Foresight()
+        self.foresight = HaloPrefetch()
         self.arrangement = Arrangement()
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own

@@ -16,15 +16,15 @@ from torch import Tensor
 from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of, narrow
 from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
 from mpi4dl.parallel.spatial.flattening import among_copies, close_dims, cut_out, open_dims, opened
-from mpi4dl.parallel.spatial.foresight import OfWindows
 from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo_prefetch import OfWindows
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, tell_gathered, wrap
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
 
 @dataclass(frozen=True)
-class Reach:
+class HaloPlan:
     """What an operator's output looks like, and the box of its input that this rank computes it from.
 
     `exchange` brings that box here; without one, it is cut out of what this rank holds already. `needed` may reach
@@ -62,7 +62,7 @@ class Reach:
         return provided_by(wrap(local, self.output), tuple(OfWindows(o, *tilings, self.maps) for o in x.providers))
 
 
-def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()) -> Reach:
+def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itself: tuple[int, ...] = ()) -> HaloPlan:
     """Plan an operator that depends on neighbours along the axes in `maps`, and on nothing but itself along others.
 
     Along the axes in `itself`, which are not cut, the operator does its own padding. Elsewhere `fill` is what it finds
@@ -74,13 +74,13 @@ def reach(x: SpatialTensor, maps: Mapping[int, AxisMap], fill: float = 0.0, itse
     return reached
 
 
-def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> Reach:
+def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> HaloPlan:
     needed, output, exchange, lacking = _plan(layout.tiling, maps, itself)
     reached = layout.grid.the_one(Layout(layout.grid, output, layout.dims))
     if not exchange:
-        return Reach(layout, reached, needed.held(layout.grid.rank), None, maps, lacking)
+        return HaloPlan(layout, reached, needed.held(layout.grid.rank), None, maps, lacking)
     plan = layout.exchange_to(needed, fill)
-    return Reach(layout, reached, plan.plan.needed, plan, maps, lacking)
+    return HaloPlan(layout, reached, plan.plan.needed, plan, maps, lacking)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpi4dl.comm import collectives
+from mpi4dl.comm import exchange
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG
 from mpi4dl.comm.packing import Piece
@@ -177,7 +177,7 @@ def _travel(x: SpatialTensor, want: Cuts) -> Tensor | None:
     if plan is None:
         return None
     back = plan.reversed
-    return collectives.linear(
+    return exchange.linear(
         x.local, lambda t: plan.run(t, grid.comm, FORWARD_TAG), lambda t: back.run(t, grid.comm, BACKWARD_TAG)
     )
 

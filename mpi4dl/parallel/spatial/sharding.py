@@ -11,8 +11,8 @@ from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel.replicas.reducer import Reducer
 from mpi4dl.parallel.spatial import halo
-from mpi4dl.parallel.spatial.foresight import Source
 from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
+from mpi4dl.parallel.spatial.halo_prefetch import Source
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 
 

@@ -11,7 +11,7 @@ from mpi4dl.models import build
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages, count_atoms
 from mpi4dl.parallel.costs.timing import Site, sites_of
 from mpi4dl.parallel.pipeline.balance import count_bytes
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks

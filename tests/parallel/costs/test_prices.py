@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
-from mpi4dl.parallel.costs.on_ranks import measured_prices
-from mpi4dl.parallel.costs.prices import Clockwork, Prices, prices_for
-from mpi4dl.parallel.costs.remembered import Remembered
-from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Site
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.halo_choice import ASSUMED, Link, measure_link
 from tests.pool.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -42,7 +40,7 @@ class Stopwatch:
 
 def test_every_site_is_timed_once(tmp_path: Path) -> None:
     timer = Stopwatch()
-    clockwork = Clockwork(Remembered(tmp_path), timer)
+    clockwork = Profiler(Remembered(tmp_path), timer)
     first = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
     assert [site.shape.size for site in timer.sites] == [2, 1]
     assert prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork) == first
@@ -62,7 +60,7 @@ def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
     def fail(*_: Any) -> Column:
         raise RuntimeError("it looks at values")
 
-    clockwork = Clockwork(Remembered(tmp_path), fail, rank_gflops=1e-3)
+    clockwork = Profiler(Remembered(tmp_path), fail, rank_gflops=1e-3)
     found = prices_for(Cuttable(model()), PLAN, IMAGE, "auto", CPU, clockwork)
     flops = 2 * 2 * 16 * 16 * 3 * 3 * 9
     assert not found.timed
@@ -73,7 +71,7 @@ def test_what_cannot_be_timed_is_counted(tmp_path: Path) -> None:
 
 def test_messages_cost_what_the_link_says() -> None:
     atom = AtomSeconds(1.0, 2.0, messages=3, num_bytes=100)
-    prices = Prices(((atom, atom),), Link(0.5, 0.01), "", True)
+    prices = StageCosts(((atom, atom),), Link(0.5, 0.01), "", True)
     assert prices.of_stages((2,)) == ((2 * (1.0 + 1.5 + 1.0),), (2 * (2.0 + 1.5 + 1.0),))
     assert prices.matrix == [[8.0, 8.0]]
 

@@ -1,8 +1,8 @@
 """Blocks that are recomputed: what is kept of them, and what they take again."""
 
 from mpi4dl import models
+from mpi4dl.parallel.costs.cost_model import bytes_recomputed, groups_of, seconds_recomputed
 from mpi4dl.parallel.costs.memory import AtomBytes
-from mpi4dl.parallel.costs.recomputed import bytes_recomputed, groups_of, seconds_recomputed
 from mpi4dl.parallel.costs.timing import AtomSeconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.link import Link
-from mpi4dl.parallel.costs.prices import Clockwork
-from mpi4dl.parallel.costs.remembered import Remembered
-from mpi4dl.parallel.costs.speeds import measured_speeds
-from mpi4dl.parallel.costs.widening import HaloChoice, RankWork, Speeds, Step, Widened, choose
+from mpi4dl.parallel.costs.cost_model import Profiler, measured_speeds
+from mpi4dl.parallel.costs.timing import Remembered
+from mpi4dl.parallel.spatial.halo_choice import HaloChoice, Link, RankWork, Speeds, Step, Widened, choose
 from tests.pool.ranks import Ranks
 
 # Each block: 2 exchanges of 10 bytes, 1000 FLOPs. At its entry 1 exchange of 25 bytes, and 100 FLOPs more; for both
@@ -68,7 +66,7 @@ def test_what_is_said_of_a_choice() -> None:
 
 def found_speeds(comm: Communicator, folder: Path) -> tuple[Speeds, Speeds]:
     """What is measured on ranks, and what is known the next time."""
-    clockwork = Clockwork(Remembered(folder / str(comm.rank)))  # no other rank's, as on several machines
+    clockwork = Profiler(Remembered(folder / str(comm.rank)))  # no other rank's, as on several machines
     return tuple(measured_speeds(comm, torch.device("cpu"), torch.float32, clockwork) for _ in range(2))
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from mpi4dl.checkpoints import Checkpoints, save_model
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
@@ -24,7 +24,7 @@ from tests.parallel.expert.test_training import (
     train_plain,
 )
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 NAME = "sigmoid"
 CHAINS = [
@@ -35,7 +35,7 @@ CHAINS = [
 
 def engine_of(comm: Communicator, plan: Plan) -> Engine:
     if plan.num_stages == 1:
-        held = Held.whole(build(NAME), plan, comm)
+        held = LocalStages.whole(build(NAME), plan, comm)
     else:
         atoms = Cuttable(build(NAME)).names
         counts = (atoms.index("blocks.1"), len(atoms) - atoms.index("blocks.1"))

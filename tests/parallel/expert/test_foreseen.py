@@ -12,7 +12,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.models.experts import Router, Routing
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.timing import planned_cuts
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -35,7 +35,7 @@ def choose_evenly(module: nn.Module, inputs: Any, routing: Routing) -> Routing:
 
 def forward(comm: Communicator, plan: Plan) -> tuple[int, int, int]:
     """The bytes of experts that are foreseen, those that this rank sends, and those of all sums as foreseen."""
-    held = Held.whole(build("softmax"), plan, comm)
+    held = LocalStages.whole(build("softmax"), plan, comm)
     grid, cuts = held.parts[0, 0].grid, planned_cuts(build("softmax"), plan)
     found = spatial.explain(build("softmax"), (SAMPLES, LENGTH), grid, partial(with_cuts, cutting=cuts))
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_learnt_alike
+from tests.short_runs import EXACT, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS = 23, 8, 4, 5
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
@@ -89,7 +89,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
     expected = build(name)
     losses = train_plain(expected, token_loss, plan.num_microbatches)
     if plan.num_stages == 1:
-        held = Held.whole(build(name), plan, comm)
+        held = LocalStages.whole(build(name), plan, comm)
     else:
         atoms = Cuttable(build(name)).names
         counts = (atoms.index("blocks.1"), len(atoms) - atoms.index("blocks.1"))

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
-from mpi4dl.parallel.expert.layer import Residence, lay_over
-from mpi4dl.parallel.expert.travel import NOBODY, Journey, Traffic, through
+from mpi4dl.parallel.expert.layer import NOBODY, Journey, Residence, Traffic, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
-from tests.training import EXACT
+from tests.short_runs import EXACT
 
 EXPERTS, HIDDEN, TOP_K = 8, 6, 2
 

@@ -9,13 +9,13 @@ from torch import nn
 from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import classification_loss
-from mpi4dl.trainer.routing import ExpertUse, expert_use
+from mpi4dl.training.run import ExpertUse, expert_use
 from tests.parallel.expert.test_training import optimizer_of
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 BATCH, SIDE, STEPS = 4, 16, 3
 TILES = Plan(((1, 2),), experts=2)
@@ -31,7 +31,7 @@ def build() -> nn.Module:
 
 
 def train(comm: Communicator, plan: Plan) -> tuple[Engine, list[float], ExpertUse]:
-    held = Held.whole(build(), plan, comm)
+    held = LocalStages.whole(build(), plan, comm)
     engine = Engine(held, plan, optimizer_of(held.parameters()), classification_loss, comm=comm)
     generator, losses = torch.Generator().manual_seed(3), []
     for _ in range(STEPS):

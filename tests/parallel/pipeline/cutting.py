@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.parallel.pipeline.handover import map_leaves, pack, unpack
+from mpi4dl.parallel.pipeline.program import map_leaves, pack, unpack
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.pipeline.stage import Stage
 

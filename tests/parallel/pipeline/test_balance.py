@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpi4dl.models import build
 from mpi4dl.parallel.costs.meter import KnownValues
-from mpi4dl.parallel.pipeline.balance import by_hand, count_bytes, count_flops, partition, shared_out
-from mpi4dl.parallel.pipeline.flops import FlopCounter
+from mpi4dl.parallel.pipeline.balance import FlopCounter, by_hand, count_bytes, count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.boundary import Boundary, Parcel, crossing, landing
+from mpi4dl.parallel.pipeline.stage_communication import StageBoundary, StageMessage, crossing, landing
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from tests.brute_force import quick
@@ -20,7 +20,7 @@ from tests.pool.ranks import Ranks
 
 IMAGE = (0, 2, 3)
 SIZE = (4, 7, 6)
-FIRST = Parcel("kind", 0)
+FIRST = StageMessage("kind", 0)
 
 
 def cut(batch: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]) -> Tiling:
@@ -137,7 +137,7 @@ def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
     assert len(reached) == len(present[0]) * len(present[1]) * len(present[2])
 
 
-def ends_of(comm: Communicator, plan: Plan) -> dict[str, tuple[Boundary, spatial.Grid]]:
+def ends_of(comm: Communicator, plan: Plan) -> dict[str, tuple[StageBoundary, spatial.Grid]]:
     """This rank's end or ends of the boundary behind stage 0."""
     found = {}
     private = comm.split(0)
@@ -146,7 +146,7 @@ def ends_of(comm: Communicator, plan: Plan) -> dict[str, tuple[Boundary, spatial
         if comm.rank in ranks:
             grid = spatial.Grid.of(comm.subset(ranks), shape, plan.tracks_batch(stage))
             device = torch.device("cpu")
-            found[name] = (Boundary(plan, private, 0, 0, grid=grid, device=device, sends=name == "sends"), grid)
+            found[name] = (StageBoundary(plan, private, 0, 0, grid=grid, device=device, sends=name == "sends"), grid)
     return found
 
 
@@ -182,13 +182,13 @@ def there_and_back(comm: Communicator, plan: Plan) -> tuple[float, float]:
             boundary, grid = ends["sends"]
             x, z = (spread(image.requires_grad_(), plan, grid) for image in (first, second))
             values = ((x, z), 7, [spread(mask, plan, grid), scalar], {"again": x, "size": (7, 6)})
-            sent, edges = boundary.send(Parcel("kind", round_), values, ("pair", "number", "list", "dict"))
+            sent, edges = boundary.send(StageMessage("kind", round_), values, ("pair", "number", "list", "dict"))
             pending.append(sent)
             assert len(edges) == 2
         if "receives" in ends:
             boundary, _ = ends["receives"]
-            assert boundary.knows(Parcel("kind", round_)) == (round_ > 0)
-            arrival = boundary.receive(Parcel("kind", round_))
+            assert boundary.knows(StageMessage("kind", round_)) == (round_ > 0)
+            arrival = boundary.receive(StageMessage("kind", round_))
             (x_there, z_there), number, (mask_there, scalar_there), more = arrival.values
             assert more["again"] is x_there
             assert (number, more["size"]) == (7, (7, 6))
@@ -198,9 +198,11 @@ def there_and_back(comm: Communicator, plan: Plan) -> tuple[float, float]:
             for leaf in arrival.leaves:
                 leaf.grad = torch.randn_like(leaf)
                 products[0] += (leaf.detach() * leaf.grad).sum()
-            pending.append(boundary.send_back(Parcel("kind", round_), arrival.leaves))
+            pending.append(boundary.send_back(StageMessage("kind", round_), arrival.leaves))
         if "sends" in ends:
-            for tensor, gradient in zip((x, z), ends["sends"][0].receive_back(Parcel("kind", round_)), strict=True):
+            for tensor, gradient in zip(
+                (x, z), ends["sends"][0].receive_back(StageMessage("kind", round_)), strict=True
+            ):
                 local = owned(tensor) if isinstance(tensor, SpatialTensor) else tensor
                 assert gradient.shape == local.shape
                 products[1] += (local.detach() * gradient).sum()
@@ -252,7 +254,7 @@ def flat_values(comm: Communicator, plan: Plan) -> None:
     gradient = torch.zeros_like(image)
     cut = any(before > 1 < behind for before, behind in zip(*plan.tiles, strict=True))  # an axis, by both stages
     for round_ in (0, 1):
-        parcel = Parcel("kind", round_)
+        parcel = StageMessage("kind", round_)
         if "receives" in ends:
             boundary, grid = ends["receives"]
             arrival = boundary.receive(parcel)
@@ -326,7 +328,7 @@ def changing(comm: Communicator) -> str:
     boundary, _ = ends["sends"]
     pending, _ = boundary.send(FIRST, (whole(1, 0), 1), ("x", "number"))
     with pytest.raises(ValueError, match="stage 0 hands on") as caught:
-        boundary.send(Parcel("kind", 1), (whole(1, 0), 2), ("x", "number"))
+        boundary.send(StageMessage("kind", 1), (whole(1, 0), 2), ("x", "number"))
     pending.wait()
     return str(caught.value)
 
@@ -341,7 +343,7 @@ def posted_backwards(comm: Communicator) -> list[float]:
     """Microbatches of which the later ones are expected first; what comes is their number."""
     plan = PAIRS[0]
     ends = ends_of(comm, plan)
-    parcels = [Parcel("kind", number) for number in range(4)]
+    parcels = [StageMessage("kind", number) for number in range(4)]
     pending, found = [], []
     for number, parcel in enumerate(parcels):
         if "sends" in ends:

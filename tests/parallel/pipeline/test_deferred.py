@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpi4dl.comm import Communicator
 from mpi4dl.models import build
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.deferred import WeightGradients
+from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from tests.pool.ranks import Ranks
 
 F64 = torch.float64

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from tests.pool.ranks import Ranks
-from tests.training import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
+from tests.short_runs import DROPPING, Task, batch_of, model_of, optimizer_of, tiles_of
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 FORWARD_SECONDS, BACKWARD_TIMES_FORWARD = (0.03, 0.06, 0.12, 0.24, 0.48, 0.96), 2
@@ -158,7 +158,7 @@ def drawn_by_the_user(comm: Communicator, task: Task, plan: Plan, seed: int) -> 
     if plan.num_stages > 1:
         model = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size))
     else:
-        model = Held.whole(model_of(task), plan, comm)
+        model = LocalStages.whole(model_of(task), plan, comm)
     engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm)
     before = (random.getstate(), np.random.get_state()[1].tolist())  # engines give ranks of one image those of rank 0
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, map_leaves, pack, unpack
+from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, map_leaves, pack, unpack
 
 
 class Boxes(NamedTuple):

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, ROUNDING, assert_close
+from tests.short_runs import EXACT, ROUNDING, assert_close
 
 WIDTH, VOCABULARY, LENGTH, BATCH, STEPS = 4, 9, 3, 8, 3
 NUM_CALLS = 0
@@ -243,7 +243,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 class Streams:
     """Lets layers that draw in a plain model draw from the streams of the stages that they would be in."""
 
-    def __init__(self, model: nn.Module, held: Held, seed: int) -> None:
+    def __init__(self, model: nn.Module, held: LocalStages, seed: int) -> None:
         bounds = [sum(held.counts[:k]) for k in range(len(held.counts) + 1)]
         self.seed, self.states, self.when = seed, {}, (0, 0)
         for path, module in model.named_modules():
@@ -277,7 +277,7 @@ class Streams:
         return found
 
 
-def plainly(spec: Spec, plan: Plan, held: Held, seed: int) -> tuple[list[float], nn.Module]:
+def plainly(spec: Spec, plan: Plan, held: LocalStages, seed: int) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     model, losses, many = build(spec), [], plan.num_microbatches
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)

@@ -14,10 +14,10 @@ from mpi4dl import models
 from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_learnt_alike
+from tests.short_runs import EXACT, assert_learnt_alike
 
 VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 23, 7, 8, 5, 0.5
 SIZES = {"vocabulary": VOCABULARY, "context": LENGTH, "num_layers": 2, "hidden": 24, "num_heads": 4}

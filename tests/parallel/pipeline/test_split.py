@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpi4dl.engine.precision import lower_precision
+from mpi4dl.engine.batch import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
-from mpi4dl.parallel.pipeline.handover import Slot, TensorSpec, pack
-from mpi4dl.parallel.pipeline.held import choose_cut
+from mpi4dl.parallel.pipeline.local_stages import choose_cut
+from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, sample_dtype, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
-from mpi4dl.parallel.spatial.imaginary import Ledger
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
 from tests.parallel.pipeline.cutting import assert_cuts_like_the_model, random_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -226,7 +226,7 @@ def test_a_value_is_let_go_after_its_last_use() -> None:
 def test_stages_run_on_tiles() -> None:
     """On tensors spread over ranks, of which none need exist here: shapes are those of the whole image."""
     cuttable = Cuttable(outline(MODELS["unet"]))
-    grid = Grid(Ledger(3, 4), 2, 2)
+    grid = Grid(DryRunCommunicator(3, 4), 2, 2)
     layout = Layout(grid, Tiling.even(grid.shape, (1, 33, 47)).drop(BATCH), (None, 2, 3))
     values = (SpatialTensor(torch.empty(layout.local_shape((1, 3, 33, 47)), device="meta"), layout),)
     for stage in cuttable.stages([3] * 4 + [len(cuttable) - 12]):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.pipeline.statistics import RunningStatistics
+from mpi4dl.parallel.pipeline.executor import RunningStatistics
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.alone import Alone
+from mpi4dl.parallel.replicas.group import Alone
 from mpi4dl.parallel.replicas.reducer import Reducer, sums_on_host
 from tests.pool.ranks import Ranks
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from mpi4dl.comm import Communicator, Pending, Refusal
 from mpi4dl.parallel.replicas.gathering import KEPT, Gatherer
 from mpi4dl.parallel.replicas.group import ReplicaGroup
-from mpi4dl.parallel.replicas.offload import Device
 from mpi4dl.parallel.replicas.reducer import plan_layout
+from mpi4dl.parallel.replicas.update import Device
 from tests.pool.ranks import Ranks
 
 F64 = torch.float64

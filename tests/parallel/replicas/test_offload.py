@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.replicas import offload
+from mpi4dl.parallel.replicas import update
 from mpi4dl.parallel.replicas.group import ReplicaGroup
-from mpi4dl.parallel.replicas.offload import Device, Disk, Host, home_for
+from mpi4dl.parallel.replicas.update import Device, Disk, Host, home_for
 from tests.pool.ranks import Ranks
 
 
@@ -34,7 +34,7 @@ def test_disk_keeps_values_in_files_without_names(tmp_path: Path, value: torch.T
 
 
 def test_a_value_larger_than_a_block_has_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(update, "BLOCK_BYTES", 256)
     home = Disk(tmp_path)
     placed = [home.place(torch.full((n,), float(n))) for n in (16, 16, 100, 16)]
     assert mapped_files(tmp_path) == 3  # 64 + 64, 400, 64 bytes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Refusal
-from mpi4dl.parallel.replicas.postponed import call_hooks
+from mpi4dl.parallel.replicas.group import call_hooks
 
 
 def parameter() -> nn.Parameter:

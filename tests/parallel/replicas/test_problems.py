@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.problems import backward_hook_in, problem_with
+from mpi4dl.parallel.replicas.optimizer_traits import backward_hook_in, problem_with
 from mpi4dl.parallel.replicas.reducer import Reducer
 from tests.pool.ranks import Ranks
 

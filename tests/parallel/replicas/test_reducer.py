@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Communicator, Pending, collectives
+from mpi4dl.comm import Communicator, Pending, exchange
 from mpi4dl.parallel.replicas.buckets import plan_buckets
 from mpi4dl.parallel.replicas.reducer import Reducer, plan_layout, sums_on_host
 from tests.pool.ranks import Ranks
@@ -181,12 +181,12 @@ def reduce_beside_other_collectives(comm: Communicator) -> None:
     model, images = model_and_images(comm.size)
     reducer = reducer_of(model.parameters(), comm, 1).attach()
     reducer.prepare()
-    x = collectives.all_reduce(model.trunk(images[comm.rank]), comm)
+    x = exchange.all_reduce(model.trunk(images[comm.rank]), comm)
     x = (model.left if comm.rank == 0 else model.right)(x)
-    x = collectives.all_reduce(x, comm)
+    x = exchange.all_reduce(x, comm)
     if comm.rank == 0:
         x = x + model.idle.sum()
-    x = collectives.all_reduce(x.clone(), comm)
+    x = exchange.all_reduce(x.clone(), comm)
     (model.head(x) ** 2).sum().backward()
     reducer.finish()
 

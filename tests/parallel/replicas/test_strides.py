@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.parallel.replicas.strides import laid_out, seen_as, strides_of
+from mpi4dl.parallel.replicas.buckets import laid_out, seen_as, strides_of
 
 IMAGES = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
 VALUES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from mpi4dl.parallel.replicas.trial import manner_of
+from mpi4dl.parallel.replicas.optimizer_traits import manner_of
 from tests.parallel.replicas.test_update import parameter
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]

@@ -4,8 +4,7 @@ import torch
 from torch import nn, optim
 
 from mpi4dl.parallel.replicas.buckets import Span
-from mpi4dl.parallel.replicas.offload import Device
-from mpi4dl.parallel.replicas.update import Portion, Update, make_piece
+from mpi4dl.parallel.replicas.update import Device, Portion, Update, make_piece
 
 F64 = torch.float64
 

@@ -3,7 +3,7 @@
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.whole import Shard, assemble
+from mpi4dl.parallel.replicas.buckets import Shard, assemble
 from tests.pool.ranks import Ranks
 
 SHAPES = {

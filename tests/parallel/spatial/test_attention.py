@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import attention, ring
+from mpi4dl.parallel.spatial.rules import attention
 from tests.parallel.spatial.comparing import Arrangement, arrange, grid_of
 from tests.pool.ranks import Ranks
 
@@ -180,18 +180,18 @@ ROUND = ("sdpa", "sdpa, heads", "sdpa, causal", "mha", "mha, causal", "mha, toke
 
 def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) -> int:
     """How often keys and values went round the ranks."""
-    rounds = []
+    rounds, plain = [], attention.RingAttention
 
-    class Counted(ring.RingAttention):
+    class Counted(plain):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
             rounds.append(args)
-            return ring.RingAttention.forward(ctx, *args)
+            return plain.forward(ctx, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "RingAttention", Counted)
-        patch.setattr(ring, "_has_kernel", lambda q: kernel)
-        patch.setattr(ring, "CHUNK", 2)
+        patch.setattr(attention, "_has_kernel", lambda q: kernel)
+        patch.setattr(attention, "CHUNK", 2)
         for name in ROUND:
             compare(comm, name, True, arrangement, "ring")
     return len(rounds)
@@ -224,7 +224,7 @@ def sequences(comm: Communicator, lengths: list[int], causal: bool) -> tuple[lis
         heads = [each.unflatten(1, (3, 4)).transpose(2, 3) for each in x]
         return sdpa(*heads, is_causal=causal, scale=0.0 if lengths[0] == 0 and not causal else None)
 
-    ask = ring._ask
+    ask = attention._ask
 
     def counted(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> Any:
         work.append(len(q) * q.shape[1] * k.shape[1] / (2 if diagonal else 1))
@@ -233,8 +233,8 @@ def sequences(comm: Communicator, lengths: list[int], causal: bool) -> tuple[lis
     layout = spatial.Layout(grid, whole, (0, 2))
     parts = [own(x.detach()).clone().requires_grad_() for x in plain]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "_ask", counted)
-        patch.setattr(ring, "BLOCK_BYTES", 2 * max(lengths) * 4 * 8)  # two heads at once
+        patch.setattr(attention, "_ask", counted)
+        patch.setattr(attention, "BLOCK_BYTES", 2 * max(lengths) * 4 * 8)  # two heads at once
         ours = attend([spatial.SpatialTensor(x, layout) for x in parts])
     assert isinstance(ours, spatial.SpatialTensor)
     theirs = attend(plain)

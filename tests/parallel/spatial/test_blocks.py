@@ -11,14 +11,13 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import BATCH, GridShape, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.costs.link import Link
-from mpi4dl.parallel.costs.widening import Speeds
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Layout, SpatialTensor
-from mpi4dl.parallel.spatial.imaginary import imaginary_grid
+from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
+from mpi4dl.parallel.spatial.halo_choice import Link, Speeds
 from mpi4dl.parallel.spatial.wide import fetch_at_entries
 from tests.pool.ranks import Ranks
-from tests.training import DENSE, Task, TILES_1x2, TILES_2x2, check
+from tests.short_runs import DENSE, Task, TILES_1x2, TILES_2x2, check
 
 LAYERS, BLOCKS = 4, 2
 FAST, SLOW, SLOWEST = 1e-9, 5e-5, 1.0  # latencies
@@ -102,7 +101,7 @@ def test_exchanges_are_as_many_as_was_chosen(ranks: Ranks, halo: str, latency_se
 def test_what_is_chosen_is_explained(latency_seconds: float, margins: list[int], blocks: list[int]) -> None:
     stage = stage_of_blocks()
     fetch_at_entries(stage, speeds(latency_seconds))
-    found = spatial.explain(stage, (72, 76), imaginary_grid(GridShape(1, 2, 2)))
+    found = spatial.explain(stage, (72, 76), dry_run_grid(GridShape(1, 2, 2)))
     halos = found.halos
     assert [(halo.margin, halo.num_blocks) for halo in halos.values()] == list(zip(margins, blocks, strict=True))
     assert list(halos) == ["0", "1"]
@@ -127,7 +126,7 @@ def test_a_copy_of_a_long_row_is_a_row_of_its_own() -> None:
     x = torch.randn(1, 3, 8, 8)
     assert torch.equal(copied(x), x)
     assert not torch.equal(row(x), x)
-    found = spatial.explain(copied[:3], (64, 64), imaginary_grid(GridShape(1, 1, 2)))
+    found = spatial.explain(copied[:3], (64, 64), dry_run_grid(GridShape(1, 1, 2)))
     assert found.halos["0"].num_blocks == 2  # of a third one tiles are too small
 
 
@@ -136,7 +135,7 @@ def test_all_ranks_find_the_same_margin() -> None:
     block, shape, margins = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 3, 1)), GridShape(1, 4, 1), []
     fetch_at_entries([block])
     for rank in range(4):
-        grid = imaginary_grid(shape, rank)
+        grid = dry_run_grid(shape, rank)
         layout = Layout(grid, Tiling.even(shape, (1, 42, 6)).drop(BATCH), (None, 2, 3))
         block(SpatialTensor(torch.zeros(layout.local_shape((1, 3, 42, 6))), layout))
         assert grid.choices is not None

@@ -11,7 +11,7 @@ from mpi4dl.comm.exchange import Exchange
 from mpi4dl.geometry import Window
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.halo import reach
-from mpi4dl.parallel.spatial.rules import convolution, seams
+from mpi4dl.parallel.spatial.rules import convolution
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, compare_table, modules
 from tests.pool.ranks import Ranks
 
@@ -81,17 +81,17 @@ def always(exchange: Exchange, x: Tensor, weight: Tensor) -> bool:
 
 def compare_apart(comm: Communicator, arrangement: Arrangement) -> tuple[dict[str, str], int, int]:
     """The table, strips kept apart where they can be: what is wrong, and how many convolutions were in each way."""
-    ways = []
+    ways, plain = [], convolution.choose
 
-    def choose(*args: Any) -> seams.Way:
-        ways.append(seams.choose(*args))
+    def choose(*args: Any) -> convolution.Way:
+        ways.append(plain(*args))
         return ways[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seams, "_pays", always)
+        patch.setattr(convolution, "_pays", always)
         patch.setattr(convolution, "choose", choose)
         wrong = compare_table(comm, __name__, arrangement)
-    apart = sum(isinstance(way, seams.Apart) for way in ways)
+    apart = sum(isinstance(way, convolution.Apart) for way in ways)
     return wrong, apart, len(ways) - apart
 
 
@@ -102,9 +102,9 @@ def ways(comm: Communicator, cases: list[tuple[int, int, torch.dtype]]) -> list[
         tile = torch.empty(1, channels, size, size // 2, dtype=dtype)
         x = spatial.from_tile(tile, spatial.Grid(comm, cols=2), (size, size))
         window, kernel = Window(3, 1, 1, 1), torch.empty(channels, channels, 3, 3, dtype=dtype)
-        options = seams.ConvolutionOptions((1, 1), (1, 0), (1, 1), False, (0, 0), 1)
+        options = convolution.ConvolutionOptions((1, 1), (1, 0), (1, 1), False, (0, 0), 1)
         reached = reach(x, {1: window, 2: window}, itself=(1,))
-        found.append(type(seams.choose(reached, x, tile, kernel, (window, window), options)).__name__)
+        found.append(type(convolution.choose(reached, x, tile, kernel, (window, window), options)).__name__)
     return found
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import randomness
+from mpi4dl.parallel.spatial.rules import pointwise
 from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference
 from tests.pool.ranks import Ranks
 
@@ -18,7 +18,7 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
     """Statistics of what dropout does to ones, and of its gradient."""
     image = torch.ones(2, 8, 64, 64, requires_grad=True)
     tiles = arrange(image, comm, Arrangement(2, 2))
-    with mock.patch.object(randomness, "DRAWN_WHOLE", 0):
+    with mock.patch.object(pointwise, "DRAWN_WHOLE", 0):
         dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
     dropped.sum().backward()
     dropped = dropped.detach()

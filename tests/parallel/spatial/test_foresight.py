@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules import moments
+from mpi4dl.parallel.spatial.rules import normalization
 from tests.parallel.spatial.comparing import compare_models, difference
 from tests.pool.ranks import Ranks
 
@@ -116,7 +116,7 @@ def test_norms_bring_halos_and_wait_for_each_other_from_the_second_step_on(ranks
 def train_with_few(comm: Communicator, few: int) -> list[str]:
     """As if so many ranks were few."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moments, "FEW", few)
+        patch.setattr(normalization, "FEW", few)
         return train(comm, Block, 3)[1]
 
 

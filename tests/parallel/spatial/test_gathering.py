@@ -15,7 +15,7 @@ from mpi4dl.comm import Communicator
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.meter import SavedTensors
-from mpi4dl.parallel.spatial.imaginary import imaginary_grid
+from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
 from mpi4dl.parallel.spatial.sharding import even_layout
 from tests.parallel.spatial.comparing import (
     SOME_ARRANGEMENTS,
@@ -223,7 +223,7 @@ class Pool(nn.Module):
 
 def kept_of_plain(model: nn.Module, side: int) -> float:
     """The share of what plain PyTorch keeps for backward that a rank of 2x2 keeps."""
-    shape, grid = (1, 3, side, side), imaginary_grid(GridShape(1, 2, 2), 0)
+    shape, grid = (1, 3, side, side), dry_run_grid(GridShape(1, 2, 2), 0)
     layout = even_layout(grid, shape)
     tile = spatial.SpatialTensor(torch.empty(layout.local_shape(shape), device="meta"), layout)
     kept = []

@@ -3,13 +3,13 @@
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.messenger import Messenger
 from mpi4dl.comm.packing import Piece
+from mpi4dl.comm.transport import Messenger
 from mpi4dl.geometry import BATCH, GridShape, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.spatial import SpatialTensor
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.imaginary import Ledger, imaginary_grid
 from tests.pool.ranks import Ranks
 
 SHAPE, IMAGE = GridShape(1, 1, 3), (2, 3, 32, 36)
@@ -44,13 +44,13 @@ def real(comm: Communicator) -> tuple[tuple[tuple[int, ...], int], int]:
 
 def test_an_imagined_rank_is_like_each_real_one(ranks: Ranks) -> None:
     for rank, (result, sent) in enumerate(ranks(3).run(real)):
-        grid = imaginary_grid(SHAPE, rank)
+        grid = dry_run_grid(SHAPE, rank)
         assert run(grid) == result
         assert grid.comm.counts["halo_bytes"] == sent > 0
 
 
 def test_some_axes_have_fewer_ranks() -> None:
-    grid = imaginary_grid(GridShape(2, 3, 4), 5)
+    grid = dry_run_grid(GridShape(2, 3, 4), 5)
     assert [grid.along(axes).size for axes in ((0,), (1,), (1, 2), (0, 1, 2))] == [2, 3, 12, 24]
-    assert Ledger(1, 3).all_gather(torch.ones(2)).shape == (3, 2)
-    assert Ledger(1, 3).all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert DryRunCommunicator(1, 3).all_gather(torch.ones(2)).shape == (3, 2)
+    assert DryRunCommunicator(1, 3).all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, chosen, modules
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 
 class ChannelsLast(nn.Module):
@@ -174,7 +174,7 @@ def one_image(by_formula: bool = False) -> nn.Module:
 def learn_of_one_image(comm: Communicator, plan: Plan) -> None:
     image, target = torch.rand(1, 3, 6, 8, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([2])
     if plan.num_stages == 1:
-        held = Held.whole(one_image(), plan, comm)
+        held = LocalStages.whole(one_image(), plan, comm)
     else:
         held = split(one_image, plan, comm, balance=(2, 5), image=image.shape)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)

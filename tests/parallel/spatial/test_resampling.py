@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules.weighing import channels_last
+from mpi4dl.parallel.spatial.rules.resampling import channels_last
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
     Arrangement,

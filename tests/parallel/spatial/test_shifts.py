@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.geometry import Window
-from mpi4dl.parallel.spatial.rules import shifts
+from mpi4dl.parallel.spatial.rules import pooling
 
 # The kernel, stride, dilation of each dim, and the output's size.
 CASES = (
@@ -45,10 +45,10 @@ def test_maxima_and_their_gradient_of_equal_pixels(which: int, gradient: str) ->
         if gradient == "infinite":
             g.view(-1)[::7] = float("inf")
         (expected,) = torch.autograd.grad(y, x, g)
-        found = shifts.maxima(x.detach(), windows)
+        found = pooling.maxima_by_shifts(x.detach(), windows)
         assert found is not None
         assert torch.equal(found[0], y)
-        assert torch.allclose(shifts.of_maxima(g, found[1], size, windows), expected, rtol=1e-12, atol=0)
+        assert torch.allclose(pooling.gradient_of_maxima(g, found[1], size, windows), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -56,8 +56,8 @@ def test_maxima_leave_to_pytorch_what_cannot_be_compared(value: float) -> None:
     windows, size, _ = case(0)
     x = torch.randn(1, 1, *size)
     x[..., :3, :3] = value
-    assert shifts.maxima(x, windows) is None
-    assert shifts.maxima(x.nan_to_num(1.0, neginf=0.0).clamp(max=torch.inf), windows) is not None
+    assert pooling.maxima_by_shifts(x, windows) is None
+    assert pooling.maxima_by_shifts(x.nan_to_num(1.0, neginf=0.0).clamp(max=torch.inf), windows) is not None
 
 
 @pytest.mark.parametrize("which", [i for i, (numbers, _) in enumerate(CASES) if all(d == 1 for *_, d in numbers)])
@@ -69,13 +69,13 @@ def test_means_and_their_gradient(which: int) -> None:
     g = torch.randn_like(y)
     (expected,) = torch.autograd.grad(y, x, g)
     area = math.prod(window.kernel for window in windows)
-    assert torch.allclose(shifts.means(x.detach(), windows, area), y)
-    assert torch.allclose(shifts.of_means(g, size, windows, area), expected)
+    assert torch.allclose(pooling.means_by_shifts(x.detach(), windows, area), y)
+    assert torch.allclose(pooling.gradient_of_means(g, size, windows, area), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_worth_it(dtype: torch.dtype) -> None:
     x, windows = torch.zeros(1, 16, 32, 32, dtype=dtype), case(0)[0]
-    assert shifts.worth(x, (1, 16, 30, 30), windows) is (dtype != torch.bfloat16)
-    assert not shifts.worth(x[:, :2], (1, 2, 30, 30), windows)
-    assert not shifts.worth(x.contiguous(memory_format=torch.channels_last), (1, 16, 30, 30), windows)
+    assert pooling.shifts_pay(x, (1, 16, 30, 30), windows) is (dtype != torch.bfloat16)
+    assert not pooling.shifts_pay(x[:, :2], (1, 2, 30, 30), windows)
+    assert not pooling.shifts_pay(x.contiguous(memory_format=torch.channels_last), (1, 16, 30, 30), windows)

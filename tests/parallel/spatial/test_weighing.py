@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpi4dl.parallel.spatial.rules import weighing
-from mpi4dl.parallel.spatial.rules.weighing import Weighing, sums_of, transposed, weigh
+from mpi4dl.parallel.spatial.rules import resampling
+from mpi4dl.parallel.spatial.rules.resampling import Weighing, sums_of, transposed, weigh
 
 Taps = list[list[tuple[int, float]]]
 ROWS: Taps = [[(0, 0.5), (3, 2.0)], [(2, -1.0)], [], [(3, 0.25), (3, 0.5), (1, 1.0)]]
@@ -30,7 +30,7 @@ def matrix(taps: Taps, num_rows: int) -> Tensor:
 def test_sums_and_gradients_are_those_of_matrices(
     monkeypatch: pytest.MonkeyPatch, cached_bytes: int, memory_format: torch.memory_format
 ) -> None:
-    monkeypatch.setattr(weighing, "CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(resampling, "CACHED_BYTES", cached_bytes)
     x = torch.randn(2, 3, 4, 5, dtype=torch.float64).contiguous(memory_format=memory_format).requires_grad_()
     y = weigh(x, weighing_of(ROWS, 4), weighing_of(COLS, 5))
     expected = matrix(ROWS, 4) @ x @ matrix(COLS, 5).mT

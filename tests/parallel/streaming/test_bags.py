@@ -12,14 +12,13 @@ from mpi4dl import models
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.models.aggregators import AGGREGATORS, headless
-from mpi4dl.models.patches import PatchModel
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.models.patches import AGGREGATORS, PatchModel, headless
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.bags import BagOptions, visit_patches
+from mpi4dl.parallel.streaming.patches import BagOptions, visit_patches
 from mpi4dl.parallel.streaming.visits import Pixels
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 SIZE = (70, 101)
 CLASSES = 3
@@ -115,7 +114,7 @@ def train(comm: Communicator, case: Case) -> Any:
     torch.manual_seed(0)
     model = build(case).double()
     visit_patches(model, case.options)
-    held = Held.whole(model, case.plan, comm, stream=case.options)
+    held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
     engine = Engine(held, case.plan, optimizer, F.cross_entropy, comm=comm, recompute=case.recompute)
     torch.manual_seed(7)
@@ -133,7 +132,7 @@ def train(comm: Communicator, case: Case) -> Any:
 def told(comm: Communicator, case: Case) -> list[str]:
     model = build(case).double()
     visit_patches(model, case.options)
-    held = Held.whole(model, case.plan, comm, stream=case.options)
+    held = LocalStages.whole(model, case.plan, comm, stream=case.options)
     engine = Engine(held, case.plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     heard: list[str] = []
     engine.executor.progress = heard.append

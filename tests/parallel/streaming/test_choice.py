@@ -2,10 +2,9 @@
 
 import pytest
 
-from mpi4dl.parallel.streaming.choice import Wanted, choose_visits, finer
-from mpi4dl.parallel.streaming.needs import SegmentNeeds, StreamNeeds
-from mpi4dl.parallel.streaming.opening import StreamOptions
-from mpi4dl.parallel.streaming.rehearsal import CannotStream
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.margins import CannotStream
+from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, Wanted, choose_visits, finer
 
 SIDES = (4096, 2048)
 KEPT = 1000  # bytes between two segments

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.pool.ranks import Ranks
-from tests.training import Task, check, model_of
+from tests.short_runs import Task, check, model_of
 
 import_torchvision()
 from torchvision.ops import SqueezeExcitation  # noqa: E402

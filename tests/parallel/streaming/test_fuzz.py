@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.opening import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from tests.parallel.streaming.test_bags import Slides
 from tests.parallel.streaming.test_norms import by_running_statistics
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 SIZE = (36, 60)
 CHANNELS = 4

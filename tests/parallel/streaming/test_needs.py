@@ -15,11 +15,11 @@ from mpi4dl.parallel.costs.memory import StageBytes, count_atoms
 from mpi4dl.parallel.costs.meter import TensorMeter
 from mpi4dl.parallel.costs.timing import AtomSeconds, Site
 from mpi4dl.parallel.pipeline.balance import count_flops
-from mpi4dl.parallel.pipeline.held import split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.needs import SegmentNeeds, StreamNeeds, needs_of
-from mpi4dl.parallel.streaming.opening import StreamOptions, choose
+from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
+from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of
 from tests.pool.ranks import Ranks
 
 IMAGE = (1, 3, 640, 640)

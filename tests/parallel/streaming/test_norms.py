@@ -12,9 +12,8 @@ from mpi4dl.comm import Communicator, world
 from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.streaming.margins import CannotStream, Route
 from mpi4dl.parallel.streaming.norms import Moments
-from mpi4dl.parallel.streaming.rehearsal import CannotStream
-from mpi4dl.parallel.streaming.route import Route
 from mpi4dl.parallel.streaming.stream import Streaming
 from mpi4dl.parallel.streaming.visits import Visits
 from tests.pool.ranks import Ranks

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.parallel.tables import schedules
-from mpi4dl.parallel.tables.checker import check
 from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.schedules import SCHEDULES, Schedule, forward_only, gems, interleaved, table_for
-from mpi4dl.parallel.tables.simulator import Costs, simulate
+from mpi4dl.parallel.tables.simulator import Costs, check, simulate
 from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import can_be_played, read, tables
 

@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from mpi4dl.parallel.tables.checker import TableError, check
 from mpi4dl.parallel.tables.schedules import table_for
-from mpi4dl.parallel.tables.simulator import Costs, Simulation, TimeSpan, simulate
+from mpi4dl.parallel.tables.simulator import Costs, Simulation, TableError, TimeSpan, check, simulate
 from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import tables
 

@@ -11,13 +11,13 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.tensor.cutting import cut_parameters, whole_of
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 
 class Network(nn.Module):
@@ -128,7 +128,7 @@ def train(comm: Communicator, plan: Plan) -> None:
     images = torch.randn(4, 3, *size, generator=generator, dtype=torch.float64)
     labels, plain = torch.arange(4), build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
-    held = Held.whole(build(), plan, comm)
+    held = LocalStages.whole(build(), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=1e-2), F.cross_entropy, comm=comm)
     (mine,) = engine.reads(4, size)
     samples, rows, cols = mine.box

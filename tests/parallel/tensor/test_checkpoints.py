@@ -11,7 +11,7 @@ from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import HEADS, build
 from tests.parallel.tensor.test_training import LENGTH, ONE, STEPS, batches, engine_of, plainly, step
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 SAVED = 2  # of 5 steps
 BEGUN = Plan(((1,), (1,)), tensor=2, microbatches=2)

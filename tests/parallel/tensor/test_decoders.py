@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks, RanksFailed
 
@@ -135,7 +135,7 @@ def train(comm: Communicator, name: str, way: str) -> None:
         losses = train_plainly(expected, batches(), loss_of)
         if way == "tensor":
             plan = TENSOR
-            held = Held.whole(build(name), plan, comm)
+            held = LocalStages.whole(build(name), plan, comm)
             assert held.cutting.parameters
         else:
             plan = TWO_STAGES

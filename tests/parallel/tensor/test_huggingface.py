@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import LLAMA, Styles
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_learnt_alike
+from tests.short_runs import EXACT, assert_learnt_alike
 
 import_torchvision()
 pytest.importorskip("transformers")
@@ -195,7 +195,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
     losses = train_plainly(expected, batches(), loss_of)
     styles = STYLES.get(name)
     if plan.num_stages == 1:
-        held = Held.whole(build(name, balanced), plan, comm, styles=styles)
+        held = LocalStages.whole(build(name, balanced), plan, comm, styles=styles)
     else:
         atoms = Cuttable(build(name)).names
         counts = (first := atoms.index(BLOCKS.get(name, "model.layers.1")), len(atoms) - first)

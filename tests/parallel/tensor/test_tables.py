@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.held import Held
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_learnt_alike
+from tests.short_runs import EXACT, assert_learnt_alike
 
 import_torchvision()
 
@@ -74,7 +74,7 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
     targets = torch.randint(CLASSES, (BATCH,), generator=generator)
     plain = build(name)
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
-    held = Held.whole(build(name), plan, comm)
+    held = LocalStages.whole(build(name), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of, comm=comm)
     for _ in range(STEPS):
         expected.zero_grad()

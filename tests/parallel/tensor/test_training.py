@@ -14,11 +14,11 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
-from mpi4dl.parallel.pipeline.held import Held, split
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, Language, build
 from tests.pool.ranks import Ranks
-from tests.training import EXACT, assert_close
+from tests.short_runs import EXACT, assert_close
 
 STEPS, LENGTH, BATCH = 5, 7, 4
 ONE = Plan(((1,),))
@@ -75,7 +75,7 @@ def read(batch: Tensor, box: Box) -> Tensor:
 def engine_of(comm: Communicator, plan: Plan, kv_heads: int, tied: bool, length: int = LENGTH) -> Engine:
     styles = None if plan.tensor == 1 else FUSED if kv_heads == HEADS else GROUPED
     if plan.num_stages == 1:
-        held = Held.whole(build(kv_heads, tied), plan, comm, styles=styles)
+        held = LocalStages.whole(build(kv_heads, tied), plan, comm, styles=styles)
     else:
         image = (BATCH, length)
         held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
@@ -208,7 +208,7 @@ def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
     torch.manual_seed(5)  # of what is dropped
     loss = loss_of_it(plain(x), targets)
     loss.backward()
-    held = Held.whole(build_it(), plan, comm)
+    held = LocalStages.whole(build_it(), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of_it, comm=comm)
     (mine,) = engine.reads(BATCH, size)
     torch.manual_seed(5)
@@ -236,7 +236,7 @@ def test_our_models_whose_tokens_are_shared(ranks: Ranks, name: str) -> None:
 def refuse(comm: Communicator) -> list[str]:
     """What parts of parameters cannot be trained with."""
     plan, found = PLANS["tensor 2"], []
-    held = Held.whole(build(HEADS), plan, comm, styles=FUSED)
+    held = LocalStages.whole(build(HEADS), plan, comm, styles=FUSED)
     with pytest.raises(Refusal) as caught:
         Engine(held, plan, torch.optim.Adafactor(held.parameters(), lr=0.1), loss_of, comm=comm)
     found.append(str(caught.value))
@@ -251,7 +251,7 @@ def draw_unlike(comm: Communicator) -> str:
     """What is said of ranks that share layers, and would drop other values of what each of them has whole."""
     sizes = {"image_size": 8, "in_channels": 1, "hidden": 24, "num_heads": 4, "num_layers": 1, "dropout": 0.2}
     plan = Plan(((1, 1),), tensor=2)
-    held = Held.whole(models.build("vit", **sizes), plan, comm)
+    held = LocalStages.whole(models.build("vit", **sizes), plan, comm)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
     torch.manual_seed(comm.rank)
     with pytest.raises(Refusal) as caught:

@@ -3,33 +3,18 @@
 Importing a module registers its rules.
 """
 
-import mpi4dl.parallel.spatial.rules.adaptive
 import mpi4dl.parallel.spatial.rules.along_dim
 import mpi4dl.parallel.spatial.rules.attention
-import mpi4dl.parallel.spatial.rules.attributes
-import mpi4dl.parallel.spatial.rules.choosing
 import mpi4dl.parallel.spatial.rules.contraction
 import mpi4dl.parallel.spatial.rules.convolution
-import mpi4dl.parallel.spatial.rules.counting
-import mpi4dl.parallel.spatial.rules.extrema
-import mpi4dl.parallel.spatial.rules.folding
 import mpi4dl.parallel.spatial.rules.hooks
 import mpi4dl.parallel.spatial.rules.indexing
-import mpi4dl.parallel.spatial.rules.joining
 import mpi4dl.parallel.spatial.rules.losses
 import mpi4dl.parallel.spatial.rules.normalization
-import mpi4dl.parallel.spatial.rules.norms
 import mpi4dl.parallel.spatial.rules.padding
 import mpi4dl.parallel.spatial.rules.pointwise
 import mpi4dl.parallel.spatial.rules.pooling
-import mpi4dl.parallel.spatial.rules.prefixes
-import mpi4dl.parallel.spatial.rules.randomness
-import mpi4dl.parallel.spatial.rules.rearranging
 import mpi4dl.parallel.spatial.rules.reductions
 import mpi4dl.parallel.spatial.rules.resampling
-import mpi4dl.parallel.spatial.rules.sampling
-import mpi4dl.parallel.spatial.rules.shuffling
-import mpi4dl.parallel.spatial.rules.triangles
-import mpi4dl.parallel.spatial.rules.unfolding
-import mpi4dl.parallel.spatial.rules.vector_losses
 import mpi4dl.parallel.spatial.rules.views
+import mpi4dl.parallel.spatial.rules.windows

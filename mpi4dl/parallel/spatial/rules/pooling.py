@@ -5,18 +5,22 @@ Large images on CPUs are pooled by `shifts`, all else by PyTorch's kernels.
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, reduce
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpi4dl.comm import exchange
 from mpi4dl.comm.exchange import Exchange
-from mpi4dl.geometry import Interval, Window
-from mpi4dl.parallel.spatial.halo import Reach
-from mpi4dl.parallel.spatial.rules import shifts
+from mpi4dl.geometry import Interval, Window, ceil_div
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import HaloPlan
+from mpi4dl.parallel.spatial.rules.reductions import NOWHERE, first_of, mean, owned_along, take, worst
 from mpi4dl.parallel.spatial.rules.windows import (
     axes_of,
     check_image,
@@ -29,6 +33,137 @@ from mpi4dl.parallel.spatial.rules.windows import (
     slide,
 )
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
+
+# Pooling on CPUs by whole views, shifted against each other, one dim after the other.
+#
+#     image         a b c d e        windows of three, one after the other: PyTorch's own kernels (contiguous images)
+#     shifted by 1  b c d e          all first pixels, all second ones and all third ones, as vectors: here
+#     shifted by 2  c d e            max pooling of 64 x 64 px in 64 channels: 0.4 ms instead of 5.6
+#
+# Of equal pixels the first one of a window, in the order of rows, is its maximum, as in PyTorch: the last dim is pooled
+# first, and each pass keeps its own earliest maximum. What is kept for the backward pass is a byte for each pass, that
+# says which of the window it was.
+
+WORTH = 1 << 15  # pixels looked at from which this is faster
+MOST_TAPS = 127  # what a byte can say
+
+
+def shifts_pay(x: Tensor, shape: Sequence[int], windows: Sequence[Window]) -> bool:
+    """Whether pooling x to this shape is faster here than by PyTorch's kernels."""
+    kernels = [window.kernel for window in windows]
+    return (
+        x.is_cpu
+        and x.dtype in (torch.float32, torch.float64)
+        and math.prod(shape) * math.prod(kernels) >= WORTH
+        and max(kernels) <= MOST_TAPS
+        and x.is_contiguous()
+    )
+
+
+def margins_for_shifts(
+    size: Sequence[int], shape: Sequence[int], windows: Sequence[Window], before: Sequence[int]
+) -> list[int]:
+    """How an image of that size is padded, as `F.pad` takes it, so that as many windows fit exactly as `shape` says.
+
+    `before` it come so many pixels along each dim; behind it what is missing, or is too much.
+    """
+    around = []
+    for length, number, window, front in zip(size, shape, windows, before, strict=True):
+        reached = (number - 1) * window.stride + window.extent
+        around.append((front, reached - front - length))
+    return [side for pair in reversed(around) for side in pair]
+
+
+def maxima_by_shifts(x: Tensor, windows: Sequence[Window]) -> tuple[Tensor, list[Tensor]] | None:
+    """The maxima of windows that fit x exactly, and what `of_maxima` needs; None if one is lowest of all, or NaN."""
+    chosen = []
+    for dim, window in _last_first(x, windows):
+        views = _views(x, dim, window)
+        if window.stride > 1 and dim == x.dim() - 1:
+            views = [view.contiguous() for view in views]  # comparing what lies apart takes thirty times as long
+        x, choice = views[0], torch.zeros((), dtype=torch.int8)
+        for tap, view in enumerate(views[1:], 1):
+            later = torch.gt(view, x, out=torch.empty(view.shape, dtype=view.dtype))
+            x = torch.maximum(x, view)
+            choice = torch.maximum(choice, later.to(torch.int8).mul_(tap))
+        chosen.append(choice)
+    # The first pixel of a window may be padding, and comparisons do not find NaN.
+    return (x.contiguous(), chosen) if float(x.amin()) > float("-inf") else None
+
+
+def gradient_of_maxima(
+    gradient: Tensor, chosen: Sequence[Tensor], size: Sequence[int], windows: Sequence[Window]
+) -> Tensor:
+    """The gradient of an image of that size from that of its `maxima`."""
+    finite = bool(gradient.sum().isfinite())
+    for (dim, window), choice in reversed(list(zip(_last_first(gradient, windows), chosen, strict=True))):
+        spread = _lengthened(gradient, dim, size)
+        for tap, view in enumerate(_views(spread, dim, window)):
+            its = torch.eq(choice, tap, out=torch.empty_like(choice))  # bytes, since booleans take ten times as long
+            if finite:
+                view.addcmul_(gradient, its.to(gradient.dtype))
+            else:
+                view.add_(torch.where(its.bool(), gradient, 0.0))
+        gradient = spread
+    return gradient
+
+
+def means_by_shifts(x: Tensor, windows: Sequence[Window], divisor: int) -> Tensor:
+    """The sums of windows that fit x exactly, over `divisor`."""
+    for dim, window in _last_first(x, windows):
+        first, *others = _views(x, dim, window)
+        x = first + others[0] if others else first
+        for view in others[1:]:
+            x += view
+    return x / divisor
+
+
+def gradient_of_means(gradient: Tensor, size: Sequence[int], windows: Sequence[Window], divisor: int) -> Tensor:
+    """The gradient of an image of that size from that of its `means`."""
+    gradient = gradient / divisor
+    for dim, window in reversed(_last_first(gradient, windows)):
+        spread = _lengthened(gradient, dim, size)
+        for view in _views(spread, dim, window):
+            view += gradient
+        gradient = spread
+    return gradient
+
+
+def with_margins(x: Tensor, around: Sequence[int], fill: float) -> Tensor:
+    return F.pad(x, list(around), value=fill) if any(around) else x
+
+
+def without_margins(gradient: Tensor, around: Sequence[int]) -> Tensor:
+    """The adjoint of `padded`."""
+    return with_margins(gradient, [-side for side in around], 0.0)
+
+
+def size_with_margins(size: Sequence[int], around: Sequence[int]) -> list[int]:
+    """The size of an image of that size once it is `padded`."""
+    sides = zip(size, around[-2::-2], around[-1::-2], strict=True)
+    return [length + before + after for length, before, after in sides]
+
+
+def window_area(windows: Sequence[Window]) -> int:
+    return math.prod(window.kernel for window in windows)
+
+
+def _last_first(x: Tensor, windows: Sequence[Window]) -> list[tuple[int, Window]]:
+    return list(enumerate(windows, x.dim() - len(windows)))[::-1]
+
+
+def _views(x: Tensor, dim: int, window: Window) -> list[Tensor]:
+    """All first pixels of windows along that dim, all second ones and so on."""
+    unfolded = x.unfold(dim, window.extent, window.stride)
+    return [unfolded.select(-1, tap) for tap in range(0, window.extent, window.dilation)]
+
+
+def _lengthened(x: Tensor, dim: int, size: Sequence[int]) -> Tensor:
+    """Zeros of the shape of x, but as long as an image of that size along this dim."""
+    shape = list(x.shape)
+    shape[dim] = size[dim - x.dim()]
+    return x.new_zeros(shape)
+
 
 aten = torch.ops.aten
 Size = int | Sequence[int]
@@ -58,7 +193,7 @@ class _Pooling:
 
     @property
     def area(self) -> int:
-        return shifts.area(self.windows)
+        return window_area(self.windows)
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
@@ -90,13 +225,15 @@ class _Pool(torch.autograd.Function):
         ctx.around = None
         if 0 in shape:
             return x.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=x.device) if maximum else None
-        if not pooling.places and shifts.worth(padded, shape, pooling.windows):
-            around = shifts.fitting(padded.shape[-ctx.count :], shape[-ctx.count :], pooling.windows, pooling.padding)
-            fitting = shifts.padded(padded, around, _lowest(x) if maximum else 0.0)
+        if not pooling.places and shifts_pay(padded, shape, pooling.windows):
+            around = margins_for_shifts(
+                padded.shape[-ctx.count :], shape[-ctx.count :], pooling.windows, pooling.padding
+            )
+            fitting = with_margins(padded, around, _lowest(x) if maximum else 0.0)
             if not maximum:
                 ctx.around = around
-                return shifts.means(fitting, pooling.windows, pooling.area), None
-            found = shifts.maxima(fitting, pooling.windows)
+                return means_by_shifts(fitting, pooling.windows, pooling.area), None
+            found = maxima_by_shifts(fitting, pooling.windows)
             if found is not None:
                 ctx.around = around
                 ctx.save_for_backward(*found[1])
@@ -137,12 +274,12 @@ def _by_shifts(
 ) -> Tensor:
     """The gradient of an image of that size, which was pooled with so much around it."""
     windows = pooling.windows
-    fitting = shifts.with_sides(size, around)
+    fitting = size_with_margins(size, around)
     if pooling.maximum:
-        gradient = shifts.of_maxima(gradient, chosen, fitting, windows)
+        gradient = gradient_of_maxima(gradient, chosen, fitting, windows)
     else:
-        gradient = shifts.of_means(gradient, fitting, windows, pooling.area)
-    return shifts.trimmed(gradient, around)
+        gradient = gradient_of_means(gradient, fitting, windows, pooling.area)
+    return without_margins(gradient, around)
 
 
 def _lowest(x: Tensor) -> float:
@@ -184,7 +321,7 @@ def _windows(
 
 def _pool(
     x: SpatialTensor, windows: tuple[Window, ...], maximum: bool, places: bool = False
-) -> tuple[Tensor, Tensor, Reach]:
+) -> tuple[Tensor, Tensor, HaloPlan]:
     """The pooled part, the `places` of its maxima in the whole image if they are asked for, and what it reached."""
     local = x.local
     key = _pool, windows, maximum, places, local.shape, local.dtype
@@ -204,7 +341,7 @@ def _pool(
     return y, flat_index(found, x.shape[-count:]), reached
 
 
-def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> tuple[Reach, _Pooling]:
+def _plan(x: SpatialTensor, windows: Sequence[Window], maximum: bool, places: bool) -> tuple[HaloPlan, _Pooling]:
     count = len(windows)
     reached, own = slide(x, windows, _lowest(x) if maximum else 0.0)
     local = x.local if reached.exchange is not None else reached.crop(x.local)
@@ -263,7 +400,7 @@ def _avg_pool(
         assert isinstance(row, SpatialTensor)
         x, windows = row, (Window(1, ceil_mode=ceil_mode), *windows)
     y, _, reached = _pool(x, windows, maximum=False)
-    area = shifts.area(windows)
+    area = window_area(windows)
     if divisor_override == 0:
         raise RuntimeError("divisor must be not zero")
     if divisor_override is not None:
@@ -278,7 +415,7 @@ def _avg_pool(
     return pooled.squeeze(-2) if count == 1 else pooled
 
 
-def _counts(reached: Reach, x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool) -> list[list[int]]:
+def _counts(reached: HaloPlan, x: SpatialTensor, windows: Sequence[Window], count_include_pad: bool) -> list[list[int]]:
     """Along each dim, how many pixels of each window count, of those that this rank has; nothing if always all."""
     counts = []
     for size, window, rows in zip(x.shape[-len(windows) :], windows, output_spans(reached, x, windows), strict=True):
@@ -311,3 +448,136 @@ for count in (1, 2, 3):
         ("lp_pool{}d", _lp_pool),
     ):
         register(*named(kind.format(count)))(partial(rule, count))
+
+# Adaptive pooling: means and maxima over bins of pixels, which every rank then has in full. In 1, 2 and 3 dims.
+
+
+def _means(count: int, input: SpatialTensor, output_size: Any) -> Tensor:
+    """Means over bins; the result is small, and every rank has all of its pixels."""
+    input = check_image(input, f"torch.nn.functional.adaptive_avg_pool{count}d", count, True)
+    size = _output_size(input, output_size, count)
+    if set(size) == {1}:
+        return mean(input, tuple(range(-count, 0)), True)
+    return _over_bins(input, _bins(input, size))
+
+
+def _output_size(x: Tensor, asked: Any, count: int) -> tuple[int, ...]:
+    sizes = (asked,) * count if isinstance(asked, int) or asked is None else tuple(asked)
+    return tuple(n if size is None else size for n, size in zip(x.shape[-count:], sizes, strict=True))
+
+
+def _mine(x: SpatialTensor, count: int) -> list[Interval]:
+    """What this rank owns along each of the last dims."""
+    sizes = zip(axes_of(x, count), x.shape[-count:], strict=True)
+    return [Interval(0, pixels) if axis is None else x.layout.owned[axis] for axis, pixels in sizes]
+
+
+def _bins(x: SpatialTensor, size: Sequence[int]) -> list[Tensor]:
+    """For each of the last dims, the weight (bins, owned) of each owned pixel in each bin's mean."""
+    weights = []
+    for pixels, count, mine in zip(x.shape[-len(size) :], size, _mine(x, len(size)), strict=True):
+        weight = torch.zeros(count, pixels, dtype=_wide_dtype(x), device=x.device)
+        for i in range(count):
+            start, stop = _bin(i, pixels, count)
+            weight[i, start:stop] = 1 / (stop - start)
+        weights.append(weight[:, slice(*mine)])
+    return weights
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """What to add up in: not in 16 bits, as PyTorch does not either."""
+    return torch.float32 if x.itemsize < 4 else x.dtype
+
+
+def _axes(x: SpatialTensor, count: int) -> tuple[int, ...]:
+    return tuple(axis for axis in axes_of(x, count) if axis is not None)
+
+
+def _pooled(layout: Layout, axes: Sequence[int]) -> Layout:
+    return layout.with_dims(None if axis in axes else dim for axis, dim in enumerate(layout.dims))
+
+
+def _over_bins(x: SpatialTensor, weights: list[Tensor]) -> Tensor:
+    axes = _axes(x, len(weights))
+    with torch.autocast(x.device.type, enabled=False) if not x.is_meta else nullcontext():
+        y = owned_along(x, axes).to(weights[0].dtype) @ weights[-1].mT
+        for after, weight in enumerate(reversed(weights[:-1]), 1):  # so many dims come after this one
+            rest = y.shape[-after:]
+            y = (weight @ y.reshape(*y.shape[:-after], math.prod(rest))).view(
+                *y.shape[: -after - 1], len(weight), *rest
+            )
+    if any(x.layout.grid.shape[axis] > 1 for axis in axes):
+        y = exchange.all_reduce(y, x.layout.grid.along(axes))
+    return wrap(y.to(x.dtype), _pooled(x.layout, axes))
+
+
+def _maxima(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
+    """Maxima over bins, of equal pixels the first in reading order as in PyTorch; indices are those of the whole."""
+    x = check_image(input, f"torch.nn.functional.adaptive_max_pool{count}d", count, True)
+    size, image = _output_size(x, output_size, count), x.shape[-count:]
+    pool = getattr(F, f"adaptive_max_pool{count}d")
+    pool(torch.empty(x.shape, dtype=x.dtype, device="meta"), size)  # raises what PyTorch raises
+    axes = _axes(x, count)
+    comm, part, mine = x.layout.grid.along(axes), owned_along(x, axes), _mine(x, count)
+    with torch.no_grad():
+        found = []
+        for numbers in product(*map(range, size)):
+            bins = [_bin(*of_axis).intersect(span) for *of_axis, span in zip(numbers, image, size, mine, strict=True)]
+            found.append(_first_in(pool, part, bins, mine, image))
+        shape = (*part.shape[:-count], *size)
+        values, places = (torch.cat(list(each), -1).reshape(shape) for each in zip(*found, strict=True))
+        # The last of what is no number is to come first.
+        places = torch.where(values.isnan(), -1 - places, places)
+        best, first = first_of(values, places, math.prod(image) + 1, comm)
+        first = torch.where(first < 0, -1 - first, first)
+
+    def hand_out(gradient: Tensor) -> Tensor:
+        given = part.new_zeros(part.shape)
+        if any(span.empty for span in mine):
+            return given
+        here = [at - span.start for at, span in zip(places_of(first, image), mine, strict=True)]
+        inside = torch.ones_like(first, dtype=torch.bool)
+        for at, span in zip(here, mine, strict=True):
+            inside &= (at >= 0) & (at < span.length)
+        index = flat_index(here, [span.length for span in mine]).where(inside, 0).flatten(-count)
+        values = gradient.where(inside, 0).flatten(-count)
+        return given.flatten(-count).scatter_add_(-1, index, values).view(given.shape)
+
+    layout = _pooled(x.layout, axes)
+    y = wrap(take(part, best, hand_out, comm), layout)
+    return (y, wrap(first, layout)) if return_indices else y
+
+
+def _bin(number: int, pixels: int, bins: int) -> Interval:
+    """The pixels of one of so many bins, which may overlap."""
+    return Interval(number * pixels // bins, ceil_div((number + 1) * pixels, bins))
+
+
+def _first_in(
+    pool: Any, part: Tensor, bins: Sequence[Interval], mine: Sequence[Interval], image: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The maximum over a box of this rank's part of an image, and its index there: of equal ones the first, but of
+    those that are no numbers the last, as PyTorch has it.
+    """
+    count = len(bins)
+    shape = (*part.shape[:-count], *(1,) * count)
+    if any(span.empty for span in bins):
+        places = part.new_full(shape, NOWHERE, dtype=torch.int64)
+        return part.new_full(shape, worst(part, maximum=True)).flatten(-count), places.flatten(-count)
+    block = part
+    for dim, (span, own) in enumerate(zip(bins, mine, strict=True), -count):
+        block = block.narrow(dim, span.start - own.start, span.length)
+    values, places = pool(block, 1, True)
+    at = [place + span.start for place, span in zip(places_of(places, block.shape[-count:]), bins, strict=True)]
+    return values.flatten(-count), flat_index(at, image).flatten(-count)
+
+
+def _maxima_with_indices(count: int, input: SpatialTensor, output_size: Any, return_indices: bool = False) -> Any:
+    return _maxima(count, input, output_size, True)
+
+
+for count in (1, 2, 3):
+    register(*named(f"adaptive_avg_pool{count}d"))(partial(_means, count))
+    register(getattr(F, f"adaptive_max_pool{count}d"))(partial(_maxima, count))
+    register(getattr(F, f"adaptive_max_pool{count}d_with_indices"))(partial(_maxima_with_indices, count))
+register(torch.adaptive_max_pool1d)(partial(_maxima_with_indices, 1))

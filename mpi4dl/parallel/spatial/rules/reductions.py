@@ -1,16 +1,22 @@
 """Sums, means, variances and the like: over the image they are all-reduced, over other dims they are local."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mpi4dl.comm import collectives
+from mpi4dl.comm import Communicator, communicator, exchange
+from mpi4dl.geometry import Split
 from mpi4dl.parallel.spatial.flattening import between_copies
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, register, wrap
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile
+from mpi4dl.parallel.spatial.rules.pointwise import pointwise
+from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
 
 DimsArgument = int | Sequence[int] | None
 
@@ -63,7 +69,7 @@ def total(
         kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
         wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
         y = add(part, tuple(dims), keepdim=keepdim, dtype=wide)
-        y = collectives.all_reduce(y, x.layout.grid.along(axes)).to(kind)
+        y = exchange.all_reduce(y, x.layout.grid.along(axes)).to(kind)
     return wrap(y, reduced_layout(x.layout, dims, keepdim))
 
 
@@ -178,3 +184,326 @@ for function in named("any"):
     register(function)(_truth(torch.any, "max"))
 for function in named("all"):
     register(function)(_truth(torch.all, "min"))
+
+# Vector norms over any dims, and what is made of them: normalized vectors, cosines, distances.
+#
+# A norm over parts is the norm of the parts' norms, which are gathered: each step is PyTorch's own, derivatives
+# included.
+
+Dims = int | Sequence[int] | None
+
+
+def _of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tensor:
+    """What the parts came to, on all ranks: along each reduced axis one entry for every part that has any pixels.
+
+    `result` is this rank's, with one entry along each of `dims`.
+    """
+    axes, layout = reduced_axes(x.layout, dims), x.layout
+    tiling = layout.tiling
+    for axis in axes:
+        tiling = tiling.replace(axis, Split.at(range(tiling.splits[axis].parts + 1)))
+    every: Tensor = gather_axes(SpatialTensor(result, replace(layout, tiling=tiling)), axes)
+    for axis in axes:
+        split, dim = layout.tiling.splits[axis], layout.dims[axis]
+        used = [part for part in range(split.parts) if not split.owned(part).empty]
+        if len(used) < split.parts:
+            assert dim is not None
+            every = every.index_select(dim, torch.tensor(used, dtype=torch.int64, device=every.device))
+    return every
+
+
+def _own_part(x: SpatialTensor, dims: Sequence[int]) -> Tensor:
+    """This rank's part along these dims; one pixel that counts nowhere, but hangs on the graph, if it has none."""
+    part = owned_along(x, reduced_axes(x.layout, dims))
+    if all(part.shape[dim] for dim in dims):
+        return part
+    if part.is_floating_point():
+        return part.sum(tuple(dims), keepdim=True)
+    return part.new_zeros([1 if dim in dims else n for dim, n in enumerate(part.shape)])
+
+
+def norm_over(x: Tensor, order: float, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    """(sum of |x|^p)^(1/p) over these dims, with PyTorch's derivatives where x is zero and where maxima are equal."""
+    dims = normalize_dims(x, dim)
+    if not isinstance(x, SpatialTensor):
+        return torch.linalg.vector_norm(x, order, dims, keepdim, dtype=dtype)
+    if not any(x.layout.cut(d) for d in dims):
+        y = torch.linalg.vector_norm(x.local, order, dims, keepdim, dtype=dtype)
+        return wrap(y, reduced_layout(x.layout, dims, keepdim))
+    if x.layout.flat:
+        return norm_over(gather_axes(x, ()), order, dim, keepdim, dtype)
+    if order in (torch.inf, -torch.inf):
+        values = x.abs() if dtype is None else x.abs().to(dtype)
+        return values.amax(dims, keepdim) if order > 0 else values.amin(dims, keepdim)
+    x = in_plain_dtype(x, torch.linalg.vector_norm)
+    result = dtype or x.dtype
+    wider = torch.float32 if result in (torch.float16, torch.bfloat16) else result
+    own = torch.linalg.vector_norm(_own_part(x, dims), order, dims, True, dtype=wider)
+    every = _of_all_parts(x, dims, own)
+    return norm_over(every, order or 1, dims, keepdim).to(result)  # of order 0 are counts, which add up
+
+
+@register(torch.linalg.vector_norm)
+def vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return norm_over(x, ord, dim, keepdim, dtype)
+
+
+@register(torch.norm, Tensor.norm)
+def norm(
+    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+) -> Tensor:
+    if p == "nuc" or out is not None:
+        raise refusal("torch.norm", f"{p=}" if p == "nuc" else "it was given out=")
+    return norm_over(input, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype)
+
+
+@register(torch.linalg.norm)
+def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    dims = normalize_dims(A, dim)
+    matrix = ord is not None and len(dims) == 2 and not isinstance(dim, int)
+    if isinstance(ord, str) and ord != "fro":
+        raise refusal("torch.linalg.norm", f"ord={ord!r}")
+    if matrix and ord != "fro":
+        raise refusal("torch.linalg.norm", "it is the norm of a matrix")
+    return norm_over(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype)
+
+
+@register(F.normalize, flat=True)
+def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
+    if out is not None:
+        raise refusal("torch.nn.functional.normalize", "it was given out=")
+    return input / norm_over(input, p, dim, True).clamp_min(eps)
+
+
+@register(*named("cosine_similarity"))
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """The lengths count as at least eps, which their derivatives do not see."""
+
+    ndim = max(x1.dim(), x2.dim())
+    dim = place_of(dim, ndim)
+    x1, x2 = (x.reshape([1] * (ndim - x.dim()) + list(x.shape)) if x.dim() < ndim else x for x in (x1, x2))
+    count = max(x1.shape[dim], x2.shape[dim])
+
+    def direction(x: Tensor) -> Tensor:
+        length = norm_over(x, 2, dim, True)
+        if x.shape[dim] != count:  # it broadcasts before its length is taken
+            length = length * count**0.5
+        return x / (length + (length.detach().clamp_min(eps) - length.detach()))
+
+    return (direction(x1) * direction(x2)).sum(dim)
+
+
+@register(*named("pairwise_distance"))
+def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    return norm_over(x1 - x2 + eps, p, -1, keepdim)
+
+
+@register(*named("dist"))
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return norm_over(input - other, p, None)
+
+
+# Maxima and minima over the image and where they are, by comparing alone: values are exact, also of equals and NaN.
+#
+# Of equals, the first in reading order is the one that has a place; where PyTorch shares a gradient among them, it is
+# shared among those of all ranks. Which pixels are taken is settled without gradients; from then on, taking them is a
+# linear map, whose adjoint hands the gradient of all ranks' copies to them.
+
+NOWHERE = torch.iinfo(torch.int64).max
+LOWER = 1 << 31  # places from -LOWER to LOWER - 1 go into half an integer
+
+
+def worst(x: Tensor, maximum: bool) -> Any:
+    """What every value of x is at least as good as."""
+    if x.is_floating_point():
+        return float("-inf") if maximum else float("inf")
+    if x.dtype == torch.bool:
+        return not maximum
+    return torch.iinfo(x.dtype).min if maximum else torch.iinfo(x.dtype).max
+
+
+def first_of(
+    values: Tensor, places: Tensor, num_places: int, comm: Communicator, maximum: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The best of all ranks' candidates, and the first place that has it. A rank without candidates is NOWHERE.
+
+    `num_places` is more than the magnitude of any place. One reduction finds both, of numbers of up to 32 bits: what
+    orders the values in the upper half of an integer, and in the lower half what orders the places.
+    """
+    op = "max" if maximum else "min"
+    if values.itemsize > 4 or num_places >= LOWER:
+        best = comm.all_reduce(values.clone(memory_format=torch.contiguous_format), op)
+        equal = (values == best) | (values.isnan() & best.isnan())
+        return best, comm.all_reduce(torch.where(equal, places, NOWHERE), "min")
+    # 0.0 added makes -0.0 the same number as 0.0, of which the first counts.
+    keys = communicator.order_keys_of(values.float() + 0.0, op) if values.is_floating_point() else values.int()
+    upper = (keys if maximum else ~keys).long()
+    packed = comm.all_reduce((upper << 32) | (LOWER - 1 - places.clamp(max=LOWER - 1)), "max")
+    found = (packed >> 32).int()
+    found = found if maximum else ~found
+    best = communicator.values_of_order_keys(found, torch.float32) if values.is_floating_point() else found
+    return best.to(values.dtype), LOWER - 1 - (packed & 0xFFFFFFFF)
+
+
+def take(part: Tensor, chosen: Tensor, hand_out: Callable[..., Tensor], comm: Communicator, *also: Tensor) -> Tensor:
+    """`chosen`, which was taken from all ranks' parts; `hand_out` gives its whole gradient to this rank's part.
+
+    It is called with the sum over all ranks of the gradient, and of what is there `also`, of the same shape.
+    """
+
+    def adjoint(gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        sums = comm.all_reduce(torch.stack([gradient.to(wide), *(each.to(wide) for each in also)]))
+        return hand_out(sums[0].to(gradient.dtype), *sums[1:])
+
+    return exchange.linear(part, lambda _: chosen, adjoint)
+
+
+def _squeezed(y: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    return y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in dims])
+
+
+def extremum(x: SpatialTensor, dims: tuple[int, ...], keepdim: bool, maximum: bool, overall: bool = False) -> Tensor:
+    """The best over these dims. Its gradient is shared evenly among equals: those that are not numbers give each other
+    no share, as in `amax`, unless it is the best of a whole tensor, as in `max`.
+    """
+    axes = reduced_axes(x.layout, dims)
+    comm, part = x.layout.grid.along(axes), owned_along(x, axes)
+    with torch.no_grad():
+        if any(part.shape[d] == 0 for d in dims):
+            best = part.new_full([1 if d in dims else n for d, n in enumerate(part.shape)], worst(part, maximum))
+        else:
+            best = (torch.amax if maximum else torch.amin)(part, dims, keepdim=True)
+        best = comm.all_reduce(best.clone(memory_format=torch.contiguous_format), "max" if maximum else "min")
+    if not part.requires_grad:
+        return wrap(_squeezed(best, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
+    with torch.no_grad():
+        equal = part == best
+        if overall:
+            equal = torch.where(best.isnan(), part.isnan(), equal)
+
+    def hand_out(gradient: Tensor, count: Tensor) -> Tensor:
+        # In this order 0 / 0 makes the gradient of what is not a number one of what is not a number.
+        wide = gradient.to(count.dtype)  # in 16 bits many equals would be too many to count
+        shares = torch.where(equal, wide / count, 0) if overall else wide * equal / count
+        return shares.to(gradient.dtype)
+
+    y = take(part, best, hand_out, comm, equal.sum(dims, keepdim=True))
+    return wrap(_squeezed(y, dims, keepdim), reduced_layout(x.layout, dims, keepdim))
+
+
+def first_along(x: SpatialTensor, dim: int, keepdim: bool, maximum: bool) -> tuple[Tensor, Tensor]:
+    """The best along one dim and its index, of equals the first; the gradient goes to that one."""
+    axes = reduced_axes(x.layout, [dim])
+    comm, part = x.layout.grid.along(axes), owned_along(x, axes)
+    start, length = (x.layout.owned[axes[0]].start if axes else 0), part.shape[dim]
+    with torch.no_grad():
+        if length:
+            values, places = (torch.max if maximum else torch.min)(part, dim, keepdim=True)
+        else:
+            shape = [1 if d == dim else n for d, n in enumerate(part.shape)]
+            values, places = part.new_full(shape, worst(part, maximum)), part.new_full(shape, 0, dtype=torch.int64)
+        best, first = first_of(values, places + start if length else places + NOWHERE, x.shape[dim], comm, maximum)
+
+    def hand_out(gradient: Tensor) -> Tensor:
+        mine = (first >= start) & (first < start + length)
+        given = part.new_zeros(part.shape)
+        return given.scatter_(dim, (first - start).where(mine, 0), gradient.where(mine, 0)) if length else given
+
+    layout = reduced_layout(x.layout, [dim], keepdim)
+    y = take(part, best, hand_out, comm)
+    return wrap(_squeezed(y, [dim], keepdim), layout), wrap(_squeezed(first, [dim], keepdim), layout)
+
+
+def _first_of_all(x: SpatialTensor, maximum: bool) -> Tensor:
+    """The index of the best pixel in the flattened whole; of equals the first."""
+    part, comm = owned_along(x, x.layout.grid.axes), x.layout.grid.along(reduced_axes(x.layout, range(x.dim())))
+    with torch.no_grad():
+        value, place = part.new_full((), worst(part, maximum)), torch.tensor(NOWHERE, device=part.device)
+        if part.numel():
+            found = part.argmax() if maximum else part.argmin()
+            value, place = part.flatten()[found], torch.zeros_like(found)
+            for dim, index in enumerate(torch.unravel_index(found, part.shape)):
+                axis = x.layout.axis(dim)
+                place = place * x.shape[dim] + index + (0 if axis is None else x.layout.owned[axis].start)
+        return first_of(value, place, x.numel(), comm, maximum)[1]
+
+
+def _over_dims(function: Any, maximum: bool) -> Callable[..., Any]:
+    def rule(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False) -> Tensor:
+        check_reduction(function, input, () if dim is None else dim, keepdim)
+        return extremum(input, normalize_dims(input, dim), keepdim, maximum)
+
+    return rule
+
+
+def _of_all_along_or_of_two(function: Any, maximum: bool) -> Callable[..., Any]:
+    kind = torch.return_types.max if maximum else torch.return_types.min
+
+    def rule(input: Tensor, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        if isinstance(dim, Tensor) or other is not None:
+            return pointwise(function)(input, dim if other is None else other)
+        assert isinstance(input, SpatialTensor)
+        if dim is None:
+            check_reduction(function, input)
+            return extremum(input, normalize_dims(input, None), False, maximum, overall=True)
+        check_reduction(function, input, dim, keepdim)
+        return kind(first_along(input, dim % input.dim(), keepdim, maximum))
+
+    return rule
+
+
+def _place(function: Any, maximum: bool) -> Callable[..., Any]:
+    def rule(input: SpatialTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        check_reduction(function, input, dim, keepdim)
+        if dim is not None:
+            with torch.no_grad():
+                return first_along(input, dim % input.dim(), keepdim, maximum)[1]
+        place = _first_of_all(input, maximum)
+        return place.view([1] * input.dim()) if keepdim else place
+
+    return rule
+
+
+for maximum, name in ((True, "max"), (False, "min")):
+    for function in named(f"a{name}"):
+        register(function)(_over_dims(function, maximum))
+    for function in named(name):
+        register(function)(_of_all_along_or_of_two(function, maximum))
+    for function in named(f"arg{name}"):
+        register(function)(_place(function, maximum))
+
+
+@register(*named("aminmax"))
+def aminmax(input: SpatialTensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    check_reduction(torch.aminmax, input, dim=dim, keepdim=keepdim)
+    both = partial(extremum, input, normalize_dims(input, dim), keepdim)
+    return torch.return_types.aminmax((both(False), both(True)))
+
+
+# Counts of values, such as the loads of experts: each rank counts its own pixels, and counts are added up.
+
+
+@register(*named("histc"), flat=True)
+def histc(input: SpatialTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    if min == max and input.numel():  # between the extrema of all ranks
+        min, max = (float(gather(end) if isinstance(end, SpatialTensor) else end) for end in torch.aminmax(input))
+
+    def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.histc(part, bins, min, max)
+
+    return total(input, range(input.dim()), False, add=count)
+
+
+@register(*named("bincount"), flat=True)
+def bincount(input: SpatialTensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if input.dim() != 1 or weights is not None or not input.numel():
+        weights = gather(weights) if isinstance(weights, SpatialTensor) else weights
+        return torch.bincount(gather(input), weights, minlength)
+    largest = input.max()
+    length = max(minlength, 1 + int(gather(largest) if isinstance(largest, SpatialTensor) else largest))
+
+    def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.bincount(part, minlength=length)
+
+    return total(input, (0,), False, add=count)

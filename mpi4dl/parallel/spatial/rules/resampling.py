@@ -1,22 +1,274 @@
 """Interpolation to another size: each output row is a weighted sum of a few input rows."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from itertools import count
-from math import floor
-from typing import Any, NamedTuple
+from math import floor, prod
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import Like
-from mpi4dl.geometry import Interval, ceil_div
-from mpi4dl.parallel.spatial.halo import reach
-from mpi4dl.parallel.spatial.interpolation import Kernel, Resampling
-from mpi4dl.parallel.spatial.rules.weighing import Weighing, channels_last, sums_of, transposed, weigh
+from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import gather, gather_axes, reach
+from mpi4dl.parallel.spatial.halo import part as part_of
 from mpi4dl.parallel.spatial.rules.windows import axes_of, check_image, each, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
+
+# Weighted sums of the rows and of the columns of this rank's part of an image, and their adjoint, which is such sums.
+#
+#     rows        0     1     2     3           a sum has a row as its first tap, another one as its second, and so on:
+#                  \   / \   / \   /            all first taps are picked and weighted at once, then all second ones
+#     sums          0     1     2               backward: the gradient of a row sums those of the sums that it is in
+#
+# Nothing is saved for backward but which rows, with which weights.
+
+CACHED_BYTES = 1 << 20  # so large are images that stay in the cache of a core from one tap to the next
+
+
+class Tap(NamedTuple):
+    """One of the rows of each sum that has so many.
+
+    `having`: which sums those are, None for all. `rows`: that row of each. `weight` (sums,), None for weights of 1.
+    """
+
+    having: Tensor | None
+    rows: Tensor
+    weight: Tensor | None
+
+
+class Sums(NamedTuple):
+    """So many sums, and the taps that they are made of."""
+
+    length: int
+    taps: Sequence[Tap]
+
+
+class Weighing(NamedTuple):
+    """The sums of rows, and those of gradients of sums that are the gradients of the rows."""
+
+    forward: Sums
+    backward: Sums
+
+
+def sums_of(taps: Sequence[Sequence[tuple[int, float]]], weighted: bool, like: Tensor) -> Sums:
+    """The sums whose taps are these rows with their weights, in the dtype and on the device of `like`."""
+    found = []
+    for number in range(max(map(len, taps), default=0)):
+        having = [i for i, of_sum in enumerate(taps) if number < len(of_sum)]
+        rows = torch.tensor([taps[i][number][0] for i in having], dtype=torch.int64, device=like.device)
+        weight = torch.tensor([taps[i][number][1] for i in having], dtype=like.dtype, device=like.device)
+        some = torch.tensor(having, device=like.device) if len(having) < len(taps) else None
+        found.append(Tap(some, rows, weight if weighted else None))
+    return Sums(len(taps), found)
+
+
+def transposed(taps: Sequence[Sequence[tuple[int, float]]], num_rows: int) -> list[list[tuple[int, float]]]:
+    """For each row the sums that it is in, with its weights."""
+    found: list[list[tuple[int, float]]] = [[] for _ in range(num_rows)]
+    for number, of_sum in enumerate(taps):
+        for row, weight in of_sum:
+            found[row].append((number, weight))
+    return found
+
+
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of a pixel of x (N, C, H, W) lie side by side, and not only since there is but a pixel."""
+    return x.stride(1) == 1 and x.shape[1] > 1 and x.shape[2] * x.shape[3] > 1
+
+
+def weigh(x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
+    """The sums of rows, and of columns, of x (N, C, H, W), in its memory format; None leaves them as they are."""
+    y: Tensor = _Weigh.apply(x, rows, cols)
+    return y
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Weighing | None, cols: Weighing | None) -> Tensor:
+        ctx.last, ctx.weighings = channels_last(x), (rows, cols)
+        return _weighted_sum(x, ctx.last, [None if each is None else each.forward for each in ctx.weighings])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return (
+            _weighted_sum(gradient, ctx.last, [None if each is None else each.backward for each in ctx.weighings]),
+            None,
+            None,
+        )
+
+
+def _weighted_sum(x: Tensor, last: bool, both: Sequence[Sums | None]) -> Tensor:
+    """Sums of rows and of columns, not added up in 16 bits."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if last:
+        return _sum_both(x.permute(0, 2, 3, 1).to(wide), (1, 2), both).permute(0, 3, 1, 2).to(x.dtype)
+    if not x.is_cpu or all(sums is None or len(sums.taps) < 2 for sums in both):
+        return _sum_both(x.to(wide), (2, 3), both).to(x.dtype)
+    sizes = [n if sums is None else sums.length for n, sums in zip(x.shape[-2:], both, strict=True)]
+    images = x.reshape(prod(x.shape[:2]), 1, *x.shape[2:])
+    result = x.new_empty(len(images), 1, *sizes)
+    once = max(1, CACHED_BYTES // max(1, images[:1].nbytes, result[:1].nbytes))
+    for some, into in zip(images.split(once), result.split(once), strict=True):
+        into.copy_(_sum_both(some.to(wide), (2, 3), both))
+    return result.view(*x.shape[:2], *sizes)
+
+
+def _sum_both(x: Tensor, dims: tuple[int, int], both: Sequence[Sums | None]) -> Tensor:
+    """Sums along two dims, first along that which gets smaller."""
+    along = [(dim, sums) for dim, sums in zip(dims, both, strict=True) if sums is not None]
+    for dim, sums in sorted(along, key=lambda each: each[1].length / max(1, x.shape[each[0]])):
+        x = _sum_along(x, dim, sums)
+    return x
+
+
+def _sum_along(x: Tensor, dim: int, sums: Sums) -> Tensor:
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    # The dims in which PyTorch picks rows fastest, and without one of size 1, which would make it slow.
+    inner = [prod(after)] if after else []
+    flat = x.reshape(prod(before), x.shape[dim], *inner)
+    y: Tensor | None = None
+    for having, rows, weight in sums.taps:
+        picked, weight = flat.index_select(1, rows), weight.unsqueeze(1) if inner and weight is not None else weight
+        if having is not None:
+            y = flat.new_zeros(prod(before), sums.length, *inner) if y is None else y
+            y.index_add_(1, having, picked if weight is None else picked.mul_(weight))
+        elif y is None:
+            y = picked if weight is None else picked.mul_(weight)
+        else:
+            y = y.add_(picked) if weight is None else y.addcmul_(picked, weight)
+    y = flat.new_zeros(prod(before), sums.length, *inner) if y is None else y
+    return y.view(*before, sums.length, *after)
+
+
+# Which rows of an image an interpolated row is made of, and how they are weighted: plain numbers, no torch.
+
+LONGEST_PERIOD = 16
+EXACT_IN_FLOAT32 = 1 << 24
+
+Kernel = Literal["quick", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """Interpolation to another size: an output row is a weighted sum of a few neighbouring input rows.
+
+    `scale` is input rows per output row, as PyTorch computes it: size / output, or (size - 1) / (output - 1) where
+    the corners are aligned, or the reciprocal of a scale factor that the caller gave. `kernel` is that of PyTorch's
+    which finds the nearest rows: "quick", which copies and doubles rows where that makes the output's size, whatever
+    the scale, and otherwise multiplies in float32; or the general one, which multiplies in float32 or in float64. On
+    it depends which of the needed rows are taken, but nothing that ranks must agree on: a part of a pixel or of none
+    does not tell in which format the whole is.
+    """
+
+    size: int
+    output: int
+    mode: Literal["nearest", "nearest-exact", "linear", "cubic", "area"]
+    align_corners: bool = False
+    scale: float = 0.0
+    antialias: bool = False
+    kernel: Kernel = "quick"
+
+    def output_size(self, size: int) -> int:
+        return self.output
+
+    def output_cut(self, cut: int) -> int:
+        return ceil_div(cut * self.output, self.size)
+
+    @property
+    def identity(self) -> bool:
+        """Whether every row stays as it is: to their own size, most operators copy images, whatever the scale."""
+        if self.size != self.output:
+            return False
+        copied = self.antialias or self.mode in ("linear", "area")
+        return copied or self.scale == 1 or (self.align_corners and self.size == 1)
+
+    @property
+    def _times(self) -> int:
+        """How often the nearest row is every row, where the kernel asks for no scale; otherwise 0."""
+        quick = self.mode == "nearest" and self.kernel == "quick" and self.output in (self.size, 2 * self.size)
+        return self.output // self.size if quick else 0
+
+    @property
+    def backward(self) -> "Resampling":
+        """What PyTorch's backward takes for it: the nearest rows that the quick kernel would have found."""
+        return replace(self, kernel="quick")
+
+    @cached_property
+    def period(self) -> tuple[int, int] | None:
+        """After so many input rows and so many output rows all weights repeat; None if that takes many rows.
+
+        What begins at a multiple of the first is resampled as the whole is, but for the rows that its edge changes.
+        Only of modes that have PyTorch's own operators to gain by it.
+        """
+        if self.align_corners or self.antialias or self.mode in ("cubic", "area"):
+            return None
+        ratio = Fraction(self.scale).limit_denominator(LONGEST_PERIOD)
+        if not 0 < ratio.numerator <= LONGEST_PERIOD or float(ratio) != self.scale:
+            return None
+        if self.mode != "linear":
+            # Products that are rounded are rounded differently in a part.
+            rounded = ratio.denominator.bit_count() > 1 or 2 * self.output * ratio.numerator > EXACT_IN_FLOAT32
+            shortcut = self.output in (self.size, 2 * self.size) and self.output * self.scale != self.size
+            if rounded or shortcut:
+                return None
+        return ratio.as_integer_ratio()
+
+    def taps(self, row: int) -> list[tuple[int, float]]:
+        """The input rows that an output row reads, each with its weight; at the image's edge a row may repeat."""
+        last = self.size - 1
+        if self.antialias and not self.identity:
+            return self._filtered(row)
+        if self.mode == "area":
+            rows = range(row * self.size // self.output, ceil_div((row + 1) * self.size, self.output))
+            return [(source, 1 / len(rows)) for source in rows]
+        if self.identity:
+            return [(row, 1.0)]
+        if self.mode.startswith("nearest"):
+            centre = row if self.mode == "nearest" else row + 0.5
+            wide = self.kernel == "float64"
+            place = centre * self.scale if wide else np.float32(centre) * np.float32(self.scale)
+            return [(row // self._times if self._times else min(floor(np.float32(place)), last), 1.0)]
+        position = row * self.scale if self.align_corners else (row + 0.5) * self.scale - 0.5
+        if self.mode == "linear":
+            position = max(position, 0.0)
+            first = min(floor(position), last)
+            weight = position - first
+            return [(first, 1.0 - weight), (min(first + 1, last), weight)]
+        first = floor(position)
+        return [(min(max(first + k, 0), last), _cubic(abs(position - first - k), -0.75)) for k in range(-1, 3)]
+
+    def _filtered(self, row: int) -> list[tuple[int, float]]:
+        """All rows under a filter that is as much wider as the image gets smaller, as Pillow has it."""
+        width, centre = max(self.scale, 1.0), self.scale * (row + 0.5)
+        reach = (1 if self.mode == "linear" else 2) * width
+        rows = range(max(int(centre - reach + 0.5), 0), min(int(centre + reach + 0.5), self.size))
+        distances = [abs(source - centre + 0.5) / width for source in rows]
+        weights = [max(1 - x, 0.0) if self.mode == "linear" else _cubic(x, -0.5) for x in distances]
+        total = sum(weights)
+        return [(source, weight / total) for source, weight in zip(rows, weights, strict=True)]
+
+    def needs(self, output: Interval, size: int) -> Interval:
+        kernels = get_args(Kernel) if self.mode.startswith("nearest") else (self.kernel,)
+        mappings = [replace(self, kernel=kernel) for kernel in kernels]
+        rows = [row for each in mappings for end in (output.start, output.stop - 1) for row, _ in each.taps(end)]
+        start = min(rows)
+        return Interval(start - start % self.period[0] if self.period else start, max(rows) + 1)
+
+
+def _cubic(x: float, a: float) -> float:
+    """Keys' cubic convolution kernel (IEEE TASSP 1981) at a distance x."""
+    if x <= 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a if x < 2 else 0.0
+
 
 aten = torch.ops.aten
 # The modes for sequences, images and volumes, and what each is along one axis.
@@ -199,3 +451,83 @@ def _weighing(part: Resampled, dtype: torch.dtype, device: torch.device) -> Weig
 
     forward = sums_of(taps(mapping), weighted, like)
     return Weighing(forward, sums_of(transposed(taps(mapping.backward), part.held.length), weighted, like))
+
+
+# Sampling an image at any places: each rank has the image whole for that, and samples at the places of its part.
+
+
+@register(F.grid_sample)
+def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """(N, C, H, W) at places (N, H', W', 2), or (N, C, D, H, W) at places (N, D', H', W', 3).
+
+    Cut as the places are, or evenly where those are plain.
+    """
+    count = grid.dim() - 2
+    if input.dim() != grid.dim() or count not in (2, 3) or input.shape[0] != grid.shape[0] or grid.shape[-1] != count:
+        raise refusal("torch.nn.functional.grid_sample", f"shapes {tuple(input.shape)} and {tuple(grid.shape)}")
+    image: Tensor = input
+    if isinstance(image, SpatialTensor):
+        image = gather_axes(image, [axis for axis, dim in enumerate(image.layout.dims) if dim not in (None, 0)])
+    if isinstance(grid, SpatialTensor) and (axis := grid.layout.axis(grid.dim() - 1)) is not None:
+        grid = gather_axes(grid, [axis])
+    if isinstance(grid, SpatialTensor):
+        layout = grid.layout.narrow
+    else:
+        assert isinstance(input, SpatialTensor)
+        ranks = input.layout.grid
+        dims = (None, *(dim - 1 for dim in range(input.dim() - len(ranks.space), input.dim())))
+        sizes = [1 if dim is None else grid.shape[dim] for dim in dims]
+        tiling = Tiling.even(ranks.shape, sizes).replace(BATCH, input.layout.tiling.splits[BATCH].narrow())
+        layout = Layout(ranks, tiling, dims)
+    if isinstance(image, SpatialTensor) and layout.dims[BATCH] is None:
+        tiling = layout.tiling.replace(BATCH, image.layout.tiling.splits[BATCH].narrow())
+        layout = replace(layout, tiling=tiling, dims=(0, *layout.dims[1:]))
+    places = part_of(grid, layout)
+    whole = replace(layout, dims=(layout.dims[BATCH], *(None for _ in layout.dims[1:])))
+    y = F.grid_sample(part_of(image, whole), places, *args, **kwargs)
+    return wrap(y, replace(layout, dims=tuple(None if dim is None else dim + (dim > 0) for dim in layout.dims)))
+
+
+@register(F.affine_grid)
+def affine_grid(theta: SpatialTensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+    """The places of maps whose batch is cut."""
+    if any(dim not in (None, 0) for dim in theta.layout.dims):
+        raise refusal("torch.nn.functional.affine_grid", "its maps are spread over ranks by more than the batch")
+    y = F.affine_grid(theta.local, [theta.local.shape[0], *size[1:]], align_corners)
+    return wrap(y, theta.layout)
+
+
+# Pixel shuffle and its inverse: channels become blocks of pixels, blocks of pixels become channels.
+
+
+@register(F.pixel_shuffle, torch.pixel_shuffle)
+def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
+    x, r = check_image(input, "torch.nn.functional.pixel_shuffle"), upscale_factor
+    if 0 in x.shape[-2:]:
+        return F.pixel_shuffle(gather(x), r)
+    window = TransposedWindow(r, r)
+    axes = axes_of(x, 2)
+    reached = reach(x, {axis: window for axis in axes if axis is not None})
+    local = reached.fetch(x.local)
+    *n, c, h, w = local.shape
+    blocks = local.reshape(*n, c // r**2, r, r, h, w).movedim((-4, -3), (-3, -1))  # (N, C, H, r, W, r)
+    y = blocks.reshape(*n, c // r**2, h * r, w * r)  # PyTorch's own fails where a tile has no pixels
+    for axis, dim in zip(axes, (-2, -1), strict=True):
+        if axis is not None:
+            wanted = reached.output.held[axis]
+            y = y.narrow(dim, wanted.start - reached.needed[axis].start * r if wanted.length else 0, wanted.length)
+    return wrap(y, reached.output)
+
+
+@register(F.pixel_unshuffle, torch.pixel_unshuffle)
+def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
+    x, r = check_image(input, "torch.nn.functional.pixel_unshuffle"), downscale_factor
+    if x.shape[-2] % r or x.shape[-1] % r:
+        raise ValueError(f"height and width {tuple(x.shape[-2:])} must be divisible by `downscale_factor` (={r})")
+    if 0 in x.shape[-2:]:
+        return F.pixel_unshuffle(gather(x), r)
+    reached = reach(x, {axis: Window(r, r) for axis in axes_of(x, 2) if axis is not None})
+    local = reached.fetch(x.local)
+    *n, c, h, w = local.shape
+    blocks = local.reshape(*n, c, h // r, r, w // r, r).movedim((-3, -1), (-4, -3))  # (N, C, r, r, H, W)
+    return wrap(blocks.reshape(*n, c * r**2, h // r, w // r), reached.output)

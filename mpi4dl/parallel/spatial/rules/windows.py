@@ -5,16 +5,20 @@ Windows slide along the last dims of a tensor: one of sequences, two of images, 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mpi4dl.comm import exchange
 from mpi4dl.comm.exchange import Dims
-from mpi4dl.geometry import BATCH, AxisMap, Interval
-from mpi4dl.parallel.spatial.halo import Reach, reach
+from mpi4dl.geometry import BATCH, AxisMap, Interval, Split, TransposedWindow, Window, plan_axis
+from mpi4dl.parallel.spatial.grid import Layout
+from mpi4dl.parallel.spatial.halo import HaloPlan, reach, without_flat_dims
 from mpi4dl.parallel.spatial.sums import shared
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, owned, place_of, refusal, register, same_memory, wrap
 
 
 def each(value: Any, count: int) -> tuple[Any, ...]:
@@ -61,7 +65,7 @@ def _axes_of(dims: Dims, ndim: int, count: int) -> tuple[int | None, ...]:
     return tuple(dims.index(dim) if dim in dims else None for dim in range(ndim - count, ndim))
 
 
-def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[Reach, tuple[bool, ...]]:
+def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[HaloPlan, tuple[bool, ...]]:
     """What windows that slide along the last dims reach, and whether each is left to the operator itself.
 
     An axis that is not cut is: there the operator adds its own padding, and nothing is copied.
@@ -73,7 +77,7 @@ def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tu
     return reach(x, maps, fill, uncut), own
 
 
-def output_spans(reached: Reach, x: SpatialTensor, windows: Sequence[AxisMap]) -> list[Interval]:
+def output_spans(reached: HaloPlan, x: SpatialTensor, windows: Sequence[AxisMap]) -> list[Interval]:
     """Which rows along each of its last dims this rank's part of the output of an operator with these windows holds."""
     held, axes = reached.output.held, axes_of(x, len(windows))
     return [
@@ -83,7 +87,7 @@ def output_spans(reached: Reach, x: SpatialTensor, windows: Sequence[AxisMap]) -
 
 
 def output_shape(
-    reached: Reach, x: SpatialTensor, local: Tensor, windows: Sequence[AxisMap], channels: int | None = None
+    reached: HaloPlan, x: SpatialTensor, local: Tensor, windows: Sequence[AxisMap], channels: int | None = None
 ) -> list[int]:
     """The shape of the local output of an operator with these windows over `local`, the part of x."""
     count = len(windows)
@@ -130,3 +134,117 @@ def in_plain_dtype(x: SpatialTensor, probe: Callable[[Tensor], Tensor], count: i
         return x
     dtype = probe(torch.ones(1, 1, *(2,) * count, dtype=x.dtype, device=x.device)).dtype
     return x if dtype == x.dtype else SpatialTensor(x.local.to(dtype), x.layout)
+
+
+# Columns folded into an image, where each adds its window: the adjoint of unfolding.
+#
+#     columns    rank 0: a b c     rank 1: d e f       each rank adds up its own windows, in a patch
+#     patches    [ a  b  c ]                           that reaches over the border of what it owns;
+#                     [ d  e  f ]                      what lies there is sent to its owner, who adds it:
+#     image      [ . . . . | . . . . ]                 the adjoint of a halo exchange
+#
+# What is sent are pixels of the image, and not columns, which are a kernel's size as many.
+
+FixedSize = int | tuple[int, ...]
+
+
+@register(F.fold, flat=True)
+def fold(
+    input: SpatialTensor,
+    output_size: FixedSize,
+    kernel_size: FixedSize,
+    dilation: FixedSize = 1,
+    padding: FixedSize = 0,
+    stride: FixedSize = 1,
+) -> Tensor:
+    """The sums of all windows, (N, C * kernel, L) -> (N, C, H, W), cut where the windows of each rank are."""
+    arguments = output_size, kernel_size, dilation, padding, stride
+    F.fold(torch.empty(input.shape, dtype=input.dtype, device="meta"), *arguments)  # raises what PyTorch does
+    if input.dim() == 2:
+        return F.fold(input.unsqueeze(0), *arguments).squeeze(0)
+    size = each(output_size, 2)
+    numbers = list(zip(*(each(n, 2) for n in (kernel_size, stride, padding, dilation)), strict=True))
+    counts = [Window(k, s, p, p, d).output_size(n) for n, (k, s, p, d) in zip(size, numbers, strict=True)]
+    columns = without_flat_dims(input.unflatten(2, counts))  # (N, C * kernel, H', W')
+    if not isinstance(columns, SpatialTensor):
+        return F.fold(columns.flatten(2), *arguments)
+    x = check_image(columns, "torch.nn.functional.fold")
+    grid, source = x.layout.grid, x.layout.tiling.narrow
+    image = patches = source
+    # Of this rank's patch. It holds what of its windows lies in the padding, too, where the exchange leaves it.
+    lengths, around = list(size), list(each(padding, 2))
+    for i, (axis, (k, s, p, d)) in enumerate(zip(axes_of(x, 2), numbers, strict=True)):
+        if axis is None:
+            continue
+        spare = size[i] - TransposedWindow(k, s, p, 0, d).output_size(counts[i])
+        window, split = TransposedWindow(k, s, p, spare, d), source.splits[axis]
+        image = image.replace(axis, Split.at(plan_axis(window, split).output.cuts))
+        if grid.shape[axis] == 1:
+            patches = patches.replace(axis, image.splits[axis])
+            continue
+        reached = tuple(window.adds_to(split.owned(part)) for part in range(split.parts))
+        patches = patches.replace(axis, Split(image.splits[axis].cuts, reached))
+        lengths[i], around[i] = reached[grid.coordinates[axis]].length, 0
+    y, layout = _summed(owned(x), lengths, numbers, around), Layout(grid, image, x.layout.dims)
+    if patches == image:
+        return wrap(y, layout)
+    halo = layout.exchange_to(patches)
+
+    def add_up(patch: Tensor) -> Tensor:
+        total = halo.adjoint.bring(patch)
+        return total.clone() if same_memory(total, patch) else total  # autograd would take it for a view
+
+    return wrap(exchange.linear(y, add_up, halo.bring), layout)
+
+
+def _summed(columns: Tensor, size: Sequence[int], numbers: Sequence[tuple[int, ...]], padding: Sequence[int]) -> Tensor:
+    """This rank's patch, from its columns (N, C * kernel, H', W'); PyTorch's own fails where there are none."""
+    kernel, stride, _, dilation = zip(*numbers, strict=True)
+    if columns.numel() == 0:
+        n, channels = columns.shape[:2]
+        return columns.new_zeros(n, channels // prod(kernel), *size) * columns.sum()
+    return F.fold(columns.flatten(2), tuple(size), kernel, dilation, tuple(padding), stride)
+
+
+# Windows laid out side by side: along one dim as a view of neighbours, or all windows of an image as columns.
+
+Size = int | Sequence[int]
+
+
+@register(Tensor.unfold)
+def unfold_dim(input: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along one dim, as a new last dim."""
+    x = input
+    assert isinstance(x, SpatialTensor)
+    dim = place_of(dimension, x.dim())
+    axis = x.layout.axis(dim)
+    if axis is None:
+        return wrap(x.local.unfold(dim, size, step), x.layout)
+    if axis == BATCH:
+        raise refusal("Tensor.unfold", "a batch that is cut cannot be unfolded")
+    reached = reach(x, {axis: Window(size, step)})
+    local = reached.fetch(x.local)
+    if reached.output.held[axis].empty:
+        shape = [*local.shape, size]
+        shape[dim] = 0
+        windows = local.sum() * local.new_zeros(shape)
+    else:
+        windows = local.unfold(dim, size, step)
+    if reached.exchange is not None:
+        return copied(SpatialTensor(windows, reached.output), x)
+    if x.layout.wide:  # of the windows over a pixel of a halo, this rank may not have all
+        return copied(SpatialTensor(windows.clone(), reached.output), x)
+    return SpatialTensor(windows, reached.output)
+
+
+@register(F.unfold)
+def unfold(input: Tensor, kernel_size: Size, dilation: Size = 1, padding: Size = 0, stride: Size = 1) -> Tensor:
+    """All windows as columns, (N, C * kernel, L). L is a flat dim: windows stay with their pixels."""
+    x = check_image(input, "torch.nn.functional.unfold")
+    if x.dim() == 3:
+        return unfold(x.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
+    (kh, kw), (ph, pw), (sh, sw), (dh, dw) = (each(n, 2) for n in (kernel_size, padding, stride, dilation))
+    windows = F.pad(x, (pw, pw, ph, ph)).unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
+    windows = windows[..., ::dh, ::dw]  # (N, C, H', W', kh, kw)
+    n, c, h, w = windows.shape[:4]
+    return windows.permute(0, 1, 4, 5, 2, 3).reshape(n, c * kh * kw, h * w)

@@ -1,0 +1,141 @@
+"""Child processes that read what may end a process: one that dies costs one image, and not the job.
+
+Some C libraries end the whole process at some damaged files. So each thread that reads with one of them has a child
+process, `child_program.py`, do it.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpi4dl._wording import to_install
+from mpi4dl.datasets.base import BadImage, DatasetError, Pixels
+from mpi4dl.datasets.colour import over_white
+from mpi4dl.geometry import Interval
+
+LEAVING_SECONDS = 5.0  # for a child in the middle of a tile that nobody wants any more
+
+_PROGRAM = Path(__file__).with_name("child_program.py")
+_of_thread = threading.local()
+
+
+class _Child:
+    """A process that answers one question after the other, by one library."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        # -P: what lies beside the script is no package of its. A session of its own: signals are for the parent.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_PROGRAM), library],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.end = weakref.finalize(self, _end, self.process)  # which ends it with the thread, or the interpreter
+        assert self.process.stdout is not None
+        missing = json.loads(self.process.stdout.readline() or '"it ended as it began"')
+        if missing:
+            raise DatasetError(f"{library} cannot be used here: {missing}")
+
+    def ask(self, path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
+        """What the program says, and the bytes behind it; "error" is in the answer if there are none.
+
+        Raises EOFError, OSError or ValueError if the process died over it.
+        """
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps([str(path.absolute()), wanted]).encode() + b"\n")
+        stdin.flush()
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        content = bytearray(answer["bytes"])
+        view = memoryview(content)
+        while len(view):
+            count = stdout.readinto(view)  # type: ignore[attr-defined]
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return answer, content
+
+
+def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], bytearray]:
+    """What this thread's child says of a file, and the bytes that go with it; see `child_program.py`.
+
+    Raises:
+        BadImage: the file cannot be opened or decoded, or the process died over it.
+    """
+    children: dict[str, _Child] = _of_thread.__dict__.setdefault("children", {})
+    if library not in children:
+        children[library] = _Child(library)
+    child = children[library]
+    try:
+        answer, content = child.ask(path, wanted)
+    except (OSError, ValueError, EOFError) as error:
+        del children[library]
+        code = child.end()
+        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        raise BadImage(path, f"cannot be decoded: {library} ended its process {how}, it is damaged") from error
+    return answer, content
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Let a child go, which ends when nobody can ask it any more; its exit code."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    try:
+        return process.wait(LEAVING_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+# Read boxes of slide scanners' formats (SVS, NDPI, MRXS, ...) with OpenSlide, in processes that may die (`child`).
+
+# OpenSlide hands out four bytes per pixel; strips keep what is alive beside the result small.
+STRIP_ROWS = 1024
+BYTES_PER_PIXEL = 4
+
+
+class OpenSlideImage:
+    """A slide at its full resolution, as RGB bytes; what the scanner left out is white.
+
+    Raises:
+        BadImage: OpenSlide does not recognise the file, or cannot decode a tile of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if find_spec("openslide") is None:
+            remedy = to_install("openslide-python", "openslide-bin")
+            raise DatasetError(f"{path}: reading {path.suffix} needs openslide; run {remedy}")
+        self._path = path
+        answer, _ = ask("openslide", path)
+        if "error" in answer:
+            reason = "the file is damaged, or its extension is wrong"
+            raise BadImage(path, f"is no slide that OpenSlide can open ({answer['error']}): {reason}")
+        self.size = answer["size"][1], answer["size"][0]
+
+    def read(self, *space: Interval) -> Pixels:
+        rows, cols = space
+        pixels = np.empty((rows.length, cols.length, 3), np.uint8)
+        if pixels.size == 0:
+            return pixels
+        for top in range(rows.start, rows.stop, STRIP_ROWS):
+            height = min(STRIP_ROWS, rows.stop - top)
+            answer, content = ask("openslide", self._path, (cols.start, top, cols.length, height))
+            if "error" in answer:
+                raise BadImage(self._path, f"cannot be decoded: {answer['error']}")
+            samples = np.frombuffer(content, np.uint8).reshape(height, cols.length, BYTES_PER_PIXEL)
+            pixels[top - rows.start : top - rows.start + height] = over_white(samples[..., :3], samples[..., 3])
+        return pixels

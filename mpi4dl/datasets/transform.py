@@ -1,0 +1,413 @@
+"""How a sample becomes an image of the training size, of which any rank reads its own box."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import ceil, floor
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+
+from mpi4dl.datasets.augment import TRANSFORM_STREAM, Augmentation, Variation, vary_colour
+from mpi4dl.datasets.base import IGNORED, DatasetError, Image, MaskImage, Values
+from mpi4dl.datasets.colour import WHITE
+from mpi4dl.datasets.randomness import DatasetRandomness
+from mpi4dl.geometry import Interval, ceil_div
+
+# Make an image of any size fill a frame of the training size, by cropping or by resizing, one box at a time.
+#
+# Whatever box is asked for, its pixels are those that the whole frame has there. Pillow resizes pictures; volumes and
+# sequences are resized here, by the same filter.
+
+# A block of the resized frame is always computed as a whole, in the same way, so that rounding cannot depend on the box
+# that was asked for. It shrinks for large reductions, to bound the source pixels that it is computed from.
+BLOCK_PX = 256
+BLOCK_SOURCE_PX = 4096
+SLAB = 16  # of a volume, so many slices are resized at once
+
+
+class Frame(NamedTuple):
+    """One axis of a frame: `size` pixels that show the source from `start` on, `scale` source pixels for each."""
+
+    size: int
+    start: float
+    scale: float
+
+    @property
+    def block(self) -> int:
+        return max(1, min(BLOCK_PX, floor(BLOCK_SOURCE_PX / self.scale)))
+
+    def blocks(self, wanted: Interval) -> list[Interval]:
+        """The blocks of the frame that a wanted interval touches."""
+        numbers = range(wanted.start // self.block, ceil_div(wanted.stop, self.block))
+        return [Interval(n * self.block, min((n + 1) * self.block, self.size)) for n in numbers]
+
+    def source(self, block: Interval) -> tuple[float, float]:
+        """Where in the source a block begins and ends."""
+        return self.start + block.start * self.scale, self.start + block.stop * self.scale
+
+
+def crop(image: Image, corner: Sequence[int], space: Sequence[Interval]) -> Values:
+    """A box of the frame whose first pixel lies at `corner` of the image.
+
+    Where it reaches beyond the image, pictures are white, and anything else is 0.
+    """
+    sources = [interval.shift(first) for interval, first in zip(space, corner, strict=True)]
+    inside = [source.intersect(Interval(0, size)) for source, size in zip(sources, image.size, strict=True)]
+    part = image.read(*inside)
+    lengths = tuple(interval.length for interval in space)
+    if part.shape[:-1] == lengths:
+        return part
+    pixels = np.full((*lengths, part.shape[-1]), WHITE if _is_picture(part) else 0, part.dtype)
+    pixels[tuple(slice(i.start - s.start, i.stop - s.start) for i, s in zip(inside, sources, strict=True))] = part
+    return pixels
+
+
+def _is_picture(pixels: npt.NDArray[Any]) -> bool:
+    return pixels.dtype == np.uint8 and pixels.ndim == 3
+
+
+def resize(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
+    """A box of the image resized to a frame: linear along each axis and antialiased, as `PIL.Image.resize` does."""
+    if len(frames) == 2:
+        return _resize_picture(image, frames, space)
+    first, *others = space
+    starts = range(first.start, first.stop, SLAB)
+    slabs = [Interval(start, min(start + SLAB, first.stop)) for start in starts] or [first]
+    return np.concatenate([_resize_slab(image, frames, (slab, *others)) for slab in slabs])
+
+
+def _resize_slab(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> npt.NDArray[np.float32]:
+    taps = [_taps(*each) for each in zip(frames, space, image.size, strict=True)]
+    part = image.read(*(Interval(int(where.min(initial=size)), int(where.max(initial=0)) + 1)
+                        if where.size else Interval(0, 0)
+                        for (where, _), size in zip(taps, image.size, strict=True)))  # fmt: skip
+    values = part.astype(np.float32) / np.float32(WHITE) if part.dtype == np.uint8 else part.astype(np.float32)
+    for axis, (where, weights) in enumerate(taps):
+        values = _weighted(values, axis, where - where.min(initial=1 << 62), weights)
+    return values
+
+
+def _taps(frame: Frame, wanted: Interval, limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """For each pixel of the frame the source pixels that it is made of, and their weights; the same in any box."""
+    reach = max(1.0, frame.scale)
+    centre = frame.start + (np.arange(*wanted, dtype=np.float64) + 0.5) * frame.scale
+    where = np.floor(centre - reach).astype(np.int64)[:, None] + np.arange(ceil(2 * reach) + 1)
+    weights = np.maximum(0.0, 1.0 - np.abs(where + 0.5 - centre[:, None]) / reach) * ((where >= 0) & (where < limit))
+    weights /= weights.sum(1, keepdims=True)
+    return np.clip(where, 0, limit - 1), weights.astype(np.float32)
+
+
+def _weighted(
+    values: npt.NDArray[np.float32], axis: int, where: npt.NDArray[np.int64], weights: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Sums of values along an axis, tap by tap: a product of matrices may round differently for other boxes."""
+    shape = [1] * values.ndim
+    shape[axis] = -1
+    total = np.zeros((*values.shape[:axis], len(where), *values.shape[axis + 1 :]), np.float32)
+    for tap in range(where.shape[1]):
+        total += values.take(where[:, tap], axis) * weights[:, tap].reshape(shape)
+    return total
+
+
+def _resize_picture(image: Image, frames: Sequence[Frame], space: Sequence[Interval]) -> Values:
+    (down, across), (rows, cols) = frames, space
+    strips = []
+    for block_rows in down.blocks(rows):
+        blocks = [_resize_block(image, down, across, block_rows, block_cols) for block_cols in across.blocks(cols)]
+        strips.append(np.concatenate(blocks, axis=1))
+    pixels = np.concatenate(strips, axis=0)
+    top, left = down.blocks(rows)[0].start, across.blocks(cols)[0].start
+    return pixels[rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
+
+
+def _resize_block(image: Image, down: Frame, across: Frame, rows: Interval, cols: Interval) -> Values:
+    top, bottom = down.source(rows)
+    left, right = across.source(cols)
+    read_rows = _with_support(top, bottom, down.scale, image.size[0])
+    read_cols = _with_support(left, right, across.scale, image.size[1])
+    part = image.read(read_rows, read_cols)
+    box = (
+        max(0.0, left - read_cols.start),
+        max(0.0, top - read_rows.start),
+        min(float(read_cols.length), right - read_cols.start),
+        min(float(read_rows.length), bottom - read_rows.start),
+    )
+    size = (cols.length, rows.length)
+    bilinear = PIL.Image.Resampling.BILINEAR
+    if part.shape[2] == 3 and part.dtype == np.uint8:
+        return np.asarray(PIL.Image.fromarray(part).resize(size, bilinear, box))
+    planes = [PIL.Image.fromarray(part[..., c]).resize(size, bilinear, box) for c in range(part.shape[2])]
+    return np.stack([np.asarray(plane) for plane in planes], axis=2)
+
+
+def _with_support(start: float, stop: float, scale: float, limit: int) -> Interval:
+    """The source pixels that a triangle filter reads for an output interval: one output pixel more on both sides."""
+    reach = max(1.0, scale)
+    return Interval(floor(start - reach), ceil(stop + reach)).intersect(Interval(0, limit))
+
+
+# A transform of the user's, pixel by pixel: what each rank may do to its own box of an image, alone.
+
+_TRIED_PX = 6  # each side of what it is tried on
+_TRIES = 8  # as so many samples
+_PROBED_PX = 32  # at most so many along each side of a box are transformed a second time, as a part of it
+_ROUNDED = 16  # pixels that may differ in the last bits, or 1 in 100: loops over short arrays round otherwise
+
+
+class Pointwise:
+    """A function of the pixels of a box, (rows, columns, channels), that makes as many of them.
+
+    It is called with uint8, or float32 whose range is 0 to 1, of any box, and gives either. What it makes of a pixel
+    must follow from this pixel alone: a convolution, a histogram or a resize looks at others, which are on other ranks.
+    With a second argument it gets a random generator, which is the same for all boxes of a sample in an epoch, and None
+    in validation: the same numbers must be drawn for a box of any size.
+
+        def darker(pixels, random):
+            return pixels if random is None else (pixels * random.uniform(0.8, 1.0)).astype(pixels.dtype)
+
+    Raises:
+        DatasetError: it is no such function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+        if not callable(function):
+            raise DatasetError(f"the transform {function!r} cannot be called: it must be a function of pixels")
+        try:
+            takes = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        except (ValueError, TypeError):  # a function in C, such as np.sqrt
+            takes = []
+        places = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(places) > 2 or any(p.kind is p.KEYWORD_ONLY for p in takes):
+            names = ", ".join(p.name for p in takes)
+            raise DatasetError(f"the transform {self.name} takes {names}: expected pixels, or pixels and random")
+        self._function, self._draws = function, len(places) == 2
+
+    def __call__(self, pixels: Values, key: tuple[int, ...]) -> Values:
+        """The pixels of a box as they become; `key` is that of the sample, or empty in validation.
+
+        A part in the middle of the box is transformed alone, too, by the same random numbers. So what a transform does
+        only now and then is found when it does it, however rarely that is, and from whatever generator it draws.
+
+        Raises:
+            DatasetError: the part differs.
+        """
+        shape = pixels.shape[:-1]
+        sides = [min(max(1, n // 2), _PROBED_PX) for n in shape]
+        part = tuple(slice((n - side) // 2, (n - side) // 2 + side) for n, side in zip(shape, sides, strict=True))
+        alone = pixels[part].copy()
+        made = self._made(pixels, key)
+        if alone.size and alone.shape != pixels.shape and not _alike(self._made(alone, key), made[part]):
+            raise DatasetError(
+                f"the transform {self.name} makes of a box of pixels another one than of the whole image: what it "
+                "makes of a pixel must follow from this pixel alone, and random numbers from its second argument, as "
+                "many for a box of any size"
+            )
+        return made
+
+    def _made(self, pixels: Values, key: tuple[int, ...]) -> Values:
+        random = np.random.default_rng((TRANSFORM_STREAM, *key)) if key else None
+        found = self._function(pixels, random) if self._draws else self._function(pixels)
+        made = found if isinstance(found, np.ndarray) else np.asarray(found)
+        if made.shape != pixels.shape or made.dtype.kind not in "uf" or (made.dtype.kind == "u" and made.itemsize > 1):
+            raise DatasetError(
+                f"the transform {self.name} makes {made.dtype} of shape {made.shape} from a box of shape "
+                f"{pixels.shape}: it must make as many pixels, uint8 or floating point"
+            )
+        return made if made.dtype == np.uint8 else made.astype(np.float32)
+
+    def check(self, num_axes: int, channels: int, pictures: bool = True) -> None:
+        """Try it on a few pixels. Raises DatasetError if what it makes of a box is not what it makes of the whole."""
+        random = np.random.default_rng(0)
+        whole: npt.NDArray[Any] = random.integers(0, 256, (_TRIED_PX,) * num_axes + (channels,), np.uint8)
+        whole = whole if pictures else (whole / 255).astype(np.float32)
+        half, randomness = _TRIED_PX // 2, DatasetRandomness(self._function)
+        boxes: list[Any] = [np.s_[:half], np.s_[half:], np.s_[..., :half, :], np.s_[..., -1:, :]]
+        for key in ((), *((0, 0, number) for number in range(_TRIES))):
+            with randomness.seeded(0):
+                made = self._made(whole.copy(), key)
+            if randomness.drawn:
+                raise DatasetError(
+                    f"the transform {self.name} draws from {' and '.join(sorted(randomness.drawn))}, which other ranks "
+                    "draw from at other times, and in validation too: give it a second argument, `random`, and draw "
+                    "from that"
+                )
+            if not all(np.array_equal(self._made(whole[box].copy(), key), made[box], equal_nan=True) for box in boxes):
+                raise DatasetError(
+                    f"the transform {self.name} makes of a box of pixels another one than of the whole image: what it "
+                    "makes of a pixel must follow from this pixel alone, and be the same each time"
+                )
+
+
+def _alike(found: Values, expected: Values) -> bool:
+    """Whether pixels are equal, but for the rounding of a few."""
+    if found.dtype != expected.dtype:
+        return False
+    if found.dtype != np.uint8:
+        return bool(np.isclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True).all())
+    far = np.abs(found.astype(np.int16) - expected)
+    return int(far.max()) <= 1 and np.count_nonzero(far) <= max(_ROUNDED, far.size // 100)
+
+
+Fit = Literal["resize", "crop"]
+
+# Per-channel mean and standard deviation of ImageNet, for values in [0, 1]: what published weights were trained with.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+# By name, (mean, standard deviation) of each of three channels, or of any channel.
+NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
+    "half": ((0.5,), (0.5,)),
+}
+
+MASK_ROWS = 1024  # so many rows of a mask are decoded at once
+
+
+@dataclass(frozen=True)
+class View:
+    """The frame of `size` (height, width) pixels in which every sample is shown, and how it is normalised.
+
+    Volumes have a size of three numbers, the depth first, sequences one. `mean` and `std` are of values between 0 and
+    1: of bytes over 255, of other integers over the largest of their type, of floating point as it is. `transform` is
+    what the user does to pixels before.
+
+    `fit` says how an image, of whatever format, fills it: "resize" to exactly this size, or "crop" a window of this
+    size (padded where the image is smaller, pictures with white, others with 0). Without an `augmentation` the view is
+    the centre, unchanged: what validation wants.
+
+    Raises:
+        ValueError: a size, a fit, or a mean and std that cannot be.
+    """
+
+    size: tuple[int, ...]
+    fit: Fit = "resize"
+    augmentation: Augmentation | None = None
+    seed: int = 0
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    transform: Pointwise | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise ValueError(f"size={self.size}: each side must be at least 1 pixel")
+        if self.fit not in get_args(Fit):
+            raise ValueError(f"fit={self.fit!r}: expected one of {', '.join(get_args(Fit))}")
+        if len(self.mean) != len(self.std) or min(self.std) <= 0:
+            raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
+
+    def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
+        """What happens to sample `index` in `epoch`, where it comes for the `repeat`-th time, from 0 on."""
+        return self.augmentation.draw(self.seed, epoch, index, repeat) if self.augmentation else Variation()
+
+    def key(self, epoch: int, repeat: int = 0) -> tuple[int, ...]:
+        """By what a dataset that varies its samples at random draws; in validation each time the same."""
+        return (self.seed, epoch, repeat) if self.augmentation else ()
+
+    def tile(
+        self,
+        image: Image,
+        *space: Interval,
+        variation: Variation | None = None,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """A box of the varied, normalised image: float32, (channels, rows, columns), in `out` if there is one.
+
+        Tiles join without a seam.
+
+        Raises:
+            BadImage: the file cannot be decoded.
+            ValueError: the box lies outside the frame, or mean and std are for another number of channels.
+        """
+        pixels, variation = self.pixels(image, *space, variation=variation), variation or Variation()
+        if self.transform is not None:
+            pixels = self.transform(pixels, variation.key)
+        if pixels.shape[-1] != len(self.mean):
+            raise ValueError(f"mean={self.mean} is for {len(self.mean)} channels, the image has {pixels.shape[-1]}")
+        planes, top = vary_colour(pixels, variation, self.mean, out), 255.0 if pixels.dtype == np.uint8 else 1.0
+        for plane, mean, std in zip(planes, self.mean, self.std, strict=True):
+            plane *= np.float32(1.0 / (top * std))
+            plane -= np.float32(mean / std)
+        return planes
+
+    def pixels(self, image: Image, *space: Interval, variation: Variation | None = None) -> Values:
+        """A box of the fitted and flipped image, its colours untouched, (rows, columns, channels), as `Image.read`."""
+        num_axes, variation = len(self.size), variation or Variation()
+        if len(space) != num_axes or len(image.size) != num_axes:
+            raise ValueError(f"a box of {len(space)} and an image of {len(image.size)} axes, in a frame of {num_axes}")
+        if not all(Interval(0, size).covers(interval) for size, interval in zip(self.size, space, strict=True)):
+            frame = " x ".join(map(str, self.size))
+            raise ValueError(f"the box {' x '.join(map(str, space))} lies outside the frame of {frame} pixels")
+        flips, places = variation.flips(num_axes), variation.places(num_axes)
+        turned = [
+            Interval(size - interval.stop, size - interval.start) if flip else interval
+            for size, interval, flip in zip(self.size, space, flips, strict=True)
+        ]
+        sides = list(zip(self.size, image.size, places, strict=True))
+        if self.fit == "crop":
+            pixels = crop(image, [_corner(source - size, place) for size, source, place in sides], turned)
+        else:
+            frames = [_frame(size, source, variation.crop, place) for size, source, place in sides]
+            pixels = resize(image, frames, turned)
+        return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
+
+    def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
+        """What an image's mask, (..., height, width) of the image, is beside the varied image: (..., *size).
+
+        It is cropped, resized and flipped with its image; resizing takes the nearest value, since a mean of two classes
+        is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses ignore, and
+        floating point is not-a-number. Of a mask that is read, it is the part that is shown.
+
+        Raises:
+            BadImage: the file of a mask cannot be decoded.
+        """
+        variation, num_axes = variation or Variation(), len(self.size)
+        sides = mask.shape[-num_axes:] if isinstance(mask, np.ndarray) else mask.size
+        places, flips = variation.places(num_axes), variation.flips(num_axes)
+        sources = [
+            self._sources(size, source, place, variation)[:: -1 if flip else 1]
+            for size, source, place, flip in zip(self.size, sides, places, flips, strict=True)
+        ]
+        insides = [(found >= 0) & (found < source) for found, source in zip(sources, sides, strict=True)]
+        clipped = [np.clip(found, 0, source - 1) for found, source in zip(sources, sides, strict=True)]
+        places_of: tuple[Any, ...] = (Ellipsis, *np.ix_(*clipped))
+        shown = mask[places_of] if isinstance(mask, np.ndarray) else _picked(mask, clipped)
+        inside = reduce(np.logical_and, np.meshgrid(*insides, indexing="ij", sparse=True))
+        return shown if inside.all() else np.where(inside, shown, IGNORED if shown.dtype.kind == "i" else np.nan)
+
+    def _sources(self, size: int, source: int, position: float, variation: Variation) -> npt.NDArray[np.int64]:
+        """Which row, or column, of the source is nearest to each one of the frame; there may be none."""
+        if self.fit == "crop":
+            return np.arange(size) + _corner(source - size, position)
+        frame = _frame(size, source, variation.crop, position)
+        return np.minimum(np.floor(frame.start + (np.arange(size) + 0.5) * frame.scale).astype(np.int64), source - 1)
+
+
+def _picked(mask: MaskImage, places: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """The pixels of a mask at these places along each axis, of which few more are in memory at once than are wanted."""
+    first, *others = places
+    space = [Interval(int(where.min()), int(where.max()) + 1) for where in others]
+    inner = np.ix_(*(where - interval.start for where, interval in zip(others, space, strict=True)))
+    shown = np.empty([len(where) for where in places], np.int64)
+    at_once = max(1, MASK_ROWS * len(first) // (int(first.max()) - int(first.min()) + 1))
+    for start in range(0, len(first), at_once):
+        rows = first[start : start + at_once]
+        part = mask.read(Interval(int(rows.min()), int(rows.max()) + 1), *space)
+        shown[start : start + at_once] = part[rows - rows.min()][(slice(None), *inner)]
+    return shown
+
+
+def _corner(free_px: int, position: float) -> int:
+    """Where a window begins that has this much room to move; a negative room is padding, shared by both sides."""
+    if free_px < 0:
+        return -(-free_px // 2)
+    return min(free_px, int(position * (free_px + 1)))
+
+
+def _frame(size: int, source: int, share: float, position: float) -> Frame:
+    shown = source * share
+    return Frame(size, position * (source - shown), shown / size)

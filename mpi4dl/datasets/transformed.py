@@ -1,0 +1,287 @@
+"""Batches of images, each as a view shows it: this rank's boxes of a batch, and the labels of all of it."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpi4dl.datasets.augment import Blend, Mixup, Variation
+from mpi4dl.datasets.base import IGNORED, BadImage, Dataset, DatasetError, Image, drawn
+from mpi4dl.datasets.transform import View
+from mpi4dl.geometry import Box
+
+# Images of a batch that are read box by box, when somebody asks: for images that are too large to lie in memory.
+
+
+@dataclass(frozen=True)
+class LazyImages:
+    """The samples `indices` of a dataset, as `view` shows them in this epoch.
+
+    `shape` is that of the tensor which they would be, (N, C, *size), and `dtype` its type. With `partners` each counts
+    `share`, and its partner the rest: see mixing.py. `repeats`, and those of partners, say how often each came before
+    in the epoch; (): none did.
+    """
+
+    dataset: Dataset
+    view: View
+    indices: tuple[int, ...]
+    epoch: int
+    dtype: torch.dtype = torch.float32
+    partners: tuple[int, ...] = ()
+    share: float = 1.0
+    repeats: tuple[int, ...] = ()
+    partners_repeats: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.indices), self.dataset.channels, *self.view.size))
+
+    def __getitem__(self, positions: Sequence[int]) -> "LazyImages":
+        """Those at these positions."""
+        parts = (self.indices, self.partners, self.repeats, self.partners_repeats)
+        kept = [tuple(of[position] for position in positions) if of else () for of in parts]
+        return replace(self, indices=kept[0], partners=kept[1], repeats=kept[2], partners_repeats=kept[3])
+
+    def read(self, box: Box) -> torch.Tensor:
+        """Some samples, and some pixels along each axis of space: (samples, C, *space).
+
+        Raises:
+            DatasetError: an image cannot be read.
+        """
+        tile = self._read(self.indices, self.repeats, box)
+        if self.partners:
+            others = self._read(self.partners, self.partners_repeats, box)
+            tile.mul_(self.share).add_(others, alpha=1.0 - self.share)
+        return tile
+
+    def _read(self, indices: tuple[int, ...], repeats: tuple[int, ...], box: Box) -> torch.Tensor:
+        tile = torch.empty((box.batch.length, self.dataset.channels, *box.shape[1:]), dtype=self.dtype)
+        if not box.empty:
+            part = slice(*box.batch)
+            again = repeats[part] or (0,) * len(tile)
+            for index, repeat, out in zip(indices[part], again, tile, strict=True):
+                image = drawn(self.dataset, self.view.key(self.epoch, repeat)).image(index)
+                variation = self.view.variation(index, self.epoch, repeat)
+                self.view.tile(image, *box.space, variation=variation, out=out.numpy())
+        return tile
+
+
+MASK_DIMS = 2  # labels of so many dims or more are masks; of volumes, those of as many as these
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's boxes of a global batch.
+
+    `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them; int64
+    (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and
+    other integers as int64, floating point in its own type, and masks (samples, ..., height, width) as the images are
+    shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports
+    them, maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is
+    there only on ranks that hold a part of the image, and perhaps not on all.
+    `digests` are, of samples that ranks compare, those of the label and of the image, or -1 of what this rank has not.
+    `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
+    """
+
+    tiles: tuple[torch.Tensor | LazyImages, ...]
+    labels: torch.Tensor
+    indices: tuple[int, ...]
+    errors: dict[int, str]
+    problem: str | None = None
+    digests: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this rank could not read something."""
+        return bool(self.errors) or self.problem is not None
+
+
+class TransformedImages:
+    """The images of a dataset as a view shows them.
+
+    With `reports`, what cannot be read is named in the batch, masks too; with `lazy`, tiles are `LazyImages`. By
+    `mixup` samples are mixed, and then one is lost with its partner.
+    """
+
+    noun = "images"
+
+    def __init__(
+        self, dataset: Dataset, view: View, reports: bool = False, lazy: bool = False, mixup: Mixup | None = None
+    ) -> None:
+        self._dataset, self._view, self._reports, self._lazy, self._mixup = dataset, view, reports, lazy, mixup
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(
+        self, indices: tuple[int, ...], epoch: int, boxes: Sequence[Box], repeats: tuple[int, ...] | None = None
+    ) -> Batch:
+        """The boxes of these images, and the labels of all of them; `repeats`: how often each came before."""
+        blend = None if self._mixup is None else self._mixup.draw(epoch, indices)
+        reading = _Reading(self._dataset, self._view, indices, epoch, self._reports, blend, repeats)
+        labels = [reading.label(position) for position in range(len(indices))]
+        tiles = tuple(self._tile(reading, box, labels) for box in boxes)
+        stacked = _stacked(reading.shown(labels), indices)
+        errors = reading.errors
+        if self._mixup is not None and blend is not None:
+            stacked = self._mixup.labels(stacked, blend)
+            lost = {place: errors[other] for place, other in enumerate(blend.partners) if other in errors}
+            errors = lost | errors
+        digests = tuple(reading.digests) if getattr(self._dataset, "compared", False) else None
+        return Batch(tiles, stacked, indices, errors, next(iter(reading.problems), None), digests)
+
+    def _tile(self, reading: "_Reading", box: Box, labels: Sequence[Any]) -> torch.Tensor | LazyImages:
+        samples, *space = box.shape
+        places = () if box.empty else range(*box.batch)
+        if self._lazy:
+            for position in places:
+                reading.open(position, labels)
+                if reading.blend is not None:
+                    reading.open(reading.blend.partners[position], labels)
+            partners = () if reading.blend is None else reading.blend.partners[slice(*box.batch)]
+            return LazyImages(
+                self._dataset,
+                self._view,
+                reading.indices[slice(*box.batch)],
+                reading.epoch,
+                partners=tuple(reading.indices[other] for other in partners),
+                share=1.0 if reading.blend is None else reading.blend.share,
+                repeats=reading.repeats[slice(*box.batch)],
+                partners_repeats=tuple(reading.repeats[other] for other in partners),
+            )
+        tile = torch.zeros((samples, self._dataset.channels, *space))
+        for position, out in zip(places, tile, strict=False):
+            reading.into(out, position, box, labels)
+            if reading.blend is not None:
+                partner = torch.zeros_like(out)
+                reading.into(partner, reading.blend.partners[position], box, labels)
+                out.mul_(reading.blend.share).add_(partner, alpha=1.0 - reading.blend.share)
+        return tile
+
+
+class _Reading:
+    """A batch that is being read: what was found wrong with it so far, by position, and what this rank is short of."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        view: View,
+        indices: tuple[int, ...],
+        epoch: int,
+        reports: bool,
+        blend: Blend | None,
+        repeats: tuple[int, ...] | None = None,
+    ) -> None:
+        self.indices, self.epoch, self.blend = indices, epoch, blend
+        self.repeats = repeats or (0,) * len(indices)
+        self.digests = [(-1, -1)] * len(indices)
+        self._dataset, self._view, self._reports = dataset, view, reports
+        self.errors: dict[int, str] = {}
+        self.problems: list[str] = []
+
+    @contextmanager
+    def _reporting(self, position: int) -> Iterator[None]:
+        try:
+            yield
+        except DatasetError as error:
+            if not self._reports:
+                raise
+            if isinstance(error, BadImage):
+                self.errors[position] = str(error)
+            else:
+                self.problems.append(str(error))
+
+    def _drawn(self, position: int) -> Dataset:
+        """The dataset whose samples are as this one is drawn."""
+        found: Dataset = drawn(self._dataset, self._view.key(self.epoch, self.repeats[position]))
+        return found
+
+    def _variation(self, position: int) -> Variation:
+        return self._view.variation(self.indices[position], self.epoch, self.repeats[position])
+
+    def label(self, position: int) -> Any:
+        """A tensor, a mask that is yet to be read, or None if it cannot be."""
+        with self._reporting(position):
+            label = _label(self._drawn(position), self.indices[position])
+            if isinstance(label, torch.Tensor) and getattr(self._dataset, "compared", False):
+                content = np.ascontiguousarray(label.numpy())
+                self.digests[position] = (zlib.crc32(content.data), self.digests[position][1])
+            return label
+        return None
+
+    def open(self, position: int, labels: Sequence[Any]) -> Image | None:
+        """The image at a position of the batch; None if it cannot be opened, or is not that of its mask."""
+        with self._reporting(position):
+            image = self._drawn(position).image(self.indices[position])
+            self._check_mask(labels[position], image, self.indices[position])
+            self.digests[position] = (self.digests[position][0], getattr(image, "digest", -1))
+            return image
+        return None
+
+    def into(self, out: torch.Tensor, position: int, box: Box, labels: Sequence[Any]) -> None:
+        """Read a box of the image at a position of the batch; zeros if it cannot be read."""
+        image = self.open(position, labels)
+        with self._reporting(position):
+            if image is not None:
+                self._view.tile(image, *box.space, variation=self._variation(position), out=out.numpy())
+                return
+        out.zero_()
+
+    def shown(self, labels: Sequence[Any]) -> list[torch.Tensor]:
+        """Labels as they are beside the images: masks as a view shows them. What cannot be read has no meaning."""
+        found: list[torch.Tensor | None] = []
+        for position, label in enumerate(labels):
+            shown = label
+            if label is not None and self._is_mask(label):
+                variation, shown = self._variation(position), None
+                with self._reporting(position):
+                    mask = label.numpy() if isinstance(label, torch.Tensor) else label
+                    shown = torch.from_numpy(self._view.mask(mask, variation))
+            found.append(shown)
+        like = next((label for label in found if label is not None), torch.full(self._view.size, IGNORED))
+        nothing = torch.full_like(like, IGNORED if self._is_mask(like) else 0)
+        return [nothing if label is None else label for label in found]
+
+    def _is_mask(self, label: Any) -> bool:
+        return not isinstance(label, torch.Tensor) or label.dim() >= max(MASK_DIMS, len(self._view.size))
+
+    def _check_mask(self, label: Any, image: Image, index: int) -> None:
+        if label is None or not self._is_mask(label):
+            return
+        size = " x ".join(map(str, image.size))
+        if not isinstance(label, torch.Tensor):
+            if tuple(label.size) != tuple(image.size):
+                found = " x ".join(map(str, label.size))
+                where = getattr(label, "path", f"the mask of sample {index}")
+                raise BadImage(where, f"is a mask of {found} pixels, but its image has {size}: they must be equal")
+        elif label.shape[-len(image.size) :] != image.size:
+            raise ValueError(
+                f"the label of sample {index} has shape {tuple(label.shape)}, but its image {size} "
+                "pixels: labels of two or more dims are masks (..., height, width) of their image; flatten others"
+            )
+
+
+def _label(dataset: Dataset, index: int) -> Any:
+    """A label as a tensor: of integers, int64, and else of its own type; or a mask that is yet to be read."""
+    found = dataset.label(index)
+    if hasattr(found, "read") and hasattr(found, "size"):
+        return found
+    try:
+        label = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the label of sample {index} is {found!r}: expected a number, numbers, or a mask") from error
+    return label if label.is_floating_point() or label.is_complex() else label.long()
+
+
+def _stacked(labels: Sequence[torch.Tensor], indices: Sequence[int]) -> torch.Tensor:
+    for label, index in zip(labels, indices, strict=True):
+        if label.shape != labels[0].shape:
+            first = f"{tuple(labels[0].shape)} (sample {indices[0]})"
+            raise ValueError(f"labels of one batch have shapes {first} and {tuple(label.shape)} (sample {index})")
+    dtype = reduce(torch.promote_types, (label.dtype for label in labels))
+    return torch.stack([label.to(dtype) for label in labels])

@@ -1,0 +1,439 @@
+"""What training would take, said without training: parameters, activations, messages, the timeline."""
+
+import math
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+
+from mpi4dl._memory import memory_of_node
+from mpi4dl._randomness import forked
+from mpi4dl._wording import counted
+from mpi4dl.comm import Refusal
+from mpi4dl.engine import Engine
+from mpi4dl.engine.batch import AUTOCAST
+from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
+from mpi4dl.estimate.passes import passes_of, passes_of_patches
+from mpi4dl.estimate.plan_estimate import Estimator
+from mpi4dl.estimate.summary import PlanSummary, overview, samples_in_words, samples_of
+from mpi4dl.models.patches import PatchModel, patches_in
+from mpi4dl.options.build import engine_options
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.kinds import part_name
+from mpi4dl.options.models import bag_options, build_model, tensor_styles
+from mpi4dl.options.optimizers import build_optimizer
+from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.cost_model import Profiler, compute_seconds
+from mpi4dl.parallel.costs.timing import clock_on, planned_cuts
+from mpi4dl.parallel.inputs import batch_shape, of_tokens
+from mpi4dl.parallel.pipeline.local_stages import ChooseStream
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.memory_limit import Wanted, mebibytes, words
+from mpi4dl.parallel.tensor.cutting import with_cuts
+from mpi4dl.tasks.losses import require_logits
+from mpi4dl.tasks.task import Task
+
+
+def title(config: Config, engine: Engine) -> str:
+    """What is trained, and how, in one line."""
+    shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
+    return (
+        f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
+        f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
+        f"{engine.device.type}"
+    )
+
+
+def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
+    """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
+    chosen, held = config.optimizer, engine.held
+    rate = f"learning rate {chosen.lr:g}"
+    if chosen.scheduler or chosen.lr_schedule != "constant":
+        rate += f" by {chosen.scheduler or chosen.lr_schedule}"
+    trained = sum(math.prod(held.shapes[name][0]) for name in held.trained if name in held.shapes)
+    loss = part_name(config.training.loss or task.default_loss)
+    parts = [f"task {task.name}, loss {loss}, {part_name(chosen.optimizer)}, {rate}, {counted(num_steps, 'step')}"]
+    if config.training.max_steps is None:
+        parts.append(f" in {counted(config.training.epochs, 'epoch')}")
+    if trained != held.num_parameters:
+        parts.append(f"; {trained:,} of {held.num_parameters:,} parameters are trained")
+    return "".join(parts)
+
+
+def batch_of(config: Config, channels: int) -> tuple[int, ...]:
+    """The shape of a batch of images of so many channels, or of tokens, which have none."""
+    return batch_shape(config.samples_per_step, channels, config.data.image_size)
+
+
+def without_effect(config: Config, engine: Engine) -> list[str]:
+    """What to say of options that were given and change nothing here."""
+    chosen, plan = config.parallel, engine.plan
+    shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
+    found = []
+    if chosen.offload == "cpu" and engine.device.type == "cpu":
+        found.append("`offload` cpu has no effect: the model is on the CPU itself; `offload` disk saves memory there")
+    if chosen.zero and not shared:
+        found.append(
+            f"`zero` {chosen.zero} has no effect: no two ranks hold the same weights; `data` and `tiles` make such"
+        )
+    if chosen.zero and shared and chosen.allreduce != "auto":
+        found.append(f"`allreduce` {chosen.allreduce} has no effect: `zero` {chosen.zero} shares gradients out instead")
+    if chosen.balance != "auto" and plan.num_stages == 1:
+        found.append("`balance` has no effect: the model is in one stage; `stages` says in how many")
+    return found
+
+
+def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
+    """What training by this configuration would be; `options` are others of `overview`.
+
+    Of patches one visit is looked at, an image that has just so many of them for each rank, and all are counted.
+    """
+    chosen = engine_options(config)
+    shown, bags = config, bag_options(config, plan)
+    if bags is not None:
+        rows, cols = plan.shape(0).space
+        patch = config.model.patches or 1
+        size, samples = (rows * patch, cols * patch * bags.at_once), plan.shape(0).batch * plan.num_microbatches
+        visit = replace(config.data, image_size=size, batch_size=samples)
+        training = replace(config.training, accumulate=1)
+        shown = replace(config, data=visit, training=training, model=replace(config.model, min_tissue=0.0))
+        options["stream"] = None
+    found = overview(
+        config.model_name,
+        lambda: build_model(shown, num_classes, channels),
+        plan,
+        batch_of(shown, channels),
+        optimizer=partial(build_optimizer, config),
+        accept=require_logits if config.data.task in ("auto", "classify") and config.data.text is None else anything,
+        allocator=allocator_of(config, str(options.get("device", "cpu"))),
+        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        averaged=config.tuning.ema is not None,
+        styles=tensor_styles(config),
+        recompute=config.training.recompute,
+        **options,
+    )
+    if bags is None:
+        return found
+    whole, model = batch_of(config, channels), outline(lambda: build_model(config, num_classes, channels)).train()
+    assert isinstance(model, PatchModel)
+    passes = passes_of_patches(config, plan, model, bags, channels)
+    patches = whole[0] * patches_in(config.data.image_size, model.patch)
+    share = samples * patches_in(size, model.patch) / patches
+    remark = f"{bags.remark}; {counted(passes.visits, 'visit')} of each rank in every pass over them"
+    return found.of_patches(whole, passes, share, remark)
+
+
+def anything(outputs: Any) -> None:
+    """Outputs of other tasks are known by their targets."""
+
+
+def allocator_of(config: Config, device: str) -> Allocator:
+    """Who gives out memory there, as the flags choose it."""
+    if device.startswith("cuda"):
+        return OF_TENSORS
+    return HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
+
+
+def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
+    """Raise ValueError if a model in one stage calls what has no rule, on tiles or a batch that ranks share.
+
+    A model in several stages is not looked at: which of its stages share what is known to their ranks.
+    """
+    if plan.num_stages > 1 or plan.is_plain(0) or config.model.patches is not None:
+        return
+    batch = batch_of(config, channels)
+    try:
+        model = outline(lambda: build_model(config, num_classes, channels))
+        cuts = planned_cuts(model, plan, tensor_styles(config))
+        spatial.require_rules(
+            model, (samples_of(plan, batch), *batch[1:]), plan.shape(0), partial(with_cuts, cutting=cuts)
+        )
+    except (spatial.NoRule, ValueError) as problem:
+        raise ValueError(f"`model` {config.model_name}: {problem}") from problem
+
+
+def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
+    """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
+    held = engine.held
+    clockwork, balance = Profiler.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
+    found = look_ahead(
+        config, held.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=held.stream
+    )
+    yield title(config, engine)
+    if engine.plan.num_stages == 1 and config.model.patches is None:
+        model = held.modules_of[0]
+        if held.cutting:  # of which the rank has no more than its part
+            model = outline(lambda: build_model(config, num_classes, channels))
+        try:
+            as_held = partial(with_cuts, cutting=held.cutting)
+            yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
+        except spatial.NoRule as problem:
+            raise ValueError(f"`model` {config.model_name}: {problem}") from problem
+        yield from (*found.sums(), *found.streaming(), *found.memory())
+    elif config.model.patches is not None:
+        yield from (*found.streaming(), *found.memory())
+    else:
+        yield from (*found.stages(), *found.sums(), *found.images())
+        yield from (*found.streaming(), *found.memory(), *found.ranks())
+
+
+def build_forecaster(
+    config: Config, num_classes: int, channels: int, clockwork: Profiler, device: torch.device
+) -> Estimator:
+    """What foresees plans of this configuration. Raises ValueError where they are not of whole images."""
+    if config.model.patches is not None:
+        raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
+    chosen = engine_options(config)
+    return Estimator(
+        lambda: build_model(config, num_classes, channels),
+        batch_of(config, channels),
+        clockwork,
+        device,
+        partial(build_optimizer, config),
+        allocator_of(config, device.type),
+        AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        config.tuning.ema is not None,
+        Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
+        tensor_styles(config),
+    )
+
+
+# How the images of a run are streamed, as the flags say, or as the limit of memory does.
+
+
+def stream_of(
+    config: Config, plan: Plan, num_classes: int, channels: int, device: torch.device
+) -> StreamOptions | ChooseStream | None:
+    """How the images are streamed; None if they are not. Raises ConfigError where options contradict each other.
+
+    Where that is to be chosen, it is what chooses for stages of so many atoms, alike on all ranks.
+    """
+    chosen, limit = config.parallel, config.parallel.memory_limit
+    asked = chosen.stream
+    if asked is None and chosen.stream_until is not None:
+        raise ConfigError(f"`stream_until` {chosen.stream_until} says where streaming ends, but `stream` is missing")
+    if asked == "auto" and limit is None:
+        raise ConfigError("`stream` auto needs `memory_limit`: within what a rank's memory is to stay, such as 6GiB")
+    if asked != "auto" and limit is not None:
+        raise ConfigError(f"`memory_limit` {mebibytes(limit)} is for `stream` auto, which chooses the visits by it")
+    if asked is None:
+        return None
+    if not isinstance(asked, str):
+        return StreamOptions(asked, chosen.stream_until, chosen.stream_norm, chosen.stream_segments or 1)
+    if plan.bidirectional and chosen.stream_norm != "exact":
+        raise ConfigError("copies in both directions share their statistics later: stream with `stream_norm` exact")
+    forecaster = build_forecaster(config, num_classes, channels, Profiler.of_user(), device)
+
+    def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
+        found = forecaster.visits(plan, counts, limit or 0, any_zero=False)
+        foreseen = f"{mebibytes(found.num_bytes)} foreseen of {mebibytes(limit or 0)}"
+        return replace(found.options, remark=f"`stream` auto: {words(found)}, {foreseen}")
+
+    return choose
+
+
+# What a run says before its first step: whether it fits into its nodes' memory, and what makes its steps slow.
+#
+# Rank 0 counts what each rank needs, on shapes. Each node adds up its own ranks, and compares the sum with what it has.
+#
+#     need > REFUSED x memory    the run is refused, with what fits
+#     need > memory              the run warns, with what fits
+
+REFUSED = 1.25  # times the memory: estimates are within that of what was measured
+SMALL = 0.25  # of the memory: a run that needs no more by a generous guess is not looked at
+GUESSED_PER_VALUE, GUESSED_PER_WEIGHT = 2000, 20  # bytes of a value of an image, and of a weight, are four times that
+SLOW_PASSES = 4  # over the images in a step, from which on the run says so
+
+
+class NodeMemory(NamedTuple):
+    """Where a rank computes: a node, or a GPU of one, and how many bytes of memory that has."""
+
+    name: str
+    num_bytes: int
+
+
+def place_of(device: torch.device) -> NodeMemory:
+    """That of this rank."""
+    if device.type == "cuda":
+        return NodeMemory(f"{device} of {platform.node()}", torch.cuda.get_device_properties(device).total_memory)
+    return NodeMemory(platform.node(), memory_of_node())
+
+
+def told_before(config: Config, engine: Engine, num_classes: int, channels: int) -> list[str]:
+    """What to say of a run before it starts. Collective.
+
+    Raises:
+        Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.
+    """
+    comm, own = engine.comm, place_of(engine.device)
+    places = comm.all_gather_object(own)
+    told: tuple[list[str], str | None] = ([], None)
+    if comm.rank == 0:
+        told = _looked_at(config, engine, num_classes, channels, places)
+    remarks, refusal = comm.broadcast_object(told)
+    if refusal is not None:
+        raise Refusal(refusal)
+    return list(remarks)
+
+
+def _looked_at(
+    config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
+) -> tuple[list[str], str | None]:
+    """What rank 0 finds: remarks, and why the run is refused, if so."""
+    remarks: list[str] = []
+    check = config.parallel.memory_check
+    large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
+    try:
+        with forked([engine.device]):  # other ranks draw nothing meanwhile
+            passes = passes_of(config, engine.held, num_classes, channels)
+            if passes is not None and passes.each_step >= SLOW_PASSES:
+                seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
+                remarks.append(passes.words(seconds))
+            if large:
+                need = MemoryNeed(config, engine, num_classes, channels, places)
+                problem = need.problem()
+                refuses = check == "error" and not config.run.dry_run
+                if problem is not None and refuses and need.impossible:
+                    return remarks, problem
+                remarks += [] if problem is None else [f"warning: {problem}"]
+    except Exception as error:
+        # The model's own code runs on shapes here, which may fail in any way. Training then says what is wrong with it.
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [*remarks, f"what this run needs could not be estimated ({what})"], None
+    return remarks, None
+
+
+def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> bool:
+    """Whether all ranks together need less than a share of so many bytes, by a guess that is far too high."""
+    batch, weights = batch_of(config, channels), engine.held.num_parameters
+    each = weights if of_tokens(batch) else GUESSED_PER_VALUE
+    return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes
+
+
+class MemoryNeed:
+    """The memory that a run needs on its nodes, and other ways to run that need less."""
+
+    def __init__(
+        self, config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
+    ) -> None:
+        self.config, self.plan, self.device = config, engine.plan, engine.device
+        self.num_classes, self.channels = num_classes, channels
+        self.counts = engine.held.counts
+        self.ranks: dict[NodeMemory, list[int]] = {}
+        for rank, place in enumerate(places):
+            self.ranks.setdefault(place, []).append(rank)
+        self.stream = engine.held.stream if config.model.patches is None else None
+        self.found = self.overview()
+        needs = self.found.bytes_of_ranks(config.parallel.offload == "disk")
+        self.place = max(self.ranks, key=lambda place: self.on_place(place, needs) / place.num_bytes)
+        self.most = max(needs)
+        self.needed = self.on_place(self.place, needs)
+
+    def overview(self, config: Config | None = None, stream: object = None) -> PlanSummary:
+        """That of another configuration, with the cut of this one."""
+        config = config or self.config
+        balance = self.counts if self.plan.num_stages > 1 else "flops"
+        chosen = self.stream if stream is None else stream
+        shared = {"balance": balance, "clockwork": Profiler.of_user(), "stream": chosen}
+        return look_ahead(config, self.plan, self.num_classes, self.channels, **shared, device=self.device)
+
+    def on_place(self, place: NodeMemory, needs: Sequence[int]) -> int:
+        """What all ranks there need together; `needs` are those of the ranks of one replica."""
+        return sum(needs[rank % len(needs)] for rank in self.ranks[place])
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the run cannot fit: what is frozen, and types of 2 bytes, make it smaller than is counted."""
+        exact = not self.config.tuning.freeze and self.config.training.precision == "fp32"
+        return exact and self.needed > REFUSED * self.place.num_bytes
+
+    def problem(self) -> str | None:
+        """The sentence for the user; None if the run fits."""
+        if self.needed <= self.place.num_bytes:
+            return None
+        ranks, has = self.ranks[self.place], gibibytes(self.place.num_bytes)
+        fits = [*self.remedies()]
+        nodes = ceil(self.needed / self.place.num_bytes)
+        such = f"{nodes} such {'GPUs' if self.device.type == 'cuda' else 'nodes'}"
+        spread = len(ranks) >= nodes and self.most <= self.place.num_bytes
+        fits.append(f"{such} for the same ranks" if spread else f"more ranks, for more `tiles`, on {such} or more")
+        return (
+            f"{counted(len(ranks), 'rank')} on {self.place.name} need about {gibibytes(self.needed)} together, "
+            f"{gibibytes(self.most)} at most each, but it has {has} of memory. What fits: {'; '.join(fits)}. "
+            "`memory_check` none starts the run anyway"
+        )
+
+    def remedies(self) -> Iterator[str]:
+        """What fits instead, in words, each of which was counted."""
+        config, training = self.config, self.config.training
+        again = replace(config, training=replace(training, recompute=True))
+        tries = [(config, "")]
+        if not training.recompute and config.model.patches is None:
+            tries.append((again, "`recompute`"))
+        for other, word in tries:
+            for size in smaller(config.data.batch_size, self.least_batch):
+                if (other, size) == (config, config.data.batch_size):
+                    continue
+                resized = replace(other, data=replace(config.data, batch_size=size))
+                with suppress(ValueError, RuntimeError):
+                    if self.fits(self.overview(resized)):
+                        batch = f"`batch_size` {size}" if size != config.data.batch_size else ""
+                        yield " with ".join(filter(None, (batch, word)))
+                        break
+        plan = self.plan
+        streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
+        if streams and config.data.text is None and not config.visits:
+            yield from self.streamed()
+
+    def streamed(self) -> Iterator[str]:
+        """How the images can be streamed."""
+        limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
+        parallel = replace(self.config.parallel, stream="auto", memory_limit=limit)
+        chosen = replace(self.config, parallel=parallel)
+        with suppress(ValueError, RuntimeError):
+            stream = stream_of(chosen, self.plan, self.num_classes, self.channels, self.device)
+            if self.fits(self.overview(chosen, stream)):
+                yield f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB"
+
+    def fits(self, other: PlanSummary) -> bool:
+        needs = other.bytes_of_ranks(self.config.parallel.offload == "disk")
+        return self.on_place(self.place, needs) <= self.place.num_bytes
+
+    @property
+    def least_batch(self) -> int:
+        plan = self.plan
+        return plan.replicas * max(plan.batch_ways) * ceil(plan.num_microbatches / self.config.training.accumulate)
+
+
+def smaller(batch_size: int, least: int) -> Iterator[int]:
+    """The batch itself, and then halves of it, as small as the plan allows."""
+    while batch_size > least:
+        yield batch_size
+        batch_size = max(least, batch_size // 2)
+    yield least
+
+
+def gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels: int = 3) -> int:
+    """The bytes that all ranks of a training need together, if its samples are as these numbers say.
+
+    Labels are unknown here, so that outputs of any shape are taken.
+    """
+    if config.data.task == "auto" and config.data.text is None:
+        config = replace(config, data=replace(config.data, task="regress"))
+    options: Mapping[str, object] = {"balance": "flops", "clockwork": Profiler.of_user()}
+    device = torch.device("cpu")
+    stream = stream_of(config, plan, num_classes, channels, device)
+    found = look_ahead(config, plan, num_classes, channels, **options, stream=stream, device=device)
+    needs = found.bytes_of_ranks(config.parallel.offload == "disk")
+    return sum(needs) * plan.replicas

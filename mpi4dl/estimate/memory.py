@@ -1,0 +1,167 @@
+"""What the memory of a rank is for: parameters, gradients, optimizer, activations, buffers; for every ZeRO stage.
+
+For p parameters, of which N ranks hold copies, with k bytes each and s bytes of masters and optimizer state:
+
+    ZeRO 0: k p + k p + s p      1: k p + k p + s p / N      2: k p + k p / N + s p / N      3: (k p + k p + s p) / N
+
+(Rajbhandari et al., SC 2020), and to each what autograd keeps for the backward pass, which is counted. Of parameters
+that are cut by features p is what a rank has of them, and N are the ranks that have the same part.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mpi4dl.comm.transport import LOW_PRECISION
+from mpi4dl.engine.batch import lower_precision
+from mpi4dl.options.optimizers import state_bytes
+from mpi4dl.parallel.costs.memory import StageBytes
+from mpi4dl.parallel.plan import ZERO_STAGES, Plan
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
+from mpi4dl.parallel.replicas.gathering import KEPT
+from mpi4dl.parallel.tensor.cutting import largest_part
+from mpi4dl.parallel.tensor.styles import Cutting, Degrees
+
+BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+UNDER_WAY = 2  # buckets whose gradients ranks are just adding up
+AHEAD = 1  # bucket that is being gathered before it is needed
+
+
+class StateBytes(NamedTuple):
+    """What training one stage of a model keeps on a rank, in bytes.
+
+    `update` are masters, their average, and the optimizer's state; `fixed` are frozen parameters and buffers, `bucket`
+    is the largest of the flat buckets. It is that of what all holders of the stage have, or of what those have who have
+    the largest part along these `axes`.
+    """
+
+    parameters: int
+    update: int
+    fixed: int
+    bucket: int
+    axes: tuple[str, ...] = ()
+
+    def num_holders(self, plan: Plan, stage: int) -> int:
+        """How many ranks have the same."""
+        return len(plan.holders(stage, part=dict.fromkeys(self.axes, 0)))
+
+
+StageState = tuple[StateBytes, ...]
+
+
+class Allocator(NamedTuple):
+    """What a process takes beside its tensors: memory that lies idle in its heap, and so many bytes.
+
+    Those are code that libraries make for the shapes that they see, images on their way, and buffers of libraries and
+    MPI. The heap is cut to pieces: of a single microbatch, holes that are too small stay where some of the `largest`
+    tensors were. Where some activations are freed while others are kept it is a share of them: by several microbatches
+    (`idle`), and most of all by visits, no two of which need have tensors of the same sizes (`idle_streaming`).
+    """
+
+    idle_largest: float
+    idle: float
+    idle_streaming: float
+    fixed_bytes: int
+
+    def beside(self, activations: int, num_microbatches: int, streaming: bool = False, largest: int = 0) -> int:
+        if num_microbatches == 1 and not streaming:
+            return round(self.idle_largest * largest) + self.fixed_bytes
+        return round((self.idle_streaming if streaming else self.idle) * activations) + self.fixed_bytes
+
+
+# As found on CPUs, for freed memory that is kept and returned (see _memory.py); on a GPU tensors alone count.
+HEAP_KEPT, HEAP_RETURNED = Allocator(4.5, 0.25, 1.2, 40 << 20), Allocator(0.0, 0.05, 0.05, 40 << 20)
+OF_TENSORS = Allocator(0.0, 0.0, 0.0, 0)
+
+
+class Share(NamedTuple):
+    """What one rank has in its memory, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    together: int  # at most at one time
+
+
+def count_state(
+    modules: Iterable[nn.Module],
+    build_optimizer: BuildOptimizer,
+    low_precision: torch.dtype | None = None,
+    cutting: Cutting | None = None,
+    degrees: Degrees | None = None,
+    averaged: bool = False,
+) -> StageState:
+    """Count what training a stage of these modules on the meta device would keep; what they share counts once.
+
+    Their weights become those of `low_precision`. Of parameters that `cutting` names each rank has one of many parts.
+    `averaged`: there is an average of them too.
+    """
+    modules, cutting, degrees = tuple(modules), cutting or Cutting(), degrees or Degrees()
+    if low_precision is not None:
+        for module in modules:
+            lower_precision(module, low_precision)
+    everything = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
+    named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad}
+    fixed = sum(value.nbytes for value in everything.values()) - sum(p.nbytes for _, p in named.values())
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
+    for name, p in named.values():
+        shape = largest_part(cutting.parameters.get(name, ()), p.shape, degrees)
+        part = p if shape == tuple(p.shape) else nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+        alike.setdefault(cutting.axes(name), []).append(part)
+    return tuple(_state(parts, build_optimizer, 0 if axes else fixed, axes, averaged) for axes, parts in alike.items())
+
+
+def _state(
+    trained: Sequence[nn.Parameter],
+    build_optimizer: BuildOptimizer,
+    fixed: int,
+    axes: tuple[str, ...],
+    averaged: bool,
+) -> StateBytes:
+    masters = [nn.Parameter(p.detach().float() if p.dtype in LOW_PRECISION else p.detach()) for p in trained]
+    own = sum(m.nbytes for p, m in zip(trained, masters, strict=True) if p.dtype in LOW_PRECISION)
+    size = sum(p.nbytes for p in trained)
+    largest = max((p.nbytes for p in trained), default=0)
+    update = own + (state_bytes(build_optimizer(masters)) if masters else 0) + averaged * sum(m.nbytes for m in masters)
+    return StateBytes(size, update, fixed, min(size, max(largest, BUCKET_BYTES)), axes)
+
+
+def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:
+    """What a rank of one replica has, which keeps so many bytes of activations at most."""
+    parameters = gradients = passing = optimizer = gathered = summed = 0
+    held = sorted({stage for _, stage in plan.held_by(rank)})
+    for stage, state in [(number, state) for number in held for state in stages[number]]:
+        num_ranks = state.num_holders(plan, stage)
+        zero, copies = plan.zero_at(stage) if num_ranks > 1 else (0, 1)
+        parameters += state.fixed + (state.parameters * copies // num_ranks if zero == 3 else state.parameters)
+        own = state.parameters // num_ranks if zero > 1 else state.parameters
+        gradients += own
+        passing += own * (zero > 1 or (num_ranks == 1 and plan.num_microbatches == 1))
+        optimizer += state.update // num_ranks if zero else state.update
+        if num_ranks > 1:
+            gathered += min(state.bucket * (KEPT + AHEAD), state.parameters) * (zero == 3)
+            summed += state.bucket * UNDER_WAY * (zero > 1)
+    # Under ZeRO 2 and 3, and where nobody has the same parameters, gradients are let go of before the next forward, and
+    # come as activations go; others stay.
+    together = parameters + optimizer + gathered + gradients - passing + max(activations, passing + summed)
+    return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
+
+
+def activations_of(plan: Plan, kept: Sequence[float], stages: Sequence[StageBytes]) -> list[int]:
+    """The most bytes that each rank has of activations, of which it keeps so many, and of what it computes with."""
+    held = [{stage for _, stage in plan.held_by(rank)} for rank in range(plan.ranks_per_replica)]
+    return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
+
+
+def anatomy(plan: Plan, stages: Sequence[StageState], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:
+    """For each ZeRO stage the rank that needs most, and its share; `activations` are those of a replica's ranks."""
+    for zero in ZERO_STAGES:
+        other = replace(plan, zero=zero)
+        shares = [share(other, rank, stages, kept) for rank, kept in enumerate(activations)]
+        rank = max(range(len(shares)), key=lambda i: shares[i].together)
+        yield zero, rank, shares[rank]

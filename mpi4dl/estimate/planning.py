@@ -1,0 +1,177 @@
+"""What the planning command shows: one plan in an overview, or the fastest of all for so many ranks, in a table.
+
+Neither needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mpi4dl._progress import Tell, quietly
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import option, same_as
+from mpi4dl.options.kinds import BOOLEAN, BYTES, COUNT, NAME, POSITIVE, optional
+
+if TYPE_CHECKING:
+    from mpi4dl.estimate.summary import PlanSummary
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the plan shows."""
+
+    timeline: str | None = option(
+        None,
+        "where to draw the timeline of a step, as FILE.png or FILE.txt; none: nowhere",
+        optional(NAME),
+        flag_only=True,
+        brief="FILE.png or FILE.txt for the timeline of a step",
+    )
+    rank_gflops: float = option(
+        50.0, "what a rank is assumed to compute per second, in GFLOP, unless it is measured", POSITIVE, flag_only=True
+    )
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The search for the fastest plan."""
+
+    search: bool = option(
+        False,
+        "show the fastest of all plans for --ranks ranks, instead of the one that flags name, as --ranks alone does",
+        BOOLEAN,
+        flag_only=True,
+        brief="show the fastest of all plans for --ranks",
+    )
+    ranks: int | None = option(
+        None,
+        "for how many ranks to search",
+        optional(COUNT),
+        flag_only=True,
+        brief="for how many ranks to search",
+        known_as=same_as("n np gpus devices num-gpus world-size nproc"),
+    )
+    ranks_per_node: int | None = option(
+        None,
+        "how many of them share a node, as those who share features are to; none: all",
+        optional(COUNT),
+        flag_only=True,
+    )
+    memory: int | None = option(
+        None,
+        "how much memory each rank has, such as 4GiB; none: any",
+        optional(BYTES),
+        flag_only=True,
+        brief="how much memory each rank has, such as 4GiB",
+        known_as=same_as("memory-per-gpu gpu-memory max-memory"),
+    )
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a forecast has to know of the samples; `num_batches` are those of an epoch."""
+
+    num_classes: int
+    channels: int
+    num_batches: int
+
+
+def planned(
+    config: Config, samples: TrainedOn, rank_gflops: float, flags: Sequence[str], tell: Tell = quietly
+) -> "PlanSummary":
+    """The overview of what `flags` would train, of which `config` was made.
+
+    Raises ValueError for what the training would refuse, as far as that can be seen without its ranks.
+    """
+    import torch
+    from torch import nn
+
+    from mpi4dl.estimate.dry_run import look_ahead, require_rules, stream_of
+    from mpi4dl.options import build
+    from mpi4dl.options.models import check_text, without_rules
+    from mpi4dl.options.optimizers import build_optimizer, build_schedule
+    from mpi4dl.parallel.costs.cost_model import Profiler
+
+    plan, num_classes, channels = build.build_plan(config), samples.num_classes, samples.channels
+    check_text(config, plan)
+    optimizer = build_optimizer(config, [nn.Parameter(torch.zeros(2, 2))])
+    build_schedule(config, optimizer).begin(build.number_of_steps(config, samples.num_batches))
+    tell("looking for operators without a rule", 0, 0)
+    with without_rules(config):
+        require_rules(config, plan, num_classes, channels)
+    tell("counting what each stage computes and keeps, and timing it", 0, 0)
+    with as_a_rank(config, plan.num_ranks) as device:
+        return look_ahead(
+            config,
+            plan,
+            num_classes,
+            channels,
+            balance=config.parallel.balance,
+            device=device,
+            clockwork=replace(Profiler.of_user(), rank_gflops=rank_gflops),
+            stream=stream_of(config, plan, num_classes, channels, torch.device(device)),
+            command=shlex.join(["mpirun", "-n", str(plan.num_ranks), "python", "-m", "mpi4dl.train", *flags]),
+        )
+
+
+def searched(
+    config: Config,
+    asked: Searched,
+    samples: TrainedOn,
+    rank_gflops: float,
+    flags: Sequence[str],
+    tell: Tell = quietly,
+) -> list[str]:
+    """A table of the fastest plans, and the command that starts each. Raises ValueError."""
+    import torch
+
+    from mpi4dl.estimate.dry_run import build_forecaster
+    from mpi4dl.estimate.search import SEARCHED, candidates, degrees_of, ranked, search
+    from mpi4dl.parallel.costs.cost_model import Profiler
+    from mpi4dl.parallel.plan import Plan
+
+    num_ranks, most_bytes = require_ranks(asked), asked.memory
+    clockwork = replace(Profiler.of_user(), rank_gflops=rank_gflops)
+    tell("building the model", 0, 0)
+    with as_a_rank(config, num_ranks) as device:
+        found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
+        model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
+        degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
+        kept = {name: getattr(config.parallel, name) for name in Plan.options() if name not in SEARCHED}
+        plans = candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate)
+        ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes, tell)
+    return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)
+
+
+def require_ranks(asked: Searched) -> int:
+    """For how many ranks to search. Raises ConfigError where that is not said, or cannot be."""
+    if asked.ranks is None:
+        raise ConfigError("--search needs --ranks: for how many ranks to look")
+    if asked.ranks % (asked.ranks_per_node or asked.ranks):
+        raise ConfigError(
+            f"--ranks {asked.ranks} are no multiple of --ranks-per-node {asked.ranks_per_node}: all nodes must have "
+            "as many"
+        )
+    return asked.ranks
+
+
+@contextmanager
+def as_a_rank(config: Config, num_ranks: int) -> Iterator[str]:
+    """Compute in here as a rank of the training would: on which device, with the threads and the memory that it has.
+
+    Ranks are taken to share this machine. Where a GPU was asked for and is not here, it cannot be timed.
+    """
+    import torch
+
+    from mpi4dl._memory import keep_freed_memory
+    from mpi4dl.comm.node import asked_threads, cores
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.parallel.threads or asked_threads() or max(1, cores() // num_ranks))
+    keep_freed_memory(config.parallel.keep_freed_memory)
+    try:
+        yield "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+    finally:
+        torch.set_num_threads(before)

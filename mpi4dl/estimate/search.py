@@ -1,0 +1,197 @@
+"""Which plan trains most samples a second on so many ranks, of those that fit into their memory: all are simulated.
+
+candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor x experts, but for what is pointless
+search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from mpi4dl._progress import Tell, quietly
+from mpi4dl._wording import aligned, counted
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate
+from mpi4dl.parallel.inputs import space_of
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.tensor.styles import Degrees, Styles, cutting_of
+
+MOST_STAGES = 8
+MOST_MICROBATCHES = 16
+CHUNKS = 2
+TIMING_SECONDS = 40.0  # for all shapes of tiles together
+LEAST_SECONDS = 0.4  # for one of them
+SEARCHED = frozenset(  # all other fields of a plan stay as the user's flags have them
+    "stages tiles batch_ways data tensor experts zero microbatches schedule bidirectional chunks".split()
+)
+
+
+def candidates(
+    num_ranks: int,
+    num_atoms: int,
+    image: Sequence[int],
+    degrees: Iterable[Degrees] = (Degrees(),),
+    kept: Mapping[str, Any] = MappingProxyType({}),
+    accumulate: int = 1,
+) -> Iterator[Plan]:
+    """The plans for so many ranks and batches of this shape, (N, C, H, W), or (N, T) of tokens.
+
+    `degrees` are by how many ranks the parameters of layers, and experts, can be shared. `kept` are fields of plans
+    that are not searched. All microbatches together are those of `accumulate` batches.
+
+    Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
+    1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
+    """
+    batch_size, size = image[0], space_of(image)
+    powers = [accumulate * 2**e for e in range(10) if 2**e <= min(batch_size // accumulate, MOST_MICROBATCHES)]
+    for tensor, experts, whole_experts in degrees:
+        own = {"moe": "expert" if whole_experts else "tensor", "sequence": tensor > 1 and kept.get("sequence", False)}
+        fixed: dict[str, Any] = {**kept, **own, "tensor": tensor, "experts": experts}
+        each, rest = divmod(num_ranks, tensor * experts)
+        for data in _divisors(each) if rest == 0 else ():
+            for places in _places(each // data, min(num_atoms, MOST_STAGES), len(size)):
+                for options in (o for m in powers for o in _schedules(len(places), m, num_atoms)):
+                    with suppress(ValueError):
+                        plan = Plan(places, data=data, **fixed, **options)
+                        if batch_size % plan.num_microbatches == 0 and not plan.problem(num_ranks, size, batch_size):
+                            yield plan
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _places(num_ranks: int, most_stages: int, dims: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Grids of the stages of one replica: the first few on many tiles, the others on fewer."""
+    for stages in range(1, min(num_ranks, most_stages) + 1):
+        seen = set()
+        for first in range(1, stages + 1):
+            for few in range(1, num_ranks // stages + 1):
+                many, rest = divmod(num_ranks - few * (stages - first), first)
+                numbers = (many,) * first + (few,) * (stages - first)
+                if rest == 0 and many >= few and numbers not in seen:
+                    seen.add(numbers)
+                    yield tuple(_grid(number, dims) for number in numbers)
+
+
+def _grid(number: int, dims: int) -> tuple[int, ...]:
+    """So many tiles, as square as can be; of volumes the depth stays whole, of sequences there is but one way."""
+    if dims == 1:
+        return (number,)
+    rows = max(n for n in _divisors(number) if n * n <= number)
+    return (*(1,) * (dims - 2), rows, number // rows)
+
+
+def _schedules(stages: int, microbatches: int, num_atoms: int) -> Iterator[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{}]
+    if stages > 1:
+        found.append({"bidirectional": 1})
+    if stages > 1 and microbatches > 1:
+        found.append({"schedule": "zero-bubble"})
+        if CHUNKS * stages <= num_atoms:
+            found.append({"schedule": "interleaved", "chunks": CHUNKS})
+    yield from ({"microbatches": microbatches, **each} for each in found)
+
+
+def degrees_of(
+    model: nn.Module,
+    num_ranks: int,
+    ranks_per_node: int,
+    styles: Styles | None = None,
+    whole_experts: bool = False,
+) -> Iterator[Degrees]:
+    """By how many of so many ranks a model's parameters can be shared, if they are on one node, and its experts.
+
+    `whole_experts`: ranks that share features have whole experts.
+    """
+    for tensor in _divisors(ranks_per_node):
+        for experts in _divisors(num_ranks // tensor):
+            degrees = Degrees(tensor, experts, whole_experts)
+            with suppress(ValueError):  # no table for such models, too few heads, or no experts
+                cutting_of(model, styles, degrees)
+                yield degrees
+
+
+class Ranking(NamedTuple):
+    """The plans that fit, the best first, and how many were looked at."""
+
+    best: tuple[PlanEstimate, ...]
+    num_plans: int
+    num_too_large: int
+    smallest: PlanEstimate
+
+
+def search(
+    forecaster: Estimator, plans: Iterable[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+) -> Ranking:
+    """All plans by samples a second; of those that are equally fast, the one that needs less memory first."""
+    found = [each for each in outlooks(forecaster, list(plans), most_bytes, tell) if each is not None]
+    if not found:
+        raise ValueError("no plan is for so many ranks and such batches: raise `batch_size`, or choose fewer `ranks`")
+    fitting = sorted(
+        (each for each in found if each.num_bytes <= most_bytes), key=lambda o: (-o.samples_per_second, o.num_bytes)
+    )
+    return Ranking(tuple(fitting), len(found), len(found) - len(fitting), min(found, key=lambda o: o.num_bytes))
+
+
+def outlooks(
+    forecaster: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
+) -> list[PlanEstimate | None]:
+    """What training by each of these plans would come to; None by one that cannot be. All are timed in TIMING_SECONDS.
+
+    With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
+    """
+    shapes = {site for plan in plans for site in forecaster.sites(plan)}
+    seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
+    forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
+    found: list[PlanEstimate | None] = []
+    for number, plan in enumerate(plans):
+        tell("plans that were timed and simulated", number, len(plans))
+        found.append(None)
+        with suppress(ValueError, RuntimeError):  # a schedule, or batch norm, that cannot be
+            found[-1] = forecaster.outlook(plan, most_bytes)
+    return found
+
+
+# What a search for plans found, in words: a table of the fastest, and the command that starts each of them.
+
+SHOWN = 10
+
+
+def ranked(
+    found: Ranking, num_ranks: int, most_bytes: int | None, flags: Sequence[str], num_tokens: int | None = None
+) -> list[str]:
+    """The lines. `flags` are those of the command that are for the training; each plan replaces what it decides.
+
+    Samples of text have so many tokens, of which its users count those that are trained each second.
+    """
+    too_large = f", {found.num_too_large} of which need more than {_mebibytes(most_bytes)}" if most_bytes else ""
+    lines = [f"{counted(found.num_plans, 'plan')} for {counted(num_ranks, 'rank')} looked at{too_large}"]
+    if not found.best:
+        return [
+            *lines,
+            f"none fits; the smallest needs {_mebibytes(found.smallest.num_bytes)}: {found.smallest}",
+        ]
+    rows = [["", "tokens/s" if num_tokens else "images/s", "memory", "plan"]]
+    best = found.best[:SHOWN]
+    rows += [
+        [str(i + 1), f"{each.samples_per_second * (num_tokens or 1):.3g}", _mebibytes(each.num_bytes), str(each)]
+        for i, each in enumerate(best)
+    ]
+    timed = "atoms timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
+    lines += [f"the fastest, simulated ({timed}; ranks with a core each), with the memory of the rank that needs most:"]
+    lines += list(aligned(rows, left={"plan"}))
+    if not num_tokens:
+        lines += ["batch norm sees a microbatch: fewer of them train as one device would on more images at a time"]
+    for i, each in enumerate(best):
+        command = ["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *each.flags(flags)]
+        lines.append(f"{i + 1}: {shlex.join(command)}")
+    return lines
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return f"{(num_bytes or 0) / 2**20:,.0f} MiB"

@@ -1,0 +1,441 @@
+"""What one rank holds of a model: its stages, each with the grid of the ranks that work on it together.
+
+held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
+optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl._randomness import forked, seed_python
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.timing import planned_cuts
+from mpi4dl.parallel.inputs import shape_only
+from mpi4dl.parallel.pipeline import balance as costs
+from mpi4dl.parallel.pipeline.decisions import Watch, changed
+from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
+from mpi4dl.parallel.pipeline.stage import Stage
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.replicas.groups import Stretch
+from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
+from mpi4dl.parallel.spatial.halo_choice import ASSUMED
+from mpi4dl.parallel.spatial.rules.normalization import right_gradients
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from mpi4dl.parallel.streaming.leading_part import choose as choose_opening
+from mpi4dl.parallel.tables.table import Action
+from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters
+from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
+
+# Who holds the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
+#
+# stage 0    embedding  blocks                   ranks 0 1      its own: blocks, on 0 1
+# stage 1                       blocks  head     ranks 2 3      its own: blocks, on 2 3
+#                |________ tied _________|                      of both: embedding = head, on 0 2 1 3
+
+
+class Together(NamedTuple):
+    """Parameters, by name, that the ranks of `comm` hold alike, since each of them works on some of `stages`.
+
+    `zero` and `copies` are how these ranks share them out, as Plan.zero_at says. Where parameters are cut, `across` are
+    the ranks that have all parts of them, this one among them, in the order of the parts.
+    """
+
+    stages: tuple[int, ...]
+    comm: Communicator
+    parameters: list[tuple[str, nn.Parameter]]
+    zero: int
+    copies: int
+    across: tuple[int, ...]
+
+
+def names_by_first(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by that which comes first in the model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {same[0]: same for same in names.values()}
+
+
+def become_one(modules: Mapping[int, nn.Module], names: Sequence[str]) -> nn.Parameter | None:
+    """Let the stages of one rank have one parameter where several use it by one of `names`; None if none does."""
+    found: nn.Parameter | None = None
+    for module in modules.values():
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            try:
+                holder = module.get_submodule(path)
+            except AttributeError:
+                continue
+            known = holder._parameters.get(leaf)
+            if known is not None:
+                found = known if found is None else found
+                holder._parameters[leaf] = found
+    return found
+
+
+def sharing(
+    plan: Plan,
+    comm: Communicator,
+    modules: Mapping[int, nn.Module],
+    shared: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, Sequence[str]],
+    axes: Callable[[str], tuple[str, ...]],
+    groups: Mapping[int, Communicator],
+    place: PartPlace,
+) -> Iterator[Together]:
+    """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
+
+    `shared` are the stages of parameters that several use, by the first of their `aliases`. `axes(name)` are those over
+    which a parameter is cut, of which this rank has the part at `place`. `groups` are all holders of each stage.
+    Collective.
+    """
+    ordered = not plan.bidirectional
+    several = {name for first in shared for name in aliases[first]}
+    cut = [axis for axis, (_, count) in place._asdict().items() if count > 1]
+    parts = [along for number in range(len(cut) + 1) for along in combinations(cut, number)]
+    for stage, module in modules.items():
+        own = [(name, p) for name, p in module.named_parameters() if name not in several]
+        for along in parts:
+            part = {axis: getattr(place, axis)[0] for axis in along}
+            holders = comm.subset(plan.holders(stage, part=part), ordered) if along else groups[stage]
+            named = [(name, p) for name, p in own if axes(name) == along]
+            others = _across(plan, comm.rank, place, along, stage)
+            yield Together((stage,), holders, named, *plan.zero_at(stage, part=part), others)
+    for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
+        for along in parts:
+            part = {axis: getattr(place, axis)[0] for axis in along}
+            firsts = [first for first in aliases if shared.get(first) == stages and axes(first) == along]
+            if firsts:
+                holders = comm.subset(plan.holders(*stages, part=part), ordered)
+                named = [(first, p) for first in firsts if (p := become_one(modules, aliases[first])) is not None]
+                zero = plan.zero_at(*stages, part=part)
+                yield Together(stages, holders, named, *zero, _across(plan, comm.rank, place, along, *stages))
+
+
+def _across(plan: Plan, rank: int, place: PartPlace, along: Sequence[str], *stages: int) -> tuple[int, ...]:
+    """Of each part along these axes one holder: the one whose number among them is that of this rank."""
+    own = {axis: getattr(place, axis)[0] for axis in along}
+    every = product(*(range(getattr(place, axis)[1]) for axis in along))
+    holders = {numbers: plan.holders(*stages, part=dict(zip(along, numbers, strict=True))) for numbers in every}
+    mine = holders[tuple(own.values())]
+    return tuple(alike[mine.index(rank)] for alike in holders.values())
+
+
+ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
+BALANCES = ("auto", "flops", "memory", "measured")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of one direction on this rank. `plain`: it works on plain tensors, not on SpatialTensors."""
+
+    direction: int
+    stage: int
+    module: nn.Module
+    grid: Grid
+    plain: bool
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values that it hands on."""
+        return self.module.recipe.outputs if isinstance(self.module, Stage) else ()
+
+
+class LocalStages(nn.Module):
+    """This rank's stages of a model that is laid over `comm` by `plan`; `parameters()` are those to optimize.
+
+    `outline` is the whole model, of which names and shapes count, not values. Copies of a stage that one rank holds in
+    both directions are one module. `shared` are the stages of each parameter that several use, by the first name that
+    it has in the model. To `device` they are moved once they are cut, so that it never has the whole of what is.
+    Collective.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        outline: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        counts: tuple[int, ...] = (),
+        names: tuple[str, ...] = (),
+        prices: StageCosts | None = None,
+        stream: Any = None,
+        styles: Styles | None = None,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        with comm.together((ValueError,)):
+            self._describe(modules, outline, plan, comm)
+        comm.agree(None, plan=plan)  # by which ranks form groups
+        self.counts, self.names, self.prices, self.stream = counts, names, prices, stream
+        self.watched: list[tuple[Watch, Any]] = []
+        self.parts: dict[tuple[int, int], Part] = {}
+        for direction in range(plan.num_directions):
+            for stage in range(plan.num_stages):
+                ranks = plan.ranks(direction, stage)
+                if comm.rank in ranks:
+                    grid = plan.grid_of(stage, comm.subset(ranks))
+                    grid.foresight.steps = True
+                    part = Part(direction, stage, self.modules_of[stage], grid, plan.is_plain(stage))
+                    self.parts[direction, stage] = part
+        for part in self.parts.values():
+            if part.plain:
+                right_gradients(part.module)
+        # Those who hold a stage, in either direction, hold the same parameters.
+        # Ranks of both directions come to the ends of their stages in opposite orders.
+        ordered = not plan.bidirectional
+        self.groups = {stage: comm.subset(plan.holders(stage), ordered) for stage in sorted(self.modules_of)}
+        self.cutting = NOT_CUT  # how parameters are cut
+        self.layouts: dict[str, Layout] = {}  # of those that modules see whole
+        self.shared = dict(shared or {})
+        with comm.together((ValueError,)):
+            cutting = planned_cuts(outline, plan, styles)
+        if cutting:
+            self._cut(cutting)
+        if device is not None:
+            self.to(device)
+        axes, place = self.cutting.axes, self._place
+        self.together = tuple(
+            sharing(plan, comm, self.modules_of, self.shared, self.names_of, axes, self.groups, place)
+        )
+
+    def _describe(self, modules: Mapping[int, nn.Module], outline: nn.Module, plan: Plan, comm: Communicator) -> None:
+        """Take what is known without other ranks: the modules of this one, and what the whole model consists of."""
+        if plan.num_ranks != comm.size:
+            raise Refusal(plan.wrong_world(comm.size))
+        self.plan, self.comm = plan, comm
+        self.modules_of = dict(modules)
+        self.stages = nn.ModuleList(modules.values())
+        if next(self.parameters(), None) is None:
+            self.nothing = nn.Parameter(torch.empty(0))  # optimizers want at least one
+        state = outline.state_dict()
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise Refusal(
+                    f"{name} of the model is no tensor ({type(value).__name__}): extra state is not supported"
+                )
+            if nn.parameter.is_lazy(value):
+                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
+        self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+        self.ties = _ties(outline)
+        self.names_of = names_by_first(outline)  # all names of each parameter
+        self.trained = frozenset(name for name, p in outline.named_parameters() if p.requires_grad)
+        self.num_parameters = sum(p.numel() for p in outline.parameters())
+
+    @property
+    def _place(self) -> PartPlace:
+        return next(iter(self.parts.values())).grid.place
+
+    def _cut(self, cutting: Cutting) -> None:
+        """Cut the parameters of all stages, which come from rank 0."""
+        found: dict[str, Cuts] = {}
+        for same in self.names_of.values():  # a tied one is cut alike wherever it is
+            how = next((cuts for name, cuts in cutting.parameters.items() if name in same), None)
+            if how is not None:
+                found |= dict.fromkeys(same, how)
+        self.cutting = replace(cutting, parameters=found)
+        for stage, module in self.modules_of.items():
+            for value in [*module.parameters(), *module.buffers()]:
+                self.groups[stage].broadcast(value.data)
+            grid = next(part.grid for (_, number), part in self.parts.items() if number == stage)
+            self.layouts |= cut_parameters(module, self.cutting, grid)
+
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Stretch]:
+        """Where elements of what this rank has of a parameter, flattened, are in the whole."""
+        cuts = self.cutting.parameters.get(name, ())
+        if not cuts:
+            return iter([Stretch(0, start, stop)])
+        return ParameterPart.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
+
+    @classmethod
+    def whole(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        stream: Any = None,
+        styles: Styles | None = None,
+        device: torch.device | str | None = None,
+    ) -> "LocalStages":
+        """The whole model, for a plan of one stage. It need not be traceable. `stream` says how it streams images.
+
+        `styles` say how parameters are cut under tensor parallelism (None: by the table for models of this class),
+        before what is left of the model goes to `device` (None: it stays where it is).
+        """
+        if plan.num_stages != 1:
+            raise Refusal(
+                f"{plan} cuts the model: pass what mpi4dl.parallel.pipeline.local_stages.split returns, not the model"
+            )
+        return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
+
+    def watch(self, model: nn.Module, watched: Sequence[Watch]) -> None:
+        """Have those attributes of a model that its forward read, so that whoever changes them here is refused."""
+        for watch in watched:
+            if watch.place is None and not watch.path and not hasattr(self, watch.names[0]):
+                setattr(self, watch.names[0], getattr(model, watch.names[0]))
+                self.watched.append((watch, watch.now(self)))
+
+    def changes(self) -> Iterator[str]:
+        """What is said of values of Python that are others than those by which the model was cut."""
+        yield from (changed(watch) for watch, found in self.watched if watch.now(self) != found)
+        for module in self.modules_of.values():
+            if isinstance(module, Stage):
+                yield from module.changes()
+
+    def part(self, action: Action) -> Part:
+        return self.parts[action.direction, action.stage]
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The state of this rank's stages, under the model's own names."""
+        return {name: value for module in self.modules_of.values() for name, value in module.state_dict().items()}
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Names of values that are the same tensor as one of another name: that name, the first in the alphabet."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    return {name: min(same) for same in names.values() for name in same if name != min(same)}
+
+
+def split(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    comm: Communicator,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    balance: str | Sequence[int] = "flops",
+    image: tuple[int, ...],
+    whole: Collection[str] = (),
+    clockwork: Profiler | None = None,
+    stream: StreamOptions | ChooseStream | None = None,
+    styles: Styles | None = None,
+) -> LocalStages:
+    """Cut the model that `build()` makes with this seed, and hold this rank's stages on `device`.
+
+    The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
+
+    `balance` is how many atoms of the model each stage gets, for images of shape `image`: by numbers; by counted FLOPs
+    ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
+    ("auto"), or which all ranks time together ("measured"); or by the bytes that training keeps ("memory"). `whole` are
+    paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. With `stream`
+    the first stage begins with a part that is streamed, tile by tile; how, may be chosen once it is known how many
+    atoms the stages have, on each rank by itself and alike. Collective.
+
+    Raises:
+        ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
+    """
+    with forked():
+        seed_python(seed)
+        model = outline(build)
+    if plan.num_stages == 1 and stream is None:
+        with forked():
+            torch.default_generator.manual_seed(seed)
+            seed_python(seed)
+            return LocalStages.whole(build(), plan, comm, styles=styles, device=device)
+    cuttable = Cuttable(model, whole, image)
+    counts, prices = Counts((len(cuttable),), None)
+    if plan.num_stages > 1:
+        counts, prices = choose_cut(cuttable, plan, comm, balance, image, device, clockwork, styles)
+    options = stream(cuttable, counts) if callable(stream) else stream
+    shared = cuttable.shared(counts)
+    cuttable.require_one_owner(counts, shared)
+    if options is not None and plan.bidirectional and options.norms != "exact":
+        raise ValueError(
+            f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
+        )
+    stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
+    uncut = "cpu" if plan.cuts_parameters else device
+    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in stages}
+    if options is not None:
+        opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
+        if 0 in modules:
+            modules[0].opening = opening
+        options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
+    held = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
+    held.watch(model, cuttable.program.watched)
+    return held
+
+
+class Counts(NamedTuple):
+    """How many atoms each stage gets, and what they cost; the latter is None where nobody asked."""
+
+    counts: tuple[int, ...]
+    prices: StageCosts | None
+
+
+def choose_cut(
+    cuttable: Cuttable,
+    plan: Plan,
+    comm: Communicator | None,
+    balance: str | Sequence[int],
+    image: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    clockwork: Profiler | None = None,
+    styles: Styles | None = None,
+) -> Counts:
+    """The cut by `balance`, the same on all ranks of `comm`. Collective."""
+    counts = None
+    if not isinstance(balance, str):
+        counts = costs.by_hand(cuttable, balance, plan.num_stages)
+        if clockwork is None:
+            return Counts(counts, None)
+    elif balance not in BALANCES:
+        raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
+    elif len(cuttable) < plan.num_stages:
+        raise ValueError(
+            f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
+            f"{cuttable.hint()}"
+        )
+    prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)
+    if counts is None:
+        counts = costs.partition(costs_by(balance, cuttable, plan, image, prices))
+    return Counts(counts, prices)
+
+
+def stage_prices(
+    cuttable: Cuttable,
+    plan: Plan,
+    comm: Communicator | None,
+    balance: str | Sequence[int],
+    image: tuple[int, ...],
+    device: torch.device,
+    clockwork: Profiler | None,
+    styles: Styles | None,
+) -> StageCosts:
+    """What atoms cost on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
+    how = balance if isinstance(balance, str) else "auto"
+    if comm is None:
+        return prices_for(cuttable, plan, image, how, device, clockwork, styles=styles)
+    if how == "measured":
+        return measured_prices(cuttable, plan, comm, image, device, styles=styles)
+    link = (clockwork or Profiler.of_user()).link_of(comm, device) if how == "auto" else ASSUMED
+    with comm.together():
+        found = None
+        if comm.rank == 0:
+            said = link, "assumed" if link == ASSUMED else "as measured"
+            found = prices_for(cuttable, plan, image, how, device, clockwork, said, styles)
+    prices: StageCosts = comm.broadcast_object(found)
+    return prices
+
+
+def costs_by(
+    balance: str | Sequence[int], cuttable: Cuttable, plan: Plan, image: tuple[int, ...], prices: StageCosts
+) -> list[list[float]]:
+    """What `partition` weighs: seconds, or the bytes that training keeps."""
+    if balance != "memory":
+        return prices.matrix
+    kept = costs.count_bytes(cuttable, shape_only(cuttable.model, image))
+    return costs.shared_out(kept, plan.sharing)

@@ -1,0 +1,338 @@
+"""Between two stages: the values that the first hands on land on the grid of the second, whatever its tiles and ways.
+
+    stage s on 2x2 tiles         stage s + 1 on 1x2
+      [ 0 ][ 1 ]                     [   ][   ]          forward:   every box goes to whoever needs a part of it
+      [ 2 ][ 3 ]       ----->        [ 4 ][ 5 ]          backward:  its gradient returns to its owner (the adjoint)
+
+What the values are (how they nest, their shapes, how they are cut) is said once, ahead of the first microbatch of a
+kind; it is the same for all that follow. Messages have a tag for each microbatch of a run: receives may then be posted
+in any order, as those for the next microbatch are while what a present one of a new kind will be is not yet known.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.exchange import Dims, Exchange, ExchangePlan, Incoming, Like, Slab, plan_exchange
+from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, even_cuts
+from mpi4dl.parallel.inputs import nested_cuts
+from mpi4dl.parallel.pipeline.program import Header, TensorSpec, pack, unpack
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.spatial.flattening import copies_in, open_dims, opened
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.halo import without_flat_dims
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
+
+# What crosses from stage to stage of a tensor in which several axes are one dim: all axes, and what every rank has.
+#
+# (N, 1 + H * W, C)      ->  (N, H, W, C)  +  (N, 1, C)       what has an axis a dim can be cut anew for other tiles
+#   flat, with a class token                                 and is put together again behind the boundary
+
+
+class Joint(NamedTuple):
+    """How a tensor is made of what crosses: the shape of what is spread, and the dim with entries that every rank has,
+    if any has: some before the others, some behind them, or both.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    before: bool = False
+    behind: bool = False
+
+
+def take_apart(x: Tensor) -> tuple[list[Tensor], Joint | None]:
+    """What crosses of x, and how x is made of it; x itself if it has no flat dims."""
+    if not isinstance(x, SpatialTensor) or not x.layout.flat:
+        return [x], None
+    flats = x.layout.flat
+    having = [flat for flat in flats if flat.copies]
+    if having and len(flats) > 1:
+        return [without_flat_dims(x)], None
+    rest: Tensor = x
+    beside = []
+    for flat in having:
+        size = x.shape[flat.dim]
+        beside = [x.narrow(flat.dim, start, length) for start, length in copies_in(size, flat) if length]
+        rest = x.narrow(flat.dim, flat.prefix, size - flat.copies)
+    assert isinstance(rest, SpatialTensor)
+    layout = rest.layout
+    apart = SpatialTensor(open_dims(rest.local, layout, layout.held), opened(layout))
+    shape = tuple(rest.shape)
+    joints = [Joint(shape, flat.dim, flat.prefix > 0, flat.suffix > 0) for flat in having]
+    return [apart, *beside], joints[0] if joints else Joint(shape, None)
+
+
+def put_together(parts: Iterator[Tensor], joint: Joint | None) -> Tensor:
+    """The way back on the next stage's grid, of the next parts."""
+    x = next(parts)
+    if joint is None:
+        return x
+    x = x.reshape(joint.shape)
+    if joint.dim is None:
+        return x
+    before = [next(parts)] if joint.before else []
+    behind = [next(parts)] if joint.behind else []
+    return torch.cat([*before, x, *behind], joint.dim)
+
+
+ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
+MOST_TAGS = 32768  # those that any MPI library has
+
+
+class StageLayout(NamedTuple):
+    """How a tensor lies on the next stage's grid, and which box each of its ranks needs for that."""
+
+    tiling: Tiling
+    dims: Dims
+    needed: tuple[Box, ...]
+
+
+class StageMessage(NamedTuple):
+    """The values of one microbatch, or their gradients: `number` is the microbatch's among those of its direction.
+
+    `kind` is whatever is equal exactly for microbatches whose values have the same shapes: both sides know it.
+    """
+
+    kind: Any
+    number: int
+
+
+class Received(NamedTuple):
+    """What the previous stage handed on: its values, and the tensors in them that gather gradients."""
+
+    values: tuple[Any, ...]
+    leaves: list[Tensor]
+
+
+def landing(
+    tiling: Tiling, dims: Dims, target: GridShape, replicas: int, plain: bool, tracks_batch: bool
+) -> StageLayout:
+    """How a tensor that was cut by `tiling` is cut on a stage of grid `target`.
+
+    Samples stay in their replica. Cuts stay where they were if both grids are alike along an axis. Of an axis that the
+    tensor does not have, every rank of either stage holds a copy: each one of the target takes one of those.
+    """
+    splits, lands, parts = [], list(dims), []
+    for axis in range(len(target)):
+        split, ways = tiling.splits[axis], target[axis]
+        if dims[axis] is None:
+            splits.append(Split.at(range(ways + 1)))
+            chosen = [part * split.parts // ways for part in range(ways)]
+            parts.append([Interval(copy, copy + 1) for copy in chosen])
+            continue
+        if split.parts == ways:
+            cut = Split.at(split.cuts)
+        elif axis == BATCH:
+            cut = Split.at(nested_cuts(split.cuts[:: split.parts // replicas], ways // replicas))
+        else:
+            cut = Split.at(even_cuts(split.size, ways))
+        parts.append([cut.owned(part) for part in range(ways)])
+        if plain or (axis == BATCH and not tracks_batch):
+            lands[axis] = None
+            cut = Split.at(range(ways + 1))
+        splits.append(cut)
+    places = (target.coordinates(rank) for rank in range(target.size))
+    needed = tuple(Box(*(part[i] for part, i in zip(parts, where, strict=True))) for where in places)
+    return StageLayout(Tiling(tuple(splits)), tuple(lands), needed)
+
+
+def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: int) -> ExchangePlan:
+    """What the rank at `place` among `ends` does: the ranks that own the tensor, then those that need it."""
+    nowhere = Box(*(Interval(0, 0) for _ in tiling.splits))
+    held = (*tiling.all_owned, *(nowhere,) * len(needed))
+    plan = plan_exchange(place, held, held, (*(nowhere,) * tiling.grid.size, *needed), tiling.whole)
+
+    def by_rank(slabs: tuple[Slab, ...]) -> tuple[Slab, ...]:
+        return tuple(Slab(ends[slab.peer], slab.box) for slab in slabs)
+
+    return ExchangePlan(plan.held, plan.needed, by_rank(plan.sends), by_rank(plan.receives), plan.kept)
+
+
+class Announcement(NamedTuple):
+    """What the values are, how their tensors are made of those that cross, and where these lie where they were made.
+
+    `specs`, `tilings` and `dims` are of the tensors that cross; the header's are of the values.
+    """
+
+    header: Header
+    joints: tuple[Joint | None, ...]
+    specs: tuple[TensorSpec, ...]
+    tilings: tuple[Tiling, ...]
+    dims: tuple[Dims, ...]
+
+
+class Transfer(NamedTuple):
+    """How one tensor crosses: what its boxes are like, and the exchanges of them and of their gradients."""
+
+    like: Like
+    values: Exchange
+    gradients: Exchange
+
+
+class Lane(NamedTuple):
+    """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
+
+    announcement: Announcement
+    transfers: tuple[Transfer, ...]
+    landings: tuple[StageLayout, ...]
+
+
+class StageBoundary:
+    """One end of the boundary behind `stage` in one direction: of a rank that holds `stage`, or the one after it.
+
+    `grid` is this rank's grid on that side.
+    """
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, direction: int, stage: int, grid: Grid, device: torch.device, sends: bool
+    ) -> None:
+        sources, targets = plan.ranks(direction, stage), plan.ranks(direction, stage + 1)
+        self.comm, self.plan, self.stage, self.grid, self.device = comm, plan, stage, grid, device
+        self.ends = (*sources, *targets)
+        self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
+        self.tag = direction * plan.num_stages + stage
+        self.num_tags = plan.num_directions * plan.num_stages
+        # A target hears what comes from one source of its own replica.
+        hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
+        self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
+        self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
+        self._lanes: dict[Any, Lane] = {}
+        self._expected: dict[tuple[StageMessage, bool], list[Incoming]] = {}
+
+    def forget(self) -> None:
+        """What values are is said anew: others want gradients than did."""
+        self._lanes.clear()
+
+    def knows(self, parcel: StageMessage) -> bool:
+        return parcel.kind in self._lanes
+
+    def _tag(self, what: int, parcel: StageMessage) -> int:
+        """Numbers that are far apart may share a tag: their messages come in order."""
+        numbers = MOST_TAGS // (NUM_TAGS * self.num_tags)
+        return (parcel.number % numbers * NUM_TAGS + what) * self.num_tags + self.tag
+
+    def send(
+        self, parcel: StageMessage, values: Sequence[Any], names: Sequence[str]
+    ) -> tuple[Pending, list[GradientEdge]]:
+        """Hand values on; where they came from, for those whose gradients will come back."""
+        packed, header = pack(values, names)
+        tensors: list[Tensor] = []
+        specs: list[TensorSpec] = []
+        joints: list[Joint | None] = []
+        for tensor, spec in zip(packed, header.tensors, strict=True):
+            parts, joint = take_apart(tensor)
+            joints.append(joint)
+            tensors += parts
+            specs += [replace(spec, shape=tuple(part.shape)) for part in parts]
+        layouts = [self._layout(tensor) for tensor in tensors]
+        announcement = Announcement(
+            header,
+            tuple(joints),
+            tuple(specs),
+            tuple(layout.tiling for layout in layouts),
+            tuple(layout.dims for layout in layouts),
+        )
+        pending = []
+        if not self.knows(parcel):
+            self._lanes[parcel.kind] = self._lane(announcement)
+            tag = self._tag(ANNOUNCED, parcel)
+            pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
+        lane = self._lanes[parcel.kind]
+        if announcement != lane.announcement:
+            raise ValueError(
+                f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
+                f"{announcement.header} instead of {lane.announcement.header}; a model whose shapes or numbers "
+                "depend on what is in the images cannot be cut there"
+            )
+        local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
+        tag = self._tag(FORWARD, parcel)
+        pending += [transfer.values.send(tensor, tag) for transfer, tensor in zip(lane.transfers, local, strict=True)]
+        wanted = (tensor for tensor, spec in zip(local, specs, strict=True) if spec.requires_grad)
+        edges = [get_gradient_edge(tensor) for tensor in wanted]
+        return Pending.all(self.comm.node, pending), edges
+
+    def expect(self, parcel: StageMessage, back: bool = False) -> None:
+        """Post the receives of a microbatch whose shapes are known: of its values, or of gradients that come back."""
+        if back:
+            tag = self._tag(BACKWARD, parcel)
+            posted = [transfer.gradients.expect(transfer.like, tag) for transfer in self._differentiable(parcel)]
+        else:
+            tag = self._tag(FORWARD, parcel)
+            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._lanes[parcel.kind].transfers]
+        self._expected[parcel, back] = posted
+
+    def receive(self, parcel: StageMessage) -> Received:
+        """The values of a microbatch."""
+        if not self.knows(parcel):
+            assert self.speaker is not None
+            announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, parcel))
+            self._lanes[parcel.kind] = self._lane(announcement)
+        announcement, transfers, landings = self._lanes[parcel.kind]
+        parts: list[Tensor] = []
+        leaves: list[Tensor] = []
+        specs = announcement.specs
+        for transfer, incoming, place, spec in zip(transfers, self._posted(parcel), landings, specs, strict=True):
+            leaf = transfer.values.assemble(None, incoming, transfer.like)
+            if spec.requires_grad:
+                leaves.append(leaf.requires_grad_())
+            parts.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
+        left = iter(parts)
+        values = [put_together(left, joint) for joint in announcement.joints]
+        return Received(unpack(values, announcement.header), leaves)
+
+    def send_back(self, parcel: StageMessage, leaves: Sequence[Tensor]) -> Pending:
+        """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        tag = self._tag(BACKWARD, parcel)
+        sent = [
+            transfer.gradients.send(gradient, tag)
+            for transfer, gradient in zip(self._differentiable(parcel), gradients, strict=True)
+        ]
+        return Pending.all(self.comm.node, sent)
+
+    def receive_back(self, parcel: StageMessage) -> list[Tensor]:
+        """The gradients of the values that were handed on and wanted one."""
+        arrived = self._posted(parcel, back=True)
+        return [
+            transfer.gradients.assemble(None, incoming, transfer.like)
+            for transfer, incoming in zip(self._differentiable(parcel), arrived, strict=True)
+        ]
+
+    def _posted(self, parcel: StageMessage, back: bool = False) -> list[Incoming]:
+        if (parcel, back) not in self._expected:
+            self.expect(parcel, back)
+        return self._expected.pop((parcel, back))
+
+    def _differentiable(self, parcel: StageMessage) -> list[Transfer]:
+        lane = self._lanes[parcel.kind]
+        specs = lane.announcement.specs
+        return [transfer for transfer, spec in zip(lane.transfers, specs, strict=True) if spec.requires_grad]
+
+    def _layout(self, tensor: Tensor) -> Layout:
+        if isinstance(tensor, SpatialTensor):
+            return tensor.layout.narrow
+        return Layout.of_copies(self.grid)
+
+    def _lane(self, announcement: Announcement) -> Lane:
+        following = self.stage + 1
+        transfers, landings = [], []
+        for spec, tiling, dims in zip(announcement.specs, announcement.tilings, announcement.dims, strict=True):
+            place = landing(
+                tiling,
+                dims,
+                self.plan.shape(following),
+                self.plan.replicas,
+                self.plan.is_plain(following),
+                self.plan.tracks_batch(following),
+            )
+            plan = crossing(tiling, place.needed, self.ends, self.place)
+            exchange = Exchange(plan, self.comm, dims)
+            like = Like(spec.shape, spec.dtype, self.device)
+            transfers.append(Transfer(like, exchange, exchange.adjoint))
+            landings.append(place)
+        return Lane(announcement, tuple(transfers), tuple(landings))

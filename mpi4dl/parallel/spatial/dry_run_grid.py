@@ -1,0 +1,102 @@
+"""One rank of a grid whose other ranks need not exist: what it would send is counted, and what would come is made up.
+
+On meta tensors nothing is computed either. On real ones this rank does all that it would do among others, rules and
+packing included, and what comes from them is nought: how long that takes is how long it would take, but for waiting.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpi4dl import geometry
+from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
+from mpi4dl.parallel.spatial.grid import Grid
+
+COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies", "exchanges", "over_features")
+
+
+class DryRunCommunicator(Communicator):
+    """A communicator of ranks that need not exist: it counts what this rank would send.
+
+    `latencies` are the messages that MPI would send of this rank, those within collectives among them. `exchanges` are
+    those of which this rank has a part. `over_features` are the bytes of sums of those that share features; half of
+    what is summed in two halves, by reduce-scatter and all-gather.
+    """
+
+    def __init__(
+        self, rank: int, size: int, counts: dict[str, int] | None = None, shares_features: bool = False
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.shares_features = shares_features
+        self.counts = dict.fromkeys(COUNTS, 0) if counts is None else counts
+        self.node = None  # type: ignore[assignment]
+
+    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, **kwargs: Any) -> Pending:
+        for _, tensor in sends:
+            self.counts["halo_bytes"] += tensor.nbytes
+            self.counts["messages"] += 1
+            if self.shares_features:  # (size - 1) / size of what it is half a sum of
+                self.counts["over_features"] += tensor.nbytes * self.size // (2 * (self.size - 1))
+        self.counts["exchanges"] += bool(sends or receives)
+        messages = messages_of(sends)
+        self.counts["latencies"] += len(messages)
+        leaving = [packed(message) for message in messages if not message.pieces[0].is_meta]
+        for message in messages_of(receives):
+            if not message.pieces[0].is_meta:
+                buffer = buffer_for(message)
+                buffer.detach().zero_()
+                if buffer is not message.pieces[0]:
+                    unpack(message, buffer)
+        del leaving
+        return Pending(self.node)
+
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self.counts["reduced_bytes"] += tensor.nbytes
+        self.counts["over_features"] += tensor.nbytes * self.shares_features
+        self.counts["latencies"] += self.size - 1
+        if op == "sum" and tensor.is_floating_point():
+            tensor.detach().mul_(self.size)
+        return Pending(self.node)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.counts["gathered_bytes"] += tensor.nbytes
+        self.counts["latencies"] += self.size - 1
+        return tensor.detach().expand(self.size, *tensor.shape).clone()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def nodes(self) -> list[list[int]]:
+        return [list(range(self.size))]
+
+    def agree(self, error: str | None = None, **facts: Any) -> None:
+        if error is not None:
+            raise ValueError(error)
+
+
+class DryRunGrid(Grid):
+    """A grid of which only this rank exists."""
+
+    comm: DryRunCommunicator
+
+    def among_experts(self) -> DryRunCommunicator:
+        return DryRunCommunicator(*self.place.experts, self.comm.counts)
+
+    def along(self, axes: tuple[int, ...]) -> DryRunCommunicator:
+        ranks = self.ranks_along(tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1))
+        return DryRunCommunicator(ranks.index(self.rank), len(ranks), self.comm.counts, self.features in axes)
+
+
+def dry_run_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool = False) -> DryRunGrid:
+    grid = DryRunGrid.of(DryRunCommunicator(rank, shape.size), shape, tracks_batch)
+    assert isinstance(grid, DryRunGrid)
+    return grid
+
+
+def rank_in_the_middle(shape: geometry.GridShape) -> int:
+    """The rank who has most neighbours, and the last part of features, than which none is larger."""
+    in_space = 1 + len(shape.space)
+    return shape.number([*(n // 2 for n in shape[:in_space]), *(n - 1 for n in shape[in_space:])])

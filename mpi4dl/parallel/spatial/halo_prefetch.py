@@ -1,0 +1,187 @@
+"""What operators ask of the norms before them, so that a norm's messages bring the halo that follows.
+
+first step    norm: its statistics travel         relu     convolution: the halo of relu's result travels, and the
+                                                            norm from which that came is asked to hold more
+from then on  norm: its statistics travel, with   relu     convolution: nothing
+              strips of its input, which are
+              normalized like the rest
+
+That is so on GPUs, which every message keeps waiting; between ranks that share the memory of CPUs, the copies that it
+takes of a tile cost more than the message (ResNet-50 on 2 x 2 tiles of 256 px: 4 %). The images of the first layer
+come with their halo likewise. A norm whose result nobody looks at before the next norm is reached, as at the end of a
+parallel branch, is computed together with that one, in one exchange, on any device.
+
+All ranks run the same model and know each other's boxes, so all of them ask for the same, and none has to be told. What
+was asked for is a hint: a norm may hold more than anybody needs, and whoever needs more than it holds fetches it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mpi4dl.geometry import AxisMap, Split, Tiling, cut_alike, widest
+
+# A halo that is held is computed by all on its way: it has at most so many pixels, or is so many times smaller than the
+# tile. Of so many sizes of images it is remembered.
+ALWAYS_WORTH = 4
+WORTH = 4
+SIZES = 64
+
+Holding = dict[Tiling, Tiling]  # what is to be held, by what is owned
+
+
+class Provider(Protocol):
+    """Who made what a tensor was made of, pixel by pixel or window by window, and may be asked to let more be held."""
+
+    def ask(self, tiling: Tiling) -> None:
+        """From the next step on, let the tensor be held as this tiling, of its cuts, says."""
+
+
+class Waiting(Protocol):
+    """A norm that is to be computed."""
+
+    def compute(self, waiting: Sequence[Any]) -> None:
+        """Compute all of these, of which this is one, together."""
+
+
+class HaloPrefetch:
+    """What is to be held on one grid. With `steps` somebody says where one step ends and the next begins.
+
+    With `everywhere` norms bring halos on CPUs too. `visits`: whatever runs, also within a backward pass, is a whole
+    forward pass and does as the one before it did.
+    """
+
+    def __init__(self, visits: bool = False) -> None:
+        self.steps = self.everywhere = False
+        self.visits = visits
+        self._held: Any = WeakIdKeyDictionary()  # a `Holding` for each source, by what it is known by
+        self._wished: Any = WeakIdKeyDictionary()  # the same, from the next step on
+        self._between = False
+        self._patient: Any = WeakIdKeyDictionary()  # norms that are not needed before the next one is reached
+        self._unseen: Tensor | None = None  # the last norm, as long as nobody has looked at its result
+        self._waiting: list[Waiting] = []
+
+    def held(self, key: object | None, tiling: Tiling) -> Tiling:
+        """How what comes from this source is to be held, of which ranks own what `tiling` says."""
+        known = self._held.get(key) if key is not None else None
+        return tiling if known is None else known.get(tiling, tiling)
+
+    def wish(self, key: object, tiling: Tiling, wanted: Tiling) -> None:
+        if is_worth_holding(wanted):
+            _widen(self._wished.setdefault(key, {}), tiling, wanted)
+
+    def learned(self) -> Iterator[tuple[object, bool, Holding]]:
+        """Of each source: whether it waits for the next one, and what it holds, by what ranks own."""
+        for norm in WeakIdKeyDictionary([*self._held.items(), *self._patient.items()]):
+            yield norm, norm in self._patient, self._held.get(norm, {})
+
+    def learn(self, norm: Tensor, waits: bool, held: Holding) -> None:
+        """Know what another one of the same grid had learned."""
+        self._held[norm] = dict(held)
+        if waits:
+            self._patient[norm] = True
+
+    def settle(self) -> None:
+        """From now on all is held as it was asked for.
+
+        Not while the graph of an earlier forward pass is to be computed again: it would find other shapes.
+        """
+        for key, wished in self._wished.items():
+            for tiling, wanted in wished.items():
+                _widen(self._held.setdefault(key, {}), tiling, wanted)
+        self._wished.clear()
+        self.pay()
+
+    def reached(self, norm: Tensor | None) -> bool:
+        """A norm is reached, known by its weight if any; whether it can wait for the next one."""
+        if self._unseen is not None:
+            self._patient[self._unseen] = True
+        self._unseen = norm
+        return norm is not None and norm in self._patient
+
+    def seen(self, norm: Tensor) -> None:
+        """Somebody looks at the result of a norm."""
+        if self._unseen is norm:
+            self._unseen = None
+
+    def begin(self) -> None:
+        """A step begins: nothing waits, whatever became of the one before."""
+        self._waiting, self._unseen = [], None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a norm is yet to be computed."""
+        return bool(self._waiting)
+
+    def wait(self, norm: Waiting) -> None:
+        self._waiting.append(norm)
+
+    def pay(self) -> None:
+        """Compute what waits."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            waiting[0].compute(waiting)
+
+    def enter(self) -> None:
+        """An image is spread: a forward pass begins, if all before were followed by their backward passes."""
+        self.pay()
+        if self._between and not self.steps:
+            self.settle()
+
+    def passed(self, forward: bool) -> None:
+        """Take note of a norm's forward, or backward, pass."""
+        self._between = not forward
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a norm made, known by its weight, or the images, known by their grid.
+
+    Ranks own of it what `tiling` says.
+    """
+
+    foresight: HaloPrefetch
+    key: object
+    tiling: Tiling
+
+    def ask(self, tiling: Tiling) -> None:
+        if cut_alike(tiling, self.tiling):
+            self.foresight.wish(self.key, self.tiling, tiling)
+
+
+@dataclass(frozen=True, eq=False)
+class OfWindows:
+    """What windows made, as `output`, of a tensor that ranks hold as `tiling` says."""
+
+    provider: Provider
+    tiling: Tiling
+    output: Tiling
+    maps: tuple[tuple[int, AxisMap], ...]
+
+    def ask(self, tiling: Tiling) -> None:
+        if not cut_alike(tiling, self.output):
+            return
+        wanted = self.tiling
+        for axis, axis_map in self.maps:
+            split = self.tiling.splits[axis]
+            needs = (axis_map.needs(rows, split.size) for rows in tiling.splits[axis].held)
+            wanted = wanted.replace(axis, Split(split.cuts, tuple(needs)))
+        self.provider.ask(widest(self.tiling, wanted))
+
+
+def _widen(held: Holding, tiling: Tiling, wanted: Tiling) -> None:
+    if tiling not in held and len(held) == SIZES:
+        held.clear()
+    held[tiling] = widest(held.get(tiling, tiling), wanted)
+
+
+def is_worth_holding(tiling: Tiling) -> bool:
+    """Whether halos are so small beside their tiles that what comes before may be computed for them too."""
+    return all(
+        held.length - split.owned(part).length <= max(ALWAYS_WORTH, split.owned(part).length // WORTH)
+        for split in tiling.splits
+        for part, held in enumerate(split.held)
+    )

@@ -1,0 +1,228 @@
+"""How much of a margin a part of a model needs, found by running it on shapes: no layer may ask for pixels it lacks.
+
+Whatever the part is made of, residuals, branches or a way up again: the smallest margin is searched with which it runs
+to its end. A rehearsal also learns which norms can share a round, and says how many rounds there are.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpi4dl._randomness import forked
+from mpi4dl.comm import Pending
+from mpi4dl.comm.packing import Piece
+from mpi4dl.geometry import Box, Tiling
+from mpi4dl.parallel.pipeline.split import shapes_of
+from mpi4dl.parallel.spatial.grid import Grid, Layout
+from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Holding
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.streaming.visits import (
+    Given,
+    NeedsNeighbours,
+    Script,
+    Turn,
+    VisitedGrid,
+    Visitors,
+    Visits,
+    holds_pixels,
+    visited_grid,
+)
+
+Learned = Sequence[tuple[Tensor, bool, Holding]]
+
+
+class CannotStream(ValueError):
+    """A part of a model needs the whole image at once, so that it cannot be computed tile by tile."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What streaming a part takes: the `margin` around tiles, in pixels of the images.
+
+    `num_rounds` are those of its forward pass, `learned` what its norms are to know, and `outputs` what it returned, on
+    the meta device. `tilings` are those of all that it makes on its way.
+    """
+
+    margin: int
+    num_rounds: int
+    learned: Learned
+    outputs: Any
+    tilings: Sequence[Tiling]
+
+
+class _Rehearsing(Visitors):
+    """Nobody answers: on shapes nothing depends on it.
+
+    What other tiles ask of each other is not enough for this one either, so that all find the same margin.
+    """
+
+    def iexchange(
+        self,
+        sends: Sequence[Piece],
+        receives: Sequence[Piece],
+        *args: Any,
+        collective: bool = False,
+        **kwargs: Any,
+    ) -> Pending:
+        among_others = collective and not sends and not receives
+        if among_others or holds_pixels(sends) or holds_pixels(receives):
+            raise NeedsNeighbours
+        self.turn.script.position += bool(sends or receives)
+        return Pending(self.node)
+
+    def told(self, mine: Any, additive: bool = False) -> list[Any]:
+        self.turn.script.position += 1
+        return [mine] * self.size
+
+    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self.turn.script.position += self.size > 1
+        return Pending(self.node)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.turn.script.position += self.size > 1
+        return tensor.detach()[None].expand(self.size, *tensor.shape)
+
+
+def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> Rehearsed:
+    """The least margin with which visits can run `module` on what it is given of images of this size (H, W).
+
+    Raises:
+        CannotStream: no margin is enough.
+    """
+    outline = copy.deepcopy(module, memo=shapes_of(module))
+
+    high = least_margin(lambda margin: run(outline, visits, givens, size, margin) is not None, max(size))
+    first = run(outline, visits, givens, size, high)
+    assert first is not None
+    again = run(outline, visits, givens, size, high, first.learned)
+    assert again is not None
+    of_outline = {id(shape): real for shape, real in zip(outline.parameters(), module.parameters(), strict=True)}
+    real = [(of_outline[id(norm)], waits, held) for norm, waits, held in again.learned if id(norm) in of_outline]
+    return replace(again, learned=real)
+
+
+def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> int:
+    """The least margin with which a part runs, of at most about so many pixels; `first` is tried after 0.
+
+    Raises:
+        CannotStream: no margin is enough.
+    """
+    low, high = -1, 0
+    while not runs(high):
+        if high >= largest:
+            raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
+        low, high = high, min(max(first, 2 * high), largest)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if runs(middle) else (middle, high)
+    return high
+
+
+def run(
+    outline: nn.Module,
+    visits: Visits,
+    givens: Sequence[Given],
+    size: Sequence[int],
+    margin: int,
+    learned: Learned = (),
+) -> Rehearsed | None:
+    """Run a module, which is on the meta device, as a visit with this margin would; None if that is not enough."""
+    grid = alone(visits, visits.own[len(visits.own) // 2], learned)
+    with torch.enable_grad(), forked():
+        try:
+            outputs = outline(*(shape_of(given, grid, margin, size) for given in givens))
+            grid.foresight.pay()
+        except NeedsNeighbours:
+            return None
+    tilings = list({layout.tiling.narrow for layout in grid.layouts})
+    return Rehearsed(margin, grid.comm.turn.script.position, _learned(grid), outputs, tilings)
+
+
+def alone(visits: Visits, tile: int, learned: Learned = ()) -> VisitedGrid:
+    """The grid of a visit of this tile that is the only one: what others tell it is made up."""
+    grid = visited_grid(visits.grid, tile, Turn(), visits.tracks_batch, _Rehearsing)
+    begin(grid, learned)
+    return grid
+
+
+def begin(grid: VisitedGrid, learned: Learned) -> None:
+    """Let the grid's norms know as much of what follows as those of every other visit, who come to the same rounds."""
+    grid.foresight = HaloPrefetch(visits=True)
+    for norm, waits, held in learned:
+        grid.foresight.learn(norm, waits, held)
+
+
+def shape_of(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
+    """What the visit of this grid is given, on the meta device."""
+    if given.tiling is None:
+        return torch.empty(given.shape, dtype=given.dtype, device="meta")
+    layout = given.layout(grid, margin, size)
+    local = layout.local_shape(tuple(given.shape))
+    return SpatialTensor(torch.empty(local, dtype=given.dtype, device="meta"), layout)
+
+
+def _learned(grid: VisitedGrid) -> Learned:
+    return [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
+
+
+# The visits to images of one shape through one part of a model: planned and rehearsed once, taken again and again.
+
+KNOWN = 256  # tiles of whose visits is remembered what layers plan, about 100 kB for each in small_resnet
+
+
+@dataclass(eq=False)
+class Route:
+    """Which tiles this rank visits of what a part is given, and the grid of each, which remembers what layers plan.
+
+    `size` is that of the images. `spares`: nothing is known yet against computing one of tiles that look the same.
+    """
+
+    visits: Visits
+    givens: tuple[Given, ...]
+    size: tuple[int, ...]
+    rehearsed: Rehearsed
+    spares: bool = True
+    _turn: Turn = field(default_factory=Turn)
+    _grids: dict[int, VisitedGrid] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> "Route":
+        """The visits through `module`, with the least margin.
+
+        Raises:
+            CannotStream: the module needs the whole image at once.
+        """
+        return cls(visits, tuple(givens), tuple(size), rehearse(module, visits, givens, size))
+
+    @property
+    def cut(self) -> list[int]:
+        """The axes along which there are several tiles."""
+        return [axis for axis, parts in enumerate(self.visits.grid) if parts > 1]
+
+    def grid(self, tile: int, script: Script) -> VisitedGrid:
+        """That of the next visit, of this tile, which follows the script from its beginning."""
+        grid = self._grids.get(tile)
+        if grid is None:
+            grid = visited_grid(self.visits.grid, tile, self._turn, self.visits.tracks_batch)
+            if len(self._grids) < KNOWN:  # tiles are visited in turn: whichever was forgotten would be the next
+                self._grids[tile] = grid
+        self._turn.script, script.position = script, 0
+        begin(grid, self.rehearsed.learned)
+        return grid
+
+    def layout(self, given: Given, grid: VisitedGrid) -> Layout:
+        """How the visit of this grid holds what it is given."""
+        return given.layout(grid, self.rehearsed.margin, self.size)
+
+    def box(self, given: Given, tile: int) -> Box:
+        """What the visit of a tile reads of images."""
+        return given.box(tile, self.rehearsed.margin, self.size)
+
+    def of_rank(self, given: Given, grid: Grid) -> Layout:
+        """What all visits of a rank hold together."""
+        any_visit = self.grid(self.visits.own[0], Script())
+        return self.visits.of_ranks(self.layout(given, any_visit), grid)

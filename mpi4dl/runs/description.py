@@ -1,0 +1,275 @@
+"""What a trained model is, beside its weights: all that is needed to build it, and to show it images as in training.
+
+    model.json                      in the folder of a run, from its start on
+    metadata of model.safetensors   the same text, under the key `mpi4dl`; in weights that are exported too
+
+    {"options": {"model": ""resnet18"", "image_size": ""224x224"", ...}, "task": "classify", "num_outputs": 2,
+     "classes": ["benign", "tumour"], "channels": 3, "fit": "resize",
+     "own": {"model": {"file": "/home/me/my_code.py", "digest": "0123456789abcdef"}}, "signature": "..."}
+
+Options are those of a configuration, as a TOML file has them. `own` are files of the user's that the model needs.
+
+Anybody can write such a text into a file and name code in it. So training signs a text that names code of the user's,
+with a secret key that it keeps outside of all runs, in the user's state folder. Code that a text names is loaded only
+if that signature is right, or if the user asks for it.
+"""
+
+import hashlib
+import hmac
+import inspect
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._files import naming, open_regular, read_regular
+from mpi4dl.checkpoints.manifest import ABOUT
+from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.base import task_of
+from mpi4dl.datasets.transform import Fit
+from mpi4dl.models.registry import without_loading
+from mpi4dl.options import parts
+from mpi4dl.options.config import Config, ConfigError, shared_options
+from mpi4dl.options.declare import options_of, with_options
+from mpi4dl.options.kinds import part_name
+
+FILE = "model.json"
+
+SECTIONS = ("model", "data")
+MORE = ("loss", "loss_options", "stream_norm")
+OF_THE_TASK = ("task", "text")
+OWN = ("model", "transforms", "dataset")  # what may be code of the user's, by the section that has it
+HOMES = {"model": "model", "transforms": "data", "dataset": "data"}
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Description:
+    """All that was decided about a model and its images when it was trained."""
+
+    options: Mapping[str, str]
+    task: str
+    num_outputs: int
+    classes: tuple[str, ...]
+    channels: int
+    fit: Fit
+    own: Mapping[str, Mapping[str, str | None]]
+    values: str | None = None  # what values of volumes are read as
+    largest: tuple[int, ...] | None = None  # size of the images that training saw whole, as far as it looked at them
+    signature: str = ""
+
+    @classmethod
+    def of(cls, config: Config, images: Any, num_outputs: int) -> "Description":
+        """Of a run that trains on these images, or texts."""
+        wanted = {name for name, item in options_of(Config).items() if item.section in SECTIONS or name in MORE}
+        options = {name: value for name, value in shared_options(config).items() if name in wanted}
+        asked, text = config.data.task, config.data.text is not None
+        told = "language" if text else task_of(images.training)
+        task = asked if text == (asked in ("language", "masked")) and asked != "auto" else told
+        found = {name: _own(getattr(getattr(config, HOMES[name]), name, None)) for name in OWN}
+        return cls(
+            {name: value for name, value in options.items() if name not in OF_THE_TASK},
+            task,
+            num_outputs,
+            tuple(images.classes),
+            images.channels,
+            getattr(images, "fit", "resize"),
+            {name: each for name, each in found.items() if each is not None},
+            getattr(getattr(images, "training", None), "values", None),
+            getattr(images, "largest", None),
+        )
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, text: str, where: str) -> "Description":
+        """Raises ConfigError for what is no such text; `where` it was found."""
+        try:
+            found = json.loads(text)
+            options = {str(name): str(value) for name, value in found["options"].items()}
+            own = {str(name): {"file": each["file"], "digest": each["digest"]} for name, each in found["own"].items()}
+            fit: Fit = "crop" if found["fit"] == "crop" else "resize"
+            classes, numbers = tuple(map(str, found["classes"])), (int(found["num_outputs"]), int(found["channels"]))
+            values = found.get("values")
+            largest = None if found.get("largest") is None else tuple(map(int, found["largest"]))
+            signature = str(found.get("signature", ""))
+            return cls(
+                options, str(found["task"]), numbers[0], classes, numbers[1], fit, own, values, largest, signature
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "
+                "restore it"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Put it into the folder of a run. Raises OSError."""
+        with naming(folder / FILE):
+            write_durably(folder / FILE, self.text.encode())
+
+    def record(self, comm: Communicator, folder: Path) -> "Description":
+        """Sign it and put it into the folder of a run, from rank 0. Collective; raises Refusal if that cannot be."""
+        signed = None
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                signed = self.signed()
+                signed.write(folder)
+        found: Description = comm.broadcast_object(signed)
+        return found
+
+    def signed(self) -> "Description":
+        """The same with this user's signature, if it names code and the user has a place for a key."""
+        key = _key(create=True) if self.own else None
+        return self if key is None else replace(self, signature=self._sign(key))
+
+    def is_ours(self) -> bool:
+        """Whether training by this user signed it."""
+        key = _key() if self.signature else None
+        return key is not None and hmac.compare_digest(self._sign(key), self.signature)
+
+    def _sign(self, key: bytes) -> str:
+        text = json.dumps(asdict(replace(self, signature="")), sort_keys=True)
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What weights say."""
+        return {ABOUT: self.text}
+
+    def config(self, where: str, trusted: bool, asked: bool = False, **instead: Any) -> Config:
+        """The configuration by which the model is built; `instead` of a part that is the user's own, another one.
+
+        Code that it names is loaded if it is `trusted` (this user's training signed it), or `asked` for. A dataset that
+        must not be loaded, or is gone, is refused once something opens it. Raises ConfigError if other code must not be
+        loaded, is gone, or other than it was.
+        """
+        try:
+            config = with_options(Config(), self.options)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: was trained by another version of mpi4dl: {error}") from None
+        if isinstance(config.model.model, str):  # its weights come from `where`, not from files that options name
+            options = without_loading(config.model.model, config.model.model_options)
+            config = replace(config, model=replace(config.model, model_options=options))
+        for name in OWN:
+            section = getattr(config, HOMES[name])
+            text, part = getattr(section, name), instead.get(name)
+            named = text is not None and (name == "dataset" or parts.is_own(text))
+            if part is not None and not named:
+                passed = f"`{name}` {part_name(part)}"
+                raise ConfigError(f"{passed}: training had no own one, and what it had is taken again: leave it out")
+            if part is None and named:
+                try:
+                    part = self.part(name, text, where, trusted, asked)
+                except ConfigError as problem:
+                    if name != "dataset":
+                        raise
+                    part = _refused(str(problem))
+            if part is not None:
+                config = replace(config, **{HOMES[name]: replace(section, **{name: part})})
+        return config
+
+    def part(self, name: str, text: str, where: str, trusted: bool, asked: bool) -> str:
+        """Where the code is that this names `text` as the part `name`. Raises ConfigError if it must not be loaded."""
+        if not (trusted or asked):
+            raise untrusted(where, name, text)
+        return self._found(name, text) if name in self.own else text
+
+    def _found(self, name: str, text: str) -> str:
+        """Where the code of an own part is now, which is as it was."""
+        then, (where, _, what) = self.own[name], text.rpartition(":")
+        if then["file"] is None or where == "__main__" or not what.isidentifier():
+            again = "`images`" if name == "dataset" else f"`{name}`"
+            raise ConfigError(f"the `{name}` was an object of a program, {text}: pass it again as {again}")
+        asked = f"`{name}` {text}"
+        if not where.endswith(".py") and _module_exists(where):
+            parts.load(name, text)
+            candidates = {text: parts.print_of(text)}
+        else:
+            near = [where] if where.endswith(".py") else []
+            candidates = {f"{file}:{what}": parts.print_of(f"{file}:{what}") for file in (then["file"], *near)}
+        there = {part: digest for part, digest in candidates.items() if digest is not None}
+        if not there:
+            raise ConfigError(
+                f"{asked} made the model, but {then['file']} is gone: put it back, or name where it is by `{name}`"
+            )
+        for part, digest in there.items():
+            if digest == then["digest"]:
+                return part
+        part, digest = next(iter(there.items()))
+        raise ConfigError(
+            f"{asked}: {part.rpartition(':')[0]} is not as it was in training (digest {digest} now, {then['digest']} "
+            f"then): put it back as it was, or say `{name}` {part} to take it as it is"
+        )
+
+
+def untrusted(where: str, name: str, text: str) -> ConfigError:
+    """What there is to say of code that a file names, which was not written by this user's training."""
+    remedy = "" if name == "dataset" else f"pass `{name}` {text} yourself, or "
+    return ConfigError(
+        f"{where} names code to load: `{name}` {text}. Files from others can name any code, and this one bears no "
+        f"signature of a training by you on this machine: {remedy}say `trust_code` if you trust it"
+    )
+
+
+def _refused(problem: str) -> Callable[..., Any]:
+    def dataset(**options: Any) -> Any:
+        raise ConfigError(problem)
+
+    return dataset
+
+
+def _key(create: bool = False) -> bytes | None:
+    """The secret by which this user's training signs; None if there is none, or others can read it."""
+    with suppress(OSError, RuntimeError):  # there is no home, or nothing can be written there
+        home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        file = Path(home).expanduser() / "mpi4dl" / "key"
+        if create and not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=file.parent)
+            try:
+                with os.fdopen(handle, "wb") as written:
+                    written.write(secrets.token_bytes(KEY_BYTES))
+                with suppress(FileExistsError):  # another job was faster
+                    os.link(name, file)
+            finally:
+                Path(name).unlink()
+        with os.fdopen(open_regular(file), "rb") as opened:
+            about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES)
+        private = about.st_uid == os.getuid() and not stat.S_IMODE(about.st_mode) & 0o077
+        return key if private and len(key) == KEY_BYTES else None
+    return None
+
+
+def _own(part: Any) -> dict[str, str | None] | None:
+    """The file of a part of the user's, and its digest; None if it is a name of ours."""
+    if isinstance(part, tuple):  # a pair of datasets
+        return {"file": None, "digest": None}
+    if part is None or not parts.is_own(part):
+        return None
+    digest, made = parts.print_of(part), isinstance(part, str) or inspect.isclass(part) or inspect.isroutine(part)
+    # A model that is one already is made by nothing that could be called again.
+    return {"file": parts.file_of(part) if made and digest is not None else None, "digest": digest}
+
+
+def _module_exists(name: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def described_by(folder: Path) -> Description | None:
+    """What the folder of a run says of its model; None if it says nothing. Raises ConfigError, OSError."""
+    path = folder / FILE
+    return Description.read(read_regular(path).decode(), str(path)) if path.is_file() else None

@@ -1,0 +1,271 @@
+"""The folder that records one run: its options, what it ran on, the log of every rank, and its numbers.
+
+    runs/resnet18-20260131-120000/
+        config.toml      every option; `python -m mpi4dl.train --config` repeats the run
+        images.json      which images train and which validate
+        model.json       what the model is: all that evaluating and predicting with it need to know
+        versions.json    the software, the machine, and the command line
+        log-rank0.txt    what rank 0 logged, and the traceback of what ended it; one file per rank
+        metrics.jsonl    one JSON object per line: every report of training and validation
+        portrait.json    the plan's timeline, the model's modules, and what the memory of each rank is for
+        checkpoints/     what the run needs to go on, at several steps
+        model.safetensors    the weights, at the end
+
+A run that goes on from step 1200 adds config-step-00001200.toml and versions-step-00001200.json.
+
+Rank 0 creates it; the others are told its path, and write nothing but their logs.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mpi4dl import __version__
+from mpi4dl._files import LOCK, lock, naming
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.parallel.tables.simulator import Simulation, TimeSpan
+from mpi4dl.parallel.tables.table import Action
+
+LOGGER_NAME = "mpi4dl"
+METRICS = "metrics.jsonl"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+RECORDED_PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
+
+
+def default_path(model: str, now: datetime) -> Path:
+    """Where a run is recorded for which no folder was asked, such as runs/resnet18-20260131-120000."""
+    return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', model)}-{now:%Y%m%d-%H%M%S}"
+
+
+def _made(path: Path) -> bool:
+    """Whether the folder was not there before."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if path.is_dir():
+            return False
+        raise
+    return True
+
+
+class RunFolder:
+    """The folder of one run; the constructor takes an existing one as it is, `create` makes and locks it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, path: str | Path) -> "RunFolder":
+        """The folder of a new run, made and locked. On rank 0 only; raises what `claim` raises."""
+        folder = cls(path)
+        folder.claim()
+        return folder
+
+    def claim(self, or_beside: bool = False) -> None:
+        """Make the folder and its parents, or take an empty one, and lock it.
+
+        `or_beside`: where there is a folder of this name, make one with -2, -3 or a higher number behind it. Raises
+        ConfigError if there is something in it already, or if it cannot be made, and ValueError as `lock` does.
+        """
+        try:
+            asked, numbers = self.path, count(2)
+            while not _made(self.path) and or_beside:
+                self.path = asked.with_name(f"{asked.name}-{next(numbers)}")
+            self._must_be_empty()
+            self.lock()
+            self._must_be_empty()  # of two runs that begin at once, the other may have been faster
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {self.path} cannot be created: {error.strerror}; name another with `run_folder`"
+            ) from None
+
+    def _must_be_empty(self) -> None:
+        if any(path.name != LOCK for path in self.path.iterdir()):
+            raise ConfigError(
+                f"the run folder {self.path} holds files already, and a run never overwrites another's; "
+                "name another with `run_folder`, remove it, or go on with `resume` auto"
+            )
+
+    def lock(self) -> None:
+        """Keep other jobs from writing into the folder, up to `unlock` or the end of this process."""
+        self._lock = lock(self.path)
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_config(self, toml: str, step: int = 0) -> None:
+        """Record the options, as `to_toml` gives them, with which the run began, or went on from a step."""
+        self._write(f"config{_since(step)}.toml", toml)
+
+    def write_versions(self, mpi_library: str, command: Sequence[str], step: int = 0) -> None:
+        """Record what the run ran on; `mpi_library` is what MPI says of itself, `command` is `sys.argv`."""
+        text = json.dumps(versions(mpi_library, command), indent=2, ensure_ascii=False)
+        self._write(f"versions{_since(step)}.json", text + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        with naming(self.path / name):
+            (self.path / name).write_text(text, encoding="utf-8")
+
+    @property
+    def metrics_bytes(self) -> int:
+        """How long metrics.jsonl is."""
+        path = self.path / METRICS
+        return path.stat().st_size if path.exists() else 0
+
+    def cut_metrics(self, num_bytes: int) -> None:
+        """Forget what was reported of steps that will be made again."""
+        if self.metrics_bytes > num_bytes:
+            os.truncate(self.path / METRICS, num_bytes)
+
+    def log_path(self, rank: int) -> Path:
+        return self.path / f"log-rank{rank}.txt"
+
+    @contextmanager
+    def rank_log(self, rank: int) -> Iterator[logging.Logger]:
+        """Write what this rank logs under "mpi4dl" to its file, and the traceback if the block ends by an exception."""
+        self.path.mkdir(parents=True, exist_ok=True)  # A node may not share rank 0's file system.
+        handler = _Log(self.log_path(rank), encoding="utf-8")
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        logger = logging.getLogger(LOGGER_NAME)
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield logger
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                logger.error("ended by sys.exit(%r)", stop.code)
+            raise
+        except BaseException as error:
+            logger.exception("ended by %s", type(error).__name__)
+            raise
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+            with suppress(OSError):
+                handler.close()
+
+
+class _Log(logging.FileHandler):
+    """What cannot be written is lost in silence: a full disk ends the run elsewhere, with one message."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def _since(step: int) -> str:
+    return f"-step-{step:08d}" if step else ""
+
+
+def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
+    """What a run ran on, without importing any of it; a package that is not installed has no version."""
+    found: dict[str, Any] = {"python": platform.python_version(), "mpi4dl": __version__}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found | {
+        "mpi": mpi_library.strip(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "command": list(command),
+    }
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per line, on disk as soon as it is appended.
+
+    JSON has no infinity and no not-a-number: they are written as the strings "inf", "-inf" and "nan", which `float`
+    reads back.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / METRICS
+        self._file = self._path.open("ab", buffering=0)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = (json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        with naming(self._path):
+            while line:
+                line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold: infinity and not-a-number as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+# What a run's plan and model look like, for whoever looks at the run later: `portrait.json` in its folder.
+#
+# {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
+#  "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],
+#  "modules": [[name, values, of them trained], ...],
+#  "memory": [{purpose: bytes} of each rank, as measured after the first steps]}
+
+PORTRAIT = "portrait.json"
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """See above; `timeline` is None of a plan of one stage, in which no rank waits for another stage."""
+
+    title: str
+    plan: str
+    num_steps: int
+    modules: tuple[tuple[str, int, int], ...]
+    memory: tuple[Mapping[str, int], ...]
+    source: str = ""
+    timeline: Simulation | None = None
+
+    def text(self) -> str:
+        """As a file has it."""
+        found = dict(vars(self))
+        if self.timeline is not None:
+            found["timeline"] = [[[*span.action, *span[1:]] for span in row] for row in self.timeline.rows]
+        return json.dumps(found) + "\n"
+
+    @classmethod
+    def of(cls, told: Any) -> "RunSnapshot":
+        """Of what `text` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+        rows = told["timeline"]
+        timeline = None
+        if rows is not None:
+            spans = (tuple(_span(*values) for values in row) for row in rows)
+            timeline = Simulation(tuple(spans), (0,) * len(rows))
+        memory = tuple({str(k): int(v) for k, v in rank.items()} for rank in told["memory"])
+        modules = tuple((str(name), int(values), int(trained)) for name, values, trained in told["modules"])
+        title, plan, source = (str(told[key]) for key in ("title", "plan", "source"))
+        return cls(title, plan, int(told["num_steps"]), modules, memory, source, timeline)
+
+
+def _span(kind: Any, direction: int, stage: int, microbatch: int, start: float, end: float) -> TimeSpan:
+    if kind not in ("forward", "backward", "input", "weight") or direction not in (0, 1):
+        raise ValueError(f"no action is {kind!r} in direction {direction!r}")
+    return TimeSpan(Action(kind, int(direction), int(stage), int(microbatch)), float(start), float(end))

@@ -1,0 +1,262 @@
+"""A trained model from the folder of its run: built by the run's own options, over ranks that each read their part."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpi4dl.checkpoints.weights import load_weights
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.text import BPETokenizer, ByteTokenizer, Tokenizer
+from mpi4dl.models.experts import Experts
+from mpi4dl.options.config import Config, ConfigError, parse
+from mpi4dl.options.models import hold_model
+from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.runs.trained import find_weights, folder_of, with_own_model
+from mpi4dl.text.batcher import Batcher
+from mpi4dl.text.model import ROWS_OF_PRODUCTS
+from mpi4dl.text.options import Batching, Ranks
+from mpi4dl.training.data import TOKENIZER
+
+# Weights of fewer bits, for generation: bfloat16, or 8 or 4 bits of the matrices of linear layers and experts.
+#
+#     int8    a scale for each output      int4    a scale and an offset for each 32 inputs of an output
+#
+# Only matrices of linear layers and of experts become integers, as `QuantizedWeight` and `QuantizedExperts`; all else,
+# as routers, is bfloat16. The products are PyTorch's own, in bfloat16, of a fixed number of rows at a time: so no
+# request's depend on how many others there are.
+
+Precision = Literal["fp32", "bf16", "int8", "int4"]
+GROUP = 32  # inputs that share a scale in 4 bits
+OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
+
+
+class Quantized(Tensor):
+    """What stands for a tensor of floating point, and can be used by the functions of `uses` alone."""
+
+    uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in cls.uses:
+            return cls.uses[function](*args, **kwargs or {})
+        if function in (Tensor.view_as, Tensor.detach):
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise TypeError(f"{function} of a {cls.__name__}: only the layer whose weight it is can use it")
+
+
+class QuantizedWeight(Quantized):
+    """A matrix (outputs, inputs) of integers, to be multiplied with by F.linear and not to be looked at otherwise."""
+
+    bits: int
+    packed: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], bits: int, packed: Tensor, scales: Tensor) -> "QuantizedWeight":
+        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bfloat16, device=packed.device)
+        self.bits, self.packed, self.scales = bits, packed, scales
+        return self
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int) -> "QuantizedWeight":
+        """The nearest matrix of so many bits."""
+        weight = weight.detach().float()
+        if bits == 8:
+            scales = weight.abs().amax(1).clamp_(min=1e-12) / 127
+            numbers = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            return cls(weight.shape, bits, numbers, scales.bfloat16())
+        grouped = weight.unflatten(1, (-1, GROUP))
+        low, high = grouped.amin(2), grouped.amax(2)
+        steps = ((high - low) / 15).clamp_(min=1e-8).bfloat16()
+        middle = (low.bfloat16() + 8 * steps.float()).bfloat16()  # what the number 8 stands for
+        numbers = ((grouped - middle.float()[..., None]) / steps.float()[..., None]).round_().add_(8).clamp_(0, 15)
+        missing = -len(weight) % OUTPUTS  # outputs that PyTorch wants, and nobody sees
+        packed = torch._convert_weight_to_int4pack_for_cpu(F.pad(numbers.flatten(1), (0, 0, 0, missing)).int(), 1)
+        scales = F.pad(torch.stack([steps, middle], 2), (0, 0, 0, 0, 0, missing))
+        return cls(weight.shape, bits, packed, scales.transpose(0, 1).contiguous())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes
+
+
+class QuantizedExperts(Quantized):
+    """The matrices (E, outputs, inputs) of experts, to be taken apart by `unbind` and not to be looked at otherwise."""
+
+    matrices: tuple[QuantizedWeight, ...]
+
+    @staticmethod
+    def __new__(cls, matrices: Sequence[QuantizedWeight]) -> "QuantizedExperts":
+        shape, device = (len(matrices), *matrices[0].shape), matrices[0].device
+        # Of no type that rows have: groups of rows are then multiplied by one matrix after the other.
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.int8, device=device)
+        self.matrices = tuple(matrices)
+        return self
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int) -> "QuantizedExperts":
+        """The nearest matrices of so many bits."""
+        return cls([QuantizedWeight.of(matrix, bits) for matrix in weight.detach()])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+
+def bytes_of(weight: Tensor) -> int:
+    """The memory of a weight of whatever precision."""
+    return weight.num_bytes if isinstance(weight, Quantized) else weight.nbytes
+
+
+def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """x W' + b, for x of whatever number of rows, by blocks of 8."""
+    rows = x.reshape(-1, x.shape[-1])
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS_OF_PRODUCTS))
+    found = torch.cat([_product(block, weight) for block in padded.split(ROWS_OF_PRODUCTS)])
+    found = found[: len(rows), : weight.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
+    return found if bias is None else found + bias
+
+
+QuantizedWeight.uses = {F.linear: _linear}
+QuantizedExperts.uses = {Tensor.unbind: lambda weight, dim=0: weight.matrices}
+
+
+def _product(rows: Tensor, weight: QuantizedWeight) -> Tensor:
+    if weight.bits == 8:
+        return torch._weight_int8pack_mm(rows, weight.packed, weight.scales)
+    return torch._weight_int4pack_mm_for_cpu(rows, weight.packed, GROUP, weight.scales)
+
+
+def lower_weights(held: LocalStages, precision: Precision) -> None:
+    """Let the model have weights of this precision, in place.
+
+    Raises:
+        ValueError: 4 bits of a matrix whose inputs are no multiple of 32.
+    """
+    if precision == "fp32":
+        return
+    held.to(torch.bfloat16)
+    if precision == "bf16":
+        return
+    bits = int(precision.removeprefix("int"))
+    known: dict[int, nn.Parameter] = {}
+    for path, module in held.named_modules():
+        for name in _matrices_of(module):
+            whole = module._parameters.get(name)  # this rank's part, if it is cut
+            if whole is None:
+                continue
+            if bits == 4 and whole.shape[-1] % GROUP:
+                raise ValueError(
+                    f"{path} has {whole.shape[-1]} inputs on a rank, but --precision int4 takes multiples of {GROUP}: "
+                    "use int8, or fewer ranks for --tensor"
+                )
+            if id(whole) not in known:
+                kind = QuantizedExperts if isinstance(module, Experts) else QuantizedWeight
+                known[id(whole)] = nn.Parameter(kind.of(whole, bits), requires_grad=False)
+            module._parameters[name] = known[id(whole)]
+
+
+def _matrices_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters that become integers."""
+    if isinstance(module, Experts):
+        return "up", "gate", "output"
+    return ("weight",) if isinstance(module, nn.Linear) else ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
+
+    config: Config
+    tokenizer: Tokenizer
+    weights: Path
+    remarks: list[str]
+    average: Path | None = None
+
+    @property
+    def context(self) -> int:
+        """How many tokens the model can look at."""
+        return int(self.config.model.model_options.get("context", self.config.data.context))
+
+    @property
+    def separator(self) -> int | None:
+        """The token behind which nothing of before is seen, if the model was trained so."""
+        return self.tokenizer.end if self.config.data.document_mask else None
+
+
+def find_trained(comm: Communicator, source: Path, average: bool = True, trust_code: bool = False) -> Trained:
+    """What is in the folder of a run of mpi4dl.train, or one of its checkpoints. Collective.
+
+    The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
+    `ema` it is their `average`.
+
+    Raises:
+        Refusal: on all ranks: there is no such folder, it has no weights, it is of a model that writes no text, or it
+            names code of others without `trust_code`.
+    """
+    folder = folder_of(comm, source)
+    with comm.together((ValueError, OSError)):
+        config = parse(["--config", str(folder / "config.toml")])
+        if config.data.text is None or config.data.task not in ("auto", "language"):
+            trained_on = "images" if config.data.text is None else "masked tokens"
+            raise ConfigError(f"{source}: --model {config.model_name} was trained on {trained_on}: it writes no text")
+        has_bytes = config.data.tokenizer == "bytes"
+        tokenizer: Tokenizer = ByteTokenizer() if has_bytes else BPETokenizer.load(folder / TOKENIZER)
+    config = with_own_model(comm, config, folder, trust_code)
+    found = find_weights(comm, source, average)
+    return Trained(config, tokenizer, found.weights, list(found.remarks), found.average)
+
+
+def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> LocalStages:
+    """The model over ranks, with its weights. Collective.
+
+    Raises:
+        Refusal: on all ranks: the plan does not fit to the number of ranks or to the model, or the weights are not its.
+    """
+    with comm.together((ValueError,)):
+        plan = ranks.plan()
+    comm.agree(plan.wrong_world(comm.size))
+    config = trained.config
+    with comm.together((ValueError, TypeError)):
+        device = comm.node.device(ranks.device)
+        parallel = replace(config.parallel, balance="flops", stream=None)
+        own = replace(config, parallel=parallel)
+        held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
+    trained.remarks.extend(load_weights(held, str(trained.weights), strict=True, average=trained.average)[1:])
+    with comm.together((ValueError,)):
+        lower_weights(held, ranks.precision)
+    return held
+
+
+def open_batcher(comm: Communicator, trained: Trained, ranks: Ranks, batching: Batching) -> Batcher:
+    """What generates text by the trained model. Collective. Raises Refusal, on all ranks, as what it calls."""
+    return Batcher(
+        hold_trained(comm, trained, ranks),
+        comm,
+        trained.tokenizer,
+        trained.context,
+        max_batch=batching.max_batch,
+        page_size=batching.page_size,
+        num_pages=batching.pages,
+        prefill_chunk=batching.prefill_chunk,
+        separator=trained.separator,
+    )

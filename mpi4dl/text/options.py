@@ -1,0 +1,199 @@
+"""Options that commands have in common which run a trained model: how it lies over ranks, and how much runs at once."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from mpi4dl.options.config import Parallel
+from mpi4dl.options.declare import instead, like, option, same_as
+from mpi4dl.options.kinds import (
+    BOOLEAN,
+    COUNT,
+    COUNT_OR_ZERO,
+    NAME,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    TEXT,
+    Kind,
+    choice,
+    optional,
+)
+from mpi4dl.text.requests import Sampling
+
+if TYPE_CHECKING:
+    from mpi4dl.parallel.plan import Plan
+
+
+def _stop_texts(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError
+    return tuple(texts)
+
+
+def _read_stop_texts(text: str) -> Any:
+    return json.loads(text) if text.startswith("[") else text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+STOP = Kind(
+    r'a text, in which \n is a line\'s end, or several, as in ["\n\n", "class "]',
+    "TEXT",
+    _stop_texts,
+    read=_read_stop_texts,
+    raw=list,
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the model goes on with, and how often."""
+
+    prompt: str = option(
+        "",
+        "what the model goes on with; empty: it begins a document",
+        TEXT,
+        brief="the text that the model goes on with",
+        known_as=same_as("text input"),
+    )
+    prompt_file: str | None = option(None, "a file of UTF-8 that is the prompt; none: --prompt", optional(NAME))
+    prompts: str | None = option(
+        None,
+        'a file with a prompt in each line, as JSON: "def " or {"prompt": "def "}; none: --prompt',
+        optional(NAME),
+        brief="a file with a prompt in each line, as JSON",
+        known_as=same_as("input-file"),
+    )
+    num_samples: int = option(
+        1,
+        "how many texts for each prompt, with seeds from --seed on",
+        COUNT,
+        brief="texts for each prompt",
+        known_as=same_as("num-return-sequences"),
+    )
+    json: bool = option(False, "print a JSON object for each text, on one line", BOOLEAN, brief="print JSON lines")
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How tokens are chosen, and when generation ends."""
+
+    max_tokens: int = option(
+        128,
+        "how many tokens are generated at most",
+        COUNT,
+        brief="tokens to generate at most",
+        known_as=same_as("max-new-tokens max-length length"),
+    )
+    temperature: float = option(
+        1.0,
+        "what logits are divided by; 0: always the most probable token",
+        NOT_NEGATIVE,
+        brief="0: always the most probable token",
+        known_as=instead("use {option} 1; {option} 0 always takes the most probable token", "do-sample")
+        | instead("use {option} 0", "greedy"),
+    )
+    top_k: int = option(
+        0,
+        "only so many of the most probable tokens are possible; 0: all",
+        COUNT_OR_ZERO,
+        brief="choose among so many tokens; 0: all",
+    )
+    top_p: float = option(
+        1.0,
+        "only the most probable tokens that have this probability together",
+        POSITIVE,
+        brief="choose among tokens of this probability together",
+    )
+    repetition_penalty: float = option(1.0, "what logits of tokens that occurred are divided by", POSITIVE)
+    seed: int | None = option(
+        None,
+        "of the random numbers; none: others each time",
+        optional(SEED),
+        brief="of the random numbers",
+        known_as=same_as("random-seed"),
+    )
+    stop: tuple[str, ...] = option((), "text before which generation ends", STOP)
+
+    def sampling(self, number: int = 0) -> Sampling:
+        """Of sample `number` of a prompt. Raises ValueError."""
+        values = asdict(self)
+        return Sampling(**values | {"seed": None if self.seed is None else self.seed + number})
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How ranks share the model and the requests."""
+
+    stages: int = option(
+        1,
+        "into how many stages the model is cut, one behind the other",
+        COUNT,
+        brief="stages of layers, one behind the other",
+        known_as=same_as("pipeline-parallel-size pp pp-size"),
+    )
+    tensor: int = option(
+        1,
+        "how many ranks share the parameters of each layer, and its features",
+        COUNT,
+        brief="ranks that share each layer",
+        known_as=same_as("tensor-parallel-size tp tp-size"),
+    )
+    data: int = option(
+        1,
+        "how many copies of the model share the requests",
+        COUNT,
+        brief="copies of the model that share the requests",
+        known_as=same_as("data-parallel-size dp"),
+    )
+    experts: int = option(1, "how many ranks share experts, and the requests as those of --data do", COUNT)
+    moe: str = like(Parallel, "moe")
+    precision: Literal["fp32", "bf16", "int8", "int4"] = option(
+        "fp32",
+        "the type of weights; fp32: as they were trained; int8 and int4: of linear layers, else bf16",
+        choice("fp32", "bf16", "int8", "int4"),
+        brief="fp32, bf16, int8 or int4",
+        known_as=same_as("dtype quantization")
+        | instead("use {option} int8", "load-in-8bit")
+        | instead("use {option} int4", "load-in-4bit")
+        | instead("use {option} bf16", "fp16 bf16"),
+    )
+    average: bool = option(
+        True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
+    )
+    device: str = like(Parallel, "device")
+    trust_code: bool = option(
+        False, "load code that the run names as its model, though it is not signed by training of yours", BOOLEAN
+    )
+
+    def plan(self) -> "Plan":
+        """Raises ValueError for what cannot be."""
+        from mpi4dl.parallel.plan import Plan  # which imports torch
+
+        asked = {each.name: getattr(self, each.name) for each in fields(self) if each.name in Plan.options()}
+        return Plan.of(tiles=((1,),), **asked)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How many requests run at once, and their memory."""
+
+    max_batch: int = option(
+        16,
+        "how many requests run at once at most",
+        COUNT,
+        brief="requests that run at once",
+        known_as=same_as("max-num-seqs batch-size max-batch-size"),
+    )
+    page_size: int = option(16, "how many tokens' keys and values are in a page", COUNT, known_as=same_as("block-size"))
+    pages: int | None = option(
+        None,
+        "how many pages each copy of the model has; none: enough for its share of --max-batch requests of half the "
+        "context",
+        optional(COUNT),
+        known_as=same_as("num-gpu-blocks")
+        | instead("use {option} N, which counts pages of the KV cache", "gpu-memory-utilization"),
+    )
+    prefill_chunk: int = option(
+        128, "how many tokens of prompts a step works on at most", COUNT, known_as=same_as("max-num-batched-tokens")
+    )

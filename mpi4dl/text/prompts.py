@@ -1,0 +1,96 @@
+"""What is asked for, read and given to the batch, and the texts that come, printed in the order of what was asked."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpi4dl._files import read_regular
+from mpi4dl.options.declare import ConfigError
+from mpi4dl.text.batcher import Batcher
+from mpi4dl.text.options import Choosing, Prompts
+from mpi4dl.text.requests import Event
+
+
+def read_prompts(options: Prompts) -> list[str]:
+    """The prompts that are asked for, in order. Raises ConfigError, OSError."""
+    named = [name for name in ("prompt", "prompt_file", "prompts") if getattr(options, name)]
+    if len(named) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in named)
+        raise ConfigError(f"{flags} both say what the prompt is: give one of them")
+    path = options.prompt_file or options.prompts
+    if path is None:
+        return [options.prompt]
+    try:
+        text = read_regular(Path(path)).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: {error}") from None
+    if options.prompt_file is not None:
+        return [text]
+    return [_prompt_in(line, f"line {n} of {path}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _prompt_in(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON: {error}") from None
+    found = found.get("prompt") if isinstance(found, dict) else found
+    if not isinstance(found, str):
+        raise ConfigError(f'{where} is no prompt: it must be a text, such as "def ", or {{"prompt": "def "}}')
+    return found
+
+
+def submit_all(batcher: Batcher, prompts: Sequence[str], asked: Prompts, choosing: Choosing) -> None:
+    """Ask for all samples of all prompts, which are printed in this order. Raises ValueError for what cannot be."""
+    wanted = [(prompt, number) for prompt in prompts for number in range(asked.num_samples)]
+    printer = Printer(wanted, asked.json)
+    for place, (prompt, number) in enumerate(wanted):
+        tokens = batcher.tokenizer.encode(prompt).tolist()
+        batcher.submit(tokens, choosing.sampling(number), partial(printer.hear, place))
+
+
+class Printer:
+    """Prints texts in order, the first that is not complete as it comes; as JSON each when it is complete."""
+
+    def __init__(self, wanted: Sequence[tuple[str, int]], as_json: bool) -> None:
+        self._wanted, self._as_json = wanted, as_json
+        self._events: list[list[Event]] = [[] for _ in wanted]
+        self._now = self._shown = 0  # which text is being printed, and how many of its events were
+
+    def hear(self, place: int, event: Event) -> None:
+        """Text number `place` goes on so."""
+        self._events[place].append(event)
+        while self._now < len(self._wanted):
+            events = self._events[self._now]
+            ended = bool(events) and events[-1].finish_reason is not None
+            if self._as_json:
+                if ended:
+                    print(json.dumps(self._record(self._now), ensure_ascii=False), flush=True)
+            else:
+                self._print(events, ended)
+            if not ended:
+                return
+            self._now, self._shown = self._now + 1, 0
+
+    def _print(self, events: Sequence[Event], ended: bool) -> None:
+        begins = not self._shown and bool(events)
+        prompt, number = self._wanted[self._now]
+        if begins and len(self._wanted) > 1:
+            print(f"--- {prompt!r}, sample {number + 1}")
+        text = (prompt if begins else "") + "".join(event.text for event in events[self._shown :])
+        print(text, end="\n" if ended else "", flush=True)
+        self._shown = len(events)
+
+    def _record(self, place: int) -> dict[str, Any]:
+        (prompt, number), events = self._wanted[place], self._events[place]
+        return {
+            "prompt": prompt,
+            "sample": number,
+            "text": "".join(event.text for event in events),
+            "tokens": [event.token for event in events if event.token is not None],
+            "finish_reason": events[-1].finish_reason,
+            "usage": None if events[-1].usage is None else asdict(events[-1].usage),
+        }

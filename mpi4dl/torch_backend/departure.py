@@ -1,0 +1,217 @@
+"""A rank that leaves tells the others, so that nobody waits for it: not for the time-out, not for ever.
+
+Leaving is the end of the program, `sys.exit(0)`, or `os._exit(0)`, after which MPI's launcher would end the other ranks
+and report success. A rank that leaves still drives forward what it has begun, until all whom it shares a group with
+leave too. It has two things to say, and no time decides what follows from them:
+
+    it leaves    with how many collectives of each group it has begun, and how many messages it has written to whom it
+                 tells: who waits for a later one, and has read all of these, waits in vain
+    it rests     all that it has begun is complete: it will read no message any more
+"""
+
+import os
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+import torch.distributed as dist
+
+from mpi4dl.comm import watchdog
+from mpi4dl.comm.communicator import Communicator, world
+from mpi4dl.comm.refusal import Mismatch
+from mpi4dl.comm.shutdown import meeting
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAVING = 2  # the tag of the news, on the communicator that the guard uses too
+LOOK_SECONDS = 0.05  # between two looks for news
+IDLE_SECONDS = 2e-3
+
+
+class Unfinished(Protocol):
+    """An operation under way."""
+
+    def poke(self) -> bool: ...
+
+
+class Worker(Protocol):
+    """A group, as this rank looks after it."""
+
+    under_way: Sequence[Unfinished]
+
+
+class Notice(NamedTuple):
+    """What a rank that leaves has begun, by group, and has written to this rank, by channel."""
+
+    begun: dict[str, int]
+    wrote: dict[str, int]
+
+
+class Departures:
+    """What this rank knows of those that have left, and what it tells when it leaves itself."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._meeting: MPI.Comm = meeting().comm
+        self._begun: dict[str, int] = {}
+        self._wrote: Counter[tuple[int, str]] = Counter()
+        self._read: Counter[tuple[int, str]] = Counter()
+        self._peers: set[int] = set()
+        self._groups: list[Worker] = []
+        self._unfinished: list[Unfinished] = []
+        self._gone: dict[int, Notice] = {}
+        self._resting: set[int] = set()
+        self._looked = 0.0
+        self._lock = threading.Lock()
+
+    def join(self, group: Worker, ranks: Iterable[int]) -> None:
+        """This rank is in a group, with these."""
+        self._groups.append(group)
+        self._peers |= set(ranks) - {self._comm.rank}
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups this rank is in."""
+        return len(self._groups)
+
+    def part(self, group: Worker) -> None:
+        """The group is no more; what is under way in it stays so."""
+        self._groups = [other for other in self._groups if other is not group]
+        self._unfinished += group.under_way
+
+    def count(self, group: str, num_begun: int) -> None:
+        """This rank has begun so many collectives of a group."""
+        self._begun[group] = num_begun
+
+    def gone(self) -> dict[int, Notice]:
+        """What those that have left told, by rank."""
+        from mpi4py import MPI
+
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS and self._lock.acquire(blocking=False):
+            self._looked = now
+            status = MPI.Status()
+            while self._meeting.Iprobe(MPI.ANY_SOURCE, LEAVING, status):
+                news = bytearray(status.Get_count())
+                self._meeting.Recv(news, status.source, LEAVING)
+                if news:
+                    self._gone[status.source] = pickle.loads(news)
+                else:
+                    self._resting.add(status.source)
+            self._lock.release()
+        return self._gone
+
+    def will_not_come(self, ranks: Iterable[int], group: str, number: int) -> list[int]:
+        """Those of `ranks` that have left without beginning collective `number` of the group."""
+        gone = self.gone()
+        return [rank for rank in ranks if rank in gone and gone[rank].begun.get(group, 0) < number]
+
+    def will_not_read(self, rank: int) -> bool:
+        """Whether a rank has left, and takes no more messages."""
+        self.gone()
+        return rank in self._resting
+
+    def leave(self) -> None:
+        """Tell the others, and come back when all whom this rank shares a group with leave too."""
+        from mpi4py import MPI
+
+        if MPI.Is_finalized() or not self._peers:
+            return
+        told = [self._meeting.Isend(self._news_for(rank), rank, LEAVING) for rank in sorted(self._peers)]
+        peers, self._peers = self._peers, set()
+        unfinished = self._unfinished + [work for group in self._groups for work in group.under_way]
+        rests = False
+        while not peers <= self.gone().keys():
+            unfinished = [work for work in unfinished if not work.poke()]
+            if not unfinished and not rests:
+                rests = True
+                told += [self._meeting.Isend(b"", rank, LEAVING) for rank in sorted(peers)]
+            time.sleep(IDLE_SECONDS)
+        MPI.Request.Waitall(told)
+
+    def _news_for(self, rank: int) -> bytes:
+        wrote = {channel: number for (reader, channel), number in self._wrote.items() if reader == rank}
+        return pickle.dumps(Notice(self._begun, wrote))
+
+
+class Channel:
+    """The messages of one kind between some ranks, counted where they are written and where they are read.
+
+    They are called by their numbers among `ranks`, and the channel by the name that it has with all of them.
+    """
+
+    def __init__(self, known: Departures, ranks: Sequence[int], name: Callable[[], str]) -> None:
+        self._known, self._ranks, self._name = known, ranks, name
+
+    def wrote(self, to: int) -> None:
+        self._known._wrote[self._ranks[to], self._name()] += 1
+
+    def read(self, source: int) -> None:
+        self._known._read[self._ranks[source], self._name()] += 1
+
+    def is_closed(self, source: int) -> bool:
+        """Whether `source` has left, and all that it has written was read."""
+        rank, name = self._ranks[source], self._name()
+        news = self._known.gone().get(rank)
+        return news is not None and news.wrote.get(name, 0) == self._known._read[rank, name]
+
+
+@cache
+def departures() -> Departures:
+    """Those of this job. From the first call on, this rank tells the others when it leaves."""
+    comm = world()
+    known = Departures(comm)
+    comm.farewells.append(known.leave)
+    _tell_also_before_leaving_at_once(known.leave)
+    return known
+
+
+def _tell_also_before_leaving_at_once(leave: Callable[[], None]) -> None:
+    process, leave_at_once = os.getpid(), os._exit
+
+    def tell_and_leave_at_once(status: int) -> NoReturn:
+        # Other codes end the job by themselves; and children of this process are none of its ranks.
+        if status == 0 and os.getpid() == process:
+            leave()
+            meeting().gathers()  # where all who end as Python does wait for the others
+            watchdog.leave(status)
+        leave_at_once(status)
+
+    os._exit = tell_and_leave_at_once
+
+
+# What can go wrong between ranks. PyTorch's programs expect a RuntimeError of all of it; each is also what it is.
+
+__all__ = ["Departed", "Mismatch", "TimedOut"]
+
+
+class TimedOut(TimeoutError, dist.DistBackendError):
+    """Other ranks did not come to a call in time. What they do later still arrives: it may be waited for again."""
+
+
+class Departed(ConnectionError, dist.DistBackendError):
+    """A rank has left the job without coming to a call, so that the others would wait for it for ever."""
+
+
+# Waits that end: with a limit of time, and with an eye on ranks that leave.
+
+
+def within(limit: timedelta, complaint: Callable[[], str], alarm: Callable[[], None]) -> Callable[[float], None]:
+    """What a wait of `Node.wait` is to look at now and then: its time, and `alarm`, which raises if it is pointless.
+
+    Raises:
+        TimedOut: it took longer than `limit`.
+    """
+
+    def look(seconds: float) -> None:
+        if seconds > limit.total_seconds():
+            raise TimedOut(complaint())
+        alarm()
+
+    return look

@@ -1,0 +1,1 @@
+"""A run of the training command: epochs, validations, checkpoints and reports."""

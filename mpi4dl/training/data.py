@@ -1,0 +1,550 @@
+"""The images of a run: listed by rank 0 for all, seen alike by all ranks, and described to the reader."""
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4dl import datasets
+from mpi4dl._wording import counted
+from mpi4dl.checkpoints.storage import write_durably
+from mpi4dl.comm import Communicator
+from mpi4dl.datasets.arrays import ArrayDataset
+from mpi4dl.datasets.base import task_of
+from mpi4dl.datasets.listed import ListedFiles, parts
+from mpi4dl.datasets.loader import Loader
+from mpi4dl.datasets.map_style import OwnDataset
+from mpi4dl.datasets.sources import SYNTHETIC
+from mpi4dl.datasets.split import Named, Subset
+from mpi4dl.datasets.table import TABLE
+from mpi4dl.datasets.text import (
+    BPETokenizer,
+    ByteTokenizer,
+    Document,
+    MaskedTokenDataset,
+    TokenDataset,
+    TokenFile,
+    Tokenizer,
+    bits_per_byte,
+    encode_corpus,
+    find_documents,
+    pieces,
+    split_documents,
+)
+from mpi4dl.datasets.text.dataset import TokenBatches
+from mpi4dl.datasets.transform import Fit
+from mpi4dl.geometry import Box
+from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
+from mpi4dl.runs.folder import naming
+
+# Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
+#
+#     images.json     {"classes": [...], "fit": "resize", "training": {"cat/1.png": 3145, ...}, "validation": {...},
+#                      "values": null}
+#
+# A name is the path from the folder of images on, a number its size in bytes, or null where it has none. `values` says
+# what values of volumes are read as.
+
+FILE = "images.json"
+MOST_NAMES = 3
+
+Sizes = Mapping[str, int | None]
+
+
+class ImageLists(NamedTuple):
+    """The names and sizes of both parts of a run's images, their classes, and how they fill the image size."""
+
+    classes: tuple[str, ...]
+    fit: Fit
+    training: Sizes
+    validation: Sizes
+    values: str | None = None
+
+    @classmethod
+    def of(cls, training: Named, validation: Named, fit: Fit) -> "ImageLists":
+        values = getattr(training, "values", None)
+        return cls(training.classes, fit, _listed_sizes(training), _listed_sizes(validation), values)
+
+    @classmethod
+    def before(cls, config: Config) -> "ImageLists | None":
+        """The lists of the run that a configuration goes on with; None if there is none. Raises ConfigError."""
+        resume, folder = config.run.resume, config.run.run_folder
+        if resume == "none" or (resume == "auto" and folder is None):
+            return None
+        asked = Path(folder or "") if resume == "auto" else Path(resume)
+        # A run's folder, or that of checkpoints in it, or one of these.
+        for path in (asked, asked.absolute().parent, asked.absolute().parent.parent):
+            if (path / FILE).is_file():
+                return cls.read(path / FILE)
+        return None
+
+    @classmethod
+    def read(cls, path: Path) -> "ImageLists":
+        """Raises ConfigError for what is no such file."""
+        try:
+            found = json.loads(path.read_bytes())
+            parts = [{str(name): size for name, size in found[part].items()} for part in ("training", "validation")]
+            fit: Fit = "crop" if found["fit"] == "crop" else "resize"
+            return cls(tuple(map(str, found["classes"])), fit, parts[0], parts[1], found.get("values"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: is not the list of a run's images, it is damaged ({type(error).__name__}): restore it, or "
+                "remove it to split the images anew"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Put them into the folder of a run, in place of older ones, at once or not at all. Raises OSError."""
+        with naming(folder / FILE):
+            write_durably(folder / FILE, json.dumps(self._asdict(), indent=1).encode())
+
+    def validating(self) -> dict[str, bool]:
+        """Of each image whether it validates."""
+        return dict.fromkeys(self.training, False) | dict.fromkeys(self.validation, True)
+
+    def changes(self, now: "ImageLists") -> Iterator[str]:
+        """What to say of images that came, went or changed since these lists were made."""
+        if now.classes != self.classes:
+            yield f"the classes were {', '.join(self.classes)}, and are {', '.join(now.classes)}"
+        before, after = {**self.training, **self.validation}, {**now.training, **now.validation}
+        old, new = self.validating(), now.validating()
+        for names, what in (
+            ([name for name in before if name not in after], "is gone since"),
+            ([name for name in after if name not in before], "is new"),
+            ([name for name in after if name in before and after[name] != before[name]], "has another size"),
+            ([name for name in after if name in before and new[name] > old[name]], "was trained on, and now validates"),
+            ([name for name in after if name in before and new[name] < old[name]], "validated, and is now trained on"),
+        ):
+            if names:
+                more = f" and {counted(len(names) - MOST_NAMES, 'other')}" if len(names) > MOST_NAMES else ""
+                yield f"of the images, {', '.join(names[:MOST_NAMES])}{more} {what}"
+
+
+def _listed_sizes(dataset: Named) -> Sizes:
+    whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
+    indices = dataset.indices if isinstance(dataset, Subset) else range(len(dataset))
+    files = getattr(whole, "files", None)
+    return {whole.name(index): None if files is None else files[index].num_bytes for index in indices}
+
+
+LOOKED_AT = 8
+MOST_CLASSES = 20
+# What Pillow takes for a slide rather than a picture begins here too: 8192 x 8192 px.
+SLIDE_PIXELS = 1 << 26
+
+Pair = tuple[Named, Named]
+BoxesOf = Callable[[int], Sequence[Box]]
+
+
+class Images(NamedTuple):
+    """What is trained on and validated with, how it is brought to the image size, and what there is to say of it."""
+
+    training: Named
+    validation: Named
+    fit: Fit
+    remarks: tuple[str, ...]
+    largest: tuple[int, ...] | None = None  # along each axis, of the images looked at
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.training.classes
+
+    @property
+    def channels(self) -> int:
+        return self.training.channels
+
+    def number_of_classes(self, config: Config) -> int:
+        """What was asked for, or else as many as there are. Raises ConfigError if that is too few."""
+        return number_of_classes(config, self.classes)
+
+    def bits_per_byte(self, loss: float) -> None:
+        """Images are no text."""
+
+    def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
+        """What reads the boxes of a rank of both; they report what they cannot read. Raises ValueError as Loader."""
+        views, data = build_views(config, self.training.channels, self.fit), config.data
+        common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
+        common |= {"on_bad_image": "report", "lazy": config.visits}
+        ordered: dict[str, Any] = {"shuffle": True, "drop_last": True, "sampling": data.sampling}
+        ordered["mixup"] = build_mixup(config, task_of(self.training), self.number_of_classes(config))
+        return (
+            Loader(self.training, views[0], config.samples_per_step, training, **ordered, **common),
+            Loader(self.validation, views[1], data.batch_size, validation, **common),
+        )
+
+    def record(self, comm: Communicator, folder: Path) -> None:
+        """Keep the lists in the folder of a run. Collective. Raises Refusal on all ranks if they cannot be written."""
+        with comm.together((OSError,)):
+            if comm.rank == 0:
+                ImageLists.of(self.training, self.validation, self.fit).write(folder)
+
+
+def open_images(comm: Communicator, config: Config) -> Images:
+    """The images that a configuration names, the same on all ranks. Collective.
+
+    Raises Refusal on all ranks if there are none such, or if a rank sees other files than rank 0.
+    """
+    recorded = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            recorded = ImageLists.before(config)
+    known = None if recorded is None else recorded.validating()
+
+    def opened() -> Pair:
+        pair = build_datasets(config, known)
+        if recorded is not None:
+            read_as_trained(pair, recorded.values)
+        return pair
+
+    if config.data.dataset is not None:
+        training, validation = _own(comm, lambda: build_datasets(config, known))
+    else:
+        training, validation = shared(comm, opened)
+    described = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            described = _describe(config, training, validation, recorded)
+    return Images(training, validation, *comm.broadcast_object(described))
+
+
+def open_alone(config: Config) -> Images:
+    """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
+    training, validation = build_datasets(config)
+    return Images(training, validation, *_describe(config, training, validation, None))
+
+
+def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:
+    """`mpi4dl.datasets.open` for all ranks of a job, which then have the same images. Collective; raises Refusal."""
+    return shared(comm, lambda: datasets.open(source, **options))
+
+
+def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
+    """The training and validation images that `open_pair` finds on rank 0, on all ranks. Collective.
+
+    Files are listed once, and each rank takes the print of some, by which all know them again. What is in memory is
+    read by each rank, and compared.
+    """
+    kinds = (datasets.DatasetError, OSError)
+    pair: Pair | None = None
+    with comm.together(kinds):
+        if comm.rank == 0:
+            pair = open_pair()
+    if comm.size == 1:
+        assert pair is not None
+        return pair
+    found = comm.broadcast_object(None if pair is None or _arrays(pair) else pair)
+    with comm.together(kinds):
+        pair = pair or found or open_pair()
+    assert pair is not None
+    who = f"on rank {comm.rank} ({platform.node()})"
+    digests = comm.broadcast_object([array.digest() for array in _arrays(pair)])
+    with comm.together(kinds):
+        if [array.digest() for array in _arrays(pair)] != digests:
+            raise datasets.DatasetError(f"the images {who} are not those of rank 0: all ranks must see the same files")
+    for folder in _folders(pair):
+        with comm.together(kinds):
+            mine = folder.prints(slice(comm.rank, None, comm.size), who)
+        prints: list[int | None] = [None] * len(folder)
+        for rank, theirs in enumerate(comm.all_gather_object(mine)):
+            prints[rank :: comm.size] = theirs
+        folder.expect(prints)
+    return pair
+
+
+def _own(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
+    """The user's datasets, which each rank makes for itself, and which must look alike. Collective; raises Refusal."""
+    pair: Pair | None = None
+    with comm.together((ValueError, OSError)):
+        pair = open_pair()
+    assert pair is not None
+    for dataset, what in zip(pair, ("training", "validation"), strict=True):
+        found = {"samples": len(dataset), "channels": dataset.channels, "classes": dataset.classes}
+        comm.agree(None, **{f"the number of {what} {name}": each for name, each in found.items()})
+        whole: Any = dataset.whole if isinstance(dataset, Subset) else dataset
+        with comm.together((ValueError, OSError)):
+            content = whole.print()
+        comm.agree(None, **{f"the content of some {what} samples": content})
+    return pair
+
+
+def _wholes(pair: Pair) -> list[Any]:
+    """The datasets that the two are parts of, each once."""
+    wholes = [dataset.whole if isinstance(dataset, Subset) else dataset for dataset in pair]
+    return wholes[:1] if wholes[0] is wholes[1] else wholes
+
+
+def _arrays(pair: Pair) -> list[ArrayDataset]:
+    return [whole for whole in _wholes(pair) if isinstance(whole, ArrayDataset)]
+
+
+def _folders(pair: Pair) -> list[ListedFiles]:
+    return [files for whole in _wholes(pair) if isinstance(whole, ListedFiles) for files in whole.lists()]
+
+
+def _describe(
+    config: Config, training: Named, validation: Named, recorded: ImageLists | None
+) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
+    size = config.data.image_size
+    if config.visits and task_of(training) == "segment" and prod(size) > SLIDE_PIXELS:
+        raise ConfigError(
+            f"`image_size` {'x'.join(map(str, size))} with masks: every rank has whole masks of a batch, 8 bytes a "
+            "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
+        )
+    sizes = list(_sizes(training))
+    fit = _fit(config.data.fit, sizes, recorded)
+    remarks = [_classes(training, validation)]
+    if config.data.dataset is None and config.data.images == SYNTHETIC:
+        remarks.append("the images are synthetic, computed from a formula: `images` names a folder of your own")
+    remarks += _missing_classes(training, validation)
+    if config.data.dataset is None:
+        remarks += _folders_read(config.data.images)
+    remarks += [remark for whole in _wholes((training, validation)) for remark in getattr(whole, "remarks", ())]
+    remarks.append(_shown(config, fit, sizes, len(training)))
+    if recorded is not None:
+        unlike = unlike_values(training, recorded.values)
+        if unlike is not None:
+            raise ConfigError(unlike)
+        remarks += recorded.changes(ImageLists.of(training, validation, fit))
+    largest = tuple(max(sides) for sides in zip(*sizes, strict=True)) if sizes else None
+    return fit, tuple(datasets.printable(remark) for remark in remarks), largest
+
+
+def read_as_trained(pair: Pair, values: str | None) -> None:
+    """Read volumes as a run did that recorded `values`: see `ListedFiles`. Raises DatasetError."""
+    for whole in _wholes(pair):
+        if isinstance(whole, ListedFiles):
+            whole.read_as_trained(values)
+
+
+def unlike_values(images: Any, trained_on: str | None) -> str | None:
+    """What is other of the values of volumes than in training, which recorded them as `trained_on`, in one sentence."""
+    values = getattr(images, "values", None)
+    if None not in (values, trained_on) and values != trained_on:
+        return (
+            f"values of the volumes are read {values}, but those of training were {trained_on}: write them in the "
+            "format and type of training"
+        )
+    return None
+
+
+def _sizes(dataset: Named) -> Iterator[tuple[int, ...]]:
+    """The sizes of some images, from the first to the last; of those that can be read."""
+    count = min(LOOKED_AT, len(dataset))
+    for number in range(count):
+        try:
+            image = dataset.image(number * (len(dataset) - 1) // max(1, count - 1))
+        except datasets.BadImage:
+            continue
+        yield image.size
+
+
+def _fit(asked: str, sizes: Sequence[tuple[int, ...]], recorded: ImageLists | None) -> Fit:
+    """One way for all images of a run, whatever their format. Raises ConfigError where they are of both kinds."""
+    if asked != "auto":
+        return "crop" if asked == "crop" else "resize"
+    if recorded is not None:
+        return recorded.fit
+    slides = [len(size) == 2 and prod(size) > SLIDE_PIXELS for size in sizes]
+    if any(slides) and not all(slides):
+        raise ConfigError(
+            f"`fit` auto cannot choose for images of {_range(sizes)} px: say `fit` resize, or `fit` crop for windows "
+            "of the image size"
+        )
+    return "crop" if any(slides) else "resize"
+
+
+def _classes(training: Named, validation: Named) -> str:
+    """How many images there are, and what is to be learnt of them, where labels are at hand."""
+    said = f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
+    task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
+    if not classes or isinstance(whole, OwnDataset):
+        return f"{said}, to {task}" if classes or task != "classify" else said
+    if task == "segment":
+        return f"{said}, each with a mask of {counted(len(classes), 'class', 'classes')}: {_some(classes)}"
+    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
+    if task == "survival":
+        events = sum(int(event) for _, event in labels[0])
+        return f"{said}, to tell survival; {counted(events, 'event')} among those to train on"
+    if task == "regress":
+        ranges = [f"{name} ({min(found):g} to {max(found):g})"
+                  for name, found in zip(classes, zip(*labels[0], strict=True), strict=True)]  # fmt: skip
+        return f"{said}, to tell {counted(len(classes), 'number')}: {_some(ranges)}"
+    counts = [_counts(part, task, len(classes)) for part in labels]
+    shown = [f"{name} ({a} + {b})" for name, a, b in zip(classes, *counts, strict=True)]
+    return f"{said}, in {counted(len(classes), 'class', 'classes')}: {_some(shown)}"
+
+
+def _counts(labels: Sequence[Any], task: str, num_classes: int) -> list[int]:
+    """How many samples have each class, or label."""
+    if task == "multilabel":
+        return [int(sum(each[number] for each in labels)) for number in range(num_classes)]
+    return [labels.count(number) for number in range(num_classes)]
+
+
+def _missing_classes(training: Named, validation: Named) -> list[str]:
+    """A warning of classes that only one of both parts has, where labels are at hand."""
+    task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
+    if task not in ("classify", "multilabel") or not classes or isinstance(whole, OwnDataset) or not len(validation):
+        return []
+    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
+    counts = [_counts(part, task, len(classes)) for part in labels]
+    said = []
+    for mine, others, what in (
+        (counts[1], counts[0], "validation shows no image of {}, of which metrics then say nothing"),
+        (counts[0], counts[1], "no image to train on shows {}, which is then not learnt"),
+    ):
+        names = [name for name, a, b in zip(classes, mine, others, strict=True) if not a and b]
+        if names:
+            said.append("warning: " + what.format(_some(names)))
+    return said
+
+
+def _some(names: Sequence[str]) -> str:
+    more = [f"... and {len(names) - MOST_CLASSES} more"] if len(names) > MOST_CLASSES else []
+    return ", ".join([*names[:MOST_CLASSES], *more])
+
+
+def _folders_read(source: str) -> list[str]:
+    path = Path(source).expanduser()
+    folders = path.is_dir() and not any((path / name).exists() for name in ("batches.meta", TABLE))
+    found = parts(path) if folders else None
+    if found is None:
+        return []
+    unused = f"; {', '.join(found.unused)} beside them not read" if found.unused else ""
+    return [f"trained on {path / found.training}, validated with {path / found.validation}{unused}"]
+
+
+def _shown(config: Config, fit: Fit, sizes: Sequence[tuple[int, ...]], count: int) -> str:
+    """How images are brought to the image size, in words."""
+    size = config.data.image_size
+    frame = "x".join(map(str, size))
+    what = f"images of {_range(sizes)} px" if sizes else "images"
+    if count > LOOKED_AT:
+        what += f" ({len(sizes)} of {count} looked at)"
+    if sizes and set(sizes) == {size} and not (fit == "resize" and config.data.random_crop):
+        return f"{what} are shown as they are"
+    if fit == "resize":
+        crops = " from random crops, validated whole" if config.data.random_crop else ""
+        return f"{what} are resized to {frame}{crops}; `fit` crop would show windows of that size"
+    smaller = any(a < b for each in sizes for a, b in zip(each, size, strict=True))
+    padded = f", {'white' if len(size) == 2 else '0'} where they are smaller" if smaller else ""
+    return f"{what} are cropped to {frame} at random{padded}; validated on the centre"
+
+
+def _range(sizes: Sequence[tuple[int, ...]]) -> str:
+    least, most = min(sizes, key=prod), max(sizes, key=prod)
+    return "x".join(map(str, least)) + ("" if least == most else " to " + "x".join(map(str, most)))
+
+
+# The text of a run: found and encoded by rank 0 for all, cut into samples, and what a loss says of it.
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What is trained on and validated with, and what there is to say of it: the same face as `Images`."""
+
+    training: TokenDataset | MaskedTokenDataset
+    validation: TokenDataset | MaskedTokenDataset
+    tokenizer: Tokenizer
+    remarks: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    channels: int = 0
+
+    def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
+        """What reads this rank's tokens of both. Raises ValueError as Loader."""
+        data, seed = config.data, config.training.seed
+        return (
+            Loader(
+                TokenBatches(self.training),
+                None,
+                config.samples_per_step,
+                training,
+                seed=seed,
+                shuffle=True,
+                drop_last=True,
+                num_workers=data.num_workers,
+            ),
+            Loader(TokenBatches(self.validation), None, data.batch_size, validation, num_workers=data.num_workers),
+        )
+
+    def record(self, comm: Communicator, folder: Path) -> None:
+        """Keep a tokenizer that was trained in the folder of a run. Collective."""
+        with comm.together((OSError,)):
+            if comm.rank == 0 and isinstance(self.tokenizer, BPETokenizer):
+                self.tokenizer.save(folder / TOKENIZER)
+
+    def number_of_classes(self, config: Config) -> int:
+        """The number of different tokens. Raises ConfigError if another one was asked for."""
+        if config.model.num_classes is not None:
+            raise ConfigError(
+                f"`num_classes` {config.model.num_classes}: of text it is that of different tokens, "
+                f"{self.training.vocabulary} here"
+            )
+        return self.training.vocabulary
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """What a validation loss, in nats for each token, is in bits per byte; None if only some tokens are targets."""
+        if isinstance(self.validation, MaskedTokenDataset):
+            return None
+        stream = self.validation.stream
+        return bits_per_byte(loss, stream.num_tokens, stream.num_bytes)
+
+
+def open_texts(comm: Communicator, config: Config) -> Texts:
+    """The text that a configuration names, the same on all ranks. Collective; raises Refusal on all of them.
+
+    Rank 0 encodes it, once for all runs, into a file that all ranks read.
+    """
+    found: tuple[Path, Tokenizer] | None = None
+    with comm.together((ValueError, OSError)):
+        if comm.rank == 0:
+            found = _encoded(config)
+    header, tokenizer = comm.broadcast_object(found)
+    with comm.together((ValueError, OSError)):
+        return _texts(config, header, tokenizer)
+
+
+def open_text_alone(config: Config) -> Texts:
+    """The same for a process that is no rank of a job. Raises ValueError and OSError."""
+    return _texts(config, *_encoded(config))
+
+
+def _encoded(config: Config) -> tuple[Path, Tokenizer]:
+    """The header of the file with the tokens."""
+    data = config.data
+    assert data.text is not None
+    documents = find_documents(*(source.strip() for source in data.text.split(",")))
+    folder = Path(data.token_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(data.tokenizer, documents, folder)
+    return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
+
+
+def _texts(config: Config, header: Path, tokenizer: Tokenizer) -> Texts:
+    data, seed = config.data, config.training.seed
+    training, validation = split_documents(TokenFile(header), data.val_fraction, seed)
+    parts = [
+        MaskedTokenDataset(stream, data.context, seed) if data.task == "masked" else TokenDataset(stream, data.context)
+        for stream in (training, validation)
+    ]
+    sizes = " + ".join(f"{part.stream.num_tokens:,}" for part in parts)
+    remark = (
+        f"{counted(len(training.names), 'document')} to train on + {len(validation.names)} to validate with: {sizes} "
+        f"tokens of {parts[0].vocabulary:,} kinds, in samples of {data.context} ({len(parts[0])} + {len(parts[1])})"
+    )
+    return Texts(parts[0], parts[1], tokenizer, (remark,))
+
+
+def _tokenizer(asked: str, documents: tuple[Document, ...], folder: Path) -> Tokenizer:
+    """Bytes, or byte pairs, which are learnt of the text."""
+    kind, _, size = asked.partition(":")
+    if kind == "bytes" and not size:
+        return ByteTokenizer()
+    if kind == "bpe" and size.isdecimal():
+        return BPETokenizer.train((piece for document in documents for piece in pieces(document)), int(size))
+    raise ConfigError(f"`tokenizer` {asked}: must be bytes, or bpe: and the number of different tokens, as in bpe:8192")

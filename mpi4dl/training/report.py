@@ -1,0 +1,312 @@
+"""Says how a run goes, from rank 0: to the reader, to TensorBoard, and to metrics.jsonl, with the same numbers."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mpi4dl._wording import counted
+from mpi4dl.engine import Engine
+from mpi4dl.runs.folder import LOGGER_NAME, MetricsFile, RunFolder
+from mpi4dl.training.tensorboard import confusion_picture
+
+MEBIBYTE = 2**20
+FLUSH_SECONDS = 10
+QUIET_SECONDS = 60  # after which a step that is under way is heard of
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The training steps since the last report: plain numbers, of all ranks together.
+
+    `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
+    for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
+    `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
+    Of experts three are told, as `routing.ExpertUse` has them. `learning_rate` is that of each of the optimizer's
+    groups in the last of the steps.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    images_per_second: float | None
+    data_wait: float
+    comm_wait: float
+    peak_memory_bytes: int
+    tokens_per_second: float | None = None
+    skipped_steps: int | None = None
+    loss_scale: float | None = None
+    expert_imbalance: float | None = None
+    dropped_tokens: float | None = None
+    router_entropy: float | None = None
+    learning_rate: tuple[float, ...] | None = None
+
+    def line(self, num_steps: int | None = None, left: str = "") -> str:
+        """`num_steps` are those of the whole run, `left` is how long it still takes."""
+        rate, what = self.images_per_second, "images/s"
+        if rate is None:
+            rate, what = self.tokens_per_second or 0.0, "tokens/s"
+        more = [] if self.loss_scale is None else [f"skipped {self.skipped_steps}", f"scale {self.loss_scale:g}"]
+        if self.expert_imbalance is not None:
+            dropped = 100 * (self.dropped_tokens or 0.0)
+            more += [f"fullest expert {self.expert_imbalance:.2f}", f"dropped {dropped:.1f} %"]
+        return "  ".join(
+            (
+                f"step {self.step}" if num_steps is None else f"step {self.step} of {num_steps}",
+                f"epoch {self.epoch}",
+                f"loss {self.loss:#.4g}",
+                f"{_rate(rate)} {what}",
+                f"data wait {100 * self.data_wait:.1f} %",
+                f"comm wait {100 * self.comm_wait:.1f} %",
+                f"peak memory {self.peak_memory_bytes / MEBIBYTE:.0f} MiB",
+                *more,
+                *([left] if left else []),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """One pass over what validates; `accuracy` is the share, 0 to 1, that was classified correctly, if anything was.
+
+    The loss of text that is predicted token by token is in bits per byte too. `metrics` are others by name; the line
+    shows those that are one number. `best`: no validation before was as good.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: float | None
+    bits_per_byte: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    best: bool = False
+
+    def line(self) -> str:
+        accuracy = () if self.accuracy is None else (f"accuracy {100 * self.accuracy:.1f} %",)
+        bits = () if self.bits_per_byte is None else (f"{self.bits_per_byte:.3f} bits per byte",)
+        more = [
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, float) and name != "accuracy"
+        ]
+        said = (
+            f"step {self.step}",
+            f"epoch {self.epoch}",
+            f"validation loss {self.loss:#.4g}",
+            *accuracy,
+            *bits,
+            *more,
+        )
+        return "  ".join((*said, "best so far") if self.best else said)
+
+
+class LogInterval:
+    """The steps since the last report; `losses` are those of a run that goes on in the middle of an interval.
+
+    Samples of text have so many tokens.
+    """
+
+    def __init__(
+        self, engine: Engine, loader: Any, losses: Iterable[float] = (), tokens_in_sample: int | None = None
+    ) -> None:
+        self.engine, self.loader, self.tokens_in_sample = engine, loader, tokens_in_sample
+        self.began = time.perf_counter()
+        self.data_wait = loader.wait_seconds
+        self.comm_wait = engine.comm.node.wait_seconds
+        self.num_skipped = engine.scaler.num_skipped
+        self.losses = list(losses)
+        self.num_samples = 0
+        self.learning_rates: tuple[float, ...] | None = None
+
+    def add(self, loss: float, num_samples: int) -> None:
+        """A step was made, after which the schedule has not yet changed anything."""
+        self.losses.append(loss)
+        self.num_samples += num_samples
+        self.learning_rates = tuple(float(group["lr"]) for group in self.engine.optimizer.param_groups if "lr" in group)
+
+    def report(self, epoch: int, peak_bytes: int) -> StepReport | None:
+        """Means over ranks of what was waited for, and the memory of the rank that used most. Collective.
+
+        None if there was no step.
+        """
+        if not self.losses:
+            return None
+        comm, seconds = self.engine.comm, time.perf_counter() - self.began
+        waits = [self.loader.wait_seconds - self.data_wait, comm.node.wait_seconds - self.comm_wait]
+        data_wait, comm_wait = comm.all_reduce(torch.tensor(waits, dtype=torch.float64)).tolist()
+        memory = int(comm.all_reduce(torch.tensor([peak_bytes]), "max"))
+        total = seconds * comm.size
+        loss, rate = sum(self.losses) / len(self.losses), self.num_samples / seconds
+        found = StepReport(self.engine.num_steps, epoch, loss, rate, data_wait / total, comm_wait / total, memory)
+        found = replace(found, learning_rate=self.learning_rates or None)
+        if self.tokens_in_sample is not None:
+            found = replace(found, images_per_second=None, tokens_per_second=rate * self.tokens_in_sample)
+        scaler = self.engine.scaler
+        if scaler.enabled:
+            found = replace(found, skipped_steps=scaler.num_skipped - self.num_skipped, loss_scale=scaler.scale)
+        return found
+
+
+def summary(evaluation: Any, num_steps: int, seconds: float, num_unreadable: int) -> str:
+    """What came of a run, in one line; `evaluation` is the last one, if there was any."""
+    accuracy = evaluation.accuracy if evaluation else None
+    result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
+    skipped = f", {counted(num_unreadable, 'unreadable image')} skipped" if num_unreadable else ""
+    return f"{result}{counted(num_steps, 'step')} in {seconds:.0f} s{skipped}"
+
+
+def _rate(per_second: float) -> str:
+    """One decimal, but three digits of a rate that is below 1: huge images take long."""
+    return f"{per_second:.3g}" if per_second < 1 else f"{per_second:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Of two units at most: `40 s`, `2 min`, `3 h 20 min`, `2 d 5 h`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"
+
+
+class Reporter:
+    """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
+
+    Every report is one line on standard output and in rank 0's log. If standard error is a terminal, a progress bar
+    stands below the lines; else they say how much time is left. Reports of steps after `first_step` that TensorBoard's
+    files hold already are hidden. Pictures of confusion matrices have the names of `classes`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        total_steps: int,
+        first_step: int = 0,
+        tensorboard: bool = True,
+        classes: Sequence[str] = (),
+    ) -> None:
+        self._metrics = MetricsFile(folder)
+        self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
+        self._bar: Any = None
+        self._said = time.monotonic()
+        self._total_steps, self._classes = total_steps, classes
+        self._first: tuple[int, float] | None = None  # the first step that was finished, and when
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether anybody sees them."""
+        return self._writer is not None
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar, if there is one, to `step` finished steps; call it after every step."""
+        if self._first is None:
+            self._first = step, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def working(self, doing: str) -> None:
+        """Say what a step is doing: beside the progress bar, or in a line now and then."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(doing)
+        elif time.monotonic() - self._said >= QUIET_SECONDS:
+            self.say(doing)
+
+    def step(self, report: StepReport) -> None:
+        self._report("train", report, report.line(self._total_steps, self._left(report.step)))
+
+    def validation(self, report: ValidationReport) -> None:
+        self._report("validation", report, report.line())
+
+    def _left(self, step: int) -> str:
+        """How long the steps after this one take, with validations and checkpoints as up to now; the first one, in
+        which much is prepared, does not count.
+        """
+        if self._bar is not None or self._first is None or not self._first[0] < step < self._total_steps:
+            return ""
+        first, began = self._first
+        return duration((time.monotonic() - began) / (step - first) * (self._total_steps - step)) + " left"
+
+    def images(self, name: str, images_N3HW: Tensor, step: int) -> None:
+        """Show a few images, with values from 0 to 1, in TensorBoard; make them small first."""
+        if self._writer is not None:
+            self._writer.add_images(name, images_N3HW.detach().float().cpu().clamp(0, 1), step)
+
+    def figure(self, name: str, image_HW3: Any, step: int) -> None:
+        """Show a picture, an array of bytes as `pictures` makes them, in TensorBoard; None is no picture."""
+        if self._writer is not None and image_HW3 is not None:
+            self._writer.add_image(name, image_HW3, step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int = 0) -> None:
+        """Show text in TensorBoard as it is, line by line."""
+        if self._writer is not None:
+            self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def rows(self, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]], step: int = 0) -> None:
+        """Show a table in TensorBoard."""
+        cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        if self._writer is not None:
+            self._writer.add_text(name, "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]), step)
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar, and log it."""
+        self._said = time.monotonic()
+        logging.getLogger(LOGGER_NAME).info(line)
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._metrics.close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _report(self, phase: str, report: StepReport | ValidationReport, line: str) -> None:
+        values = {name: value for name, value in asdict(report).items() if value is not None}
+        values |= values.pop("metrics", {})
+        if not values.get("best", True):
+            del values["best"]
+        values |= numbered("learning_rate", values.pop("learning_rate", ()))
+        self._metrics.append({"phase": phase} | values)
+        if self._writer is not None:
+            for name, value in values.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(f"{phase}/{name}", value, report.step)
+                elif isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+                    self.figure(f"{phase}/{name}", confusion_picture(value, self._classes), report.step)
+        self.say(line)
+
+
+def numbered(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Several numbers by name, each with its number, unless it is alone."""
+    return {name if len(values) == 1 else f"{name}/{i}": value for i, value in enumerate(values)}
+
+
+def _summary_writer(folder: RunFolder, first_step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path), flush_secs=FLUSH_SECONDS, purge_step=first_step + 1 if first_step else None)

@@ -1,0 +1,286 @@
+"""Where a run of the training command is recorded, and what it goes on from: the meaning of `resume`."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4dl.checkpoints import Checkpoints
+from mpi4dl.checkpoints.checkpoints import refusing
+from mpi4dl.checkpoints.json_values import Damaged, Machine, Unreadable, unlike
+from mpi4dl.checkpoints.manifest import STATE, candidates_at
+from mpi4dl.checkpoints.saved import Saved, newest_whole
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.options.config import Config, ConfigError, shared_options, to_toml
+from mpi4dl.options.declare import dump, with_options
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.runs.folder import RunFolder, default_path
+
+NUM_IMAGES = "the number of training images"
+BALANCE = "balance"
+TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
+# What weights are trained for, and which images they have never seen.
+SAME_ALWAYS = (
+    "model",
+    "model_options",
+    "optimizer",
+    "scheduler",
+    "lr_schedule",
+    "warmup",
+    "freeze",
+    "unfreeze",
+    "lr_of",
+    "weight_decay_of",
+    "seed",
+    "val_fraction",
+    "mean",
+    "std",
+    "label_columns",
+    "ignore_index",
+)
+SAME_WITHIN_AN_EPOCH = ("batch_size", "accumulate", "sampling", NUM_IMAGES)
+FROM_CHECKPOINT = ("lr", "optimizer_options", "scheduler_options")
+OF_THIS_START = ("resume", "dry_run", "print_config")
+
+
+class Origin(NamedTuple):
+    """The run's folder; whether it holds this run already; and checkpoints to go on from, the best first."""
+
+    folder: RunFolder
+    in_place: bool
+    candidates: Sequence[Path]
+
+
+def find_origin(comm: Communicator, config: Config) -> Origin:
+    """What `resume` and `run_folder` of rank 0 ask for. Collective. Raises Refusal for what is not there."""
+    found = None
+    with comm.together((ConfigError, OSError)):
+        found = _find(config, datetime.now()) if comm.rank == 0 else None
+    return comm.broadcast_object(found)
+
+
+def _find(config: Config, now: datetime) -> Origin:
+    asked, named = config.run.resume, config.run.run_folder
+    folder = Path(named or default_path(config.model_name, now))
+    if asked == "none":
+        return Origin(RunFolder(folder), False, ())
+    if asked == "auto":
+        if named is None:
+            raise ConfigError("`resume` auto goes on in the folder that `run_folder` names: add `run_folder`")
+        in_place = (folder / "config.toml").is_file()
+        return Origin(RunFolder(folder), in_place, candidates_at(folder) if in_place else ())
+    path = Path(asked)
+    if not path.is_dir():
+        raise ConfigError(f"`resume` {asked}: no such folder; name a run, one of its checkpoints, or auto")
+    candidates = candidates_at(path)
+    if not candidates:
+        raise ConfigError(f"`resume` {asked}: there is no checkpoint in this folder")
+    return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
+
+
+def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
+    """The configuration with the cut of the checkpoint that `resume` names, if stages are cut by what is timed.
+
+    Times differ from start to start; where a model is cut decides which random numbers its layers draw. A checkpoint of
+    another plan, or one that cannot be read, says nothing here: what is wrong with it is found when it is loaded.
+    Collective.
+    """
+    cut = None
+    if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
+        with suppress(ConfigError, OSError):
+            cut = _cut_of(plan, _find(config, datetime.now()).candidates)
+    cut = comm.broadcast_object(cut)
+    return config if cut is None else with_options(config, {BALANCE: cut})
+
+
+def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
+    """That of the first one that can be read, if it was written by this plan."""
+    for checkpoint in checkpoints:
+        with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
+            cut = Machine(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
+            return cut if plan.is_told_by(saved.plan) else None
+    return None
+
+
+def lock(comm: Communicator, origin: Origin) -> None:
+    """Keep other jobs from writing into the run's folder. Collective. Raises Refusal if one does already."""
+    with comm.together():
+        if comm.rank == 0:
+            origin.folder.lock()
+
+
+def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, if there is any, and what to say of newer ones that are not it. Collective.
+
+    Raises Refusal on all ranks if there are checkpoints, but none is whole.
+    """
+    if checkpoints is not None:
+        found, skipped = checkpoints.newest(), checkpoints.skipped
+    else:
+        with refusing():
+            found, skipped = newest_whole(origin.candidates, comm)
+    if found is None and skipped:
+        raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}; start anew in another `run_folder`")
+    return found, [f"skipped {one}" for one in skipped]
+
+
+def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: Sequence[str]) -> None:
+    """Write into the run's folder how the run was started, or went on from `step`. Collective.
+
+    Raises Refusal on all ranks if the folder cannot be made, holds other files, or another job writes into it.
+    """
+    with comm.together():
+        if comm.rank == 0:
+            folder = origin.folder
+            if not origin.in_place:
+                folder.claim(or_beside=config.run.run_folder is None)
+            since = step if origin.in_place else 0
+            folder.write_config(to_toml(config), since)
+            folder.write_versions(comm.mpi_library, ["python", "-m", "mpi4dl.train", *argv], since)
+    origin.folder.path = comm.broadcast_object(origin.folder.path)
+
+
+class Progress(NamedTuple):
+    """What a run of the training command keeps beside the engine's state: see `train.Run.state`."""
+
+    epoch: int
+    batch: int
+    losses: list[float]
+    skipped: list[str]
+    evaluation: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    metrics_bytes: int
+    options: Mapping[str, str]
+    due: bool = False
+    best: dict[str, Any] | None = None
+
+    @classmethod
+    def at(cls, checkpoint: Path) -> "Progress":
+        """That of a checkpoint, which was found whole. Raises Refusal, alike on all ranks, for one of another loop."""
+        with Saved(checkpoint) as saved:
+            extra = Machine(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
+        if "options" not in extra.entries():
+            raise Refusal(f"{checkpoint} was not written by mpi4dl.train: load it with mpi4dl.checkpoints.load")
+        try:
+            return cls(
+                extra.at("epoch").integer(),
+                extra.at("batch").integer(),
+                [loss.number() for loss in extra.at("losses").items()],
+                [name.text() for name in extra.at("skipped").items()],
+                extra.at("evaluation").optional(_evaluation),
+                extra.at("scheduler").optional(
+                    lambda node: {name: each.plain for name, each in node.entries().items()}
+                ),
+                extra.at("metrics_bytes").integer(),
+                {_name(flag): value.text() for flag, value in extra.at("options").entries().items()},
+                extra.at("due").flag(),
+                extra.at("best").optional(_best) if "best" in extra.entries() else None,
+            )
+        except Damaged as problem:
+            raise Refusal(str(problem)) from None
+
+
+def kept(options: Mapping[str, str]) -> dict[str, str]:
+    """The options as a checkpoint keeps them, which is by flag."""
+    return {_flag(name): value for name, value in options.items()}
+
+
+def _flag(name: str) -> str:
+    return name if name == NUM_IMAGES else "--" + name.replace("_", "-")
+
+
+def _name(flag: str) -> str:
+    """The name of an option that a checkpoint keeps by its flag."""
+    return flag[2:].replace("-", "_") if flag.startswith("--") else flag
+
+
+def _best(node: Machine) -> dict[str, Any]:
+    return {
+        "monitor": node.at("monitor").text(),
+        "mode": node.at("mode").text() if "mode" in node.entries() else None,
+        "value": node.at("value").optional(Machine.number),
+        "step": node.at("step").integer(),
+        "since": node.at("since").integer(),
+    }
+
+
+def _evaluation(node: Machine) -> dict[str, Any]:
+    return {
+        "loss": node.at("loss").number(),
+        "accuracy": node.at("accuracy").optional(Machine.number),
+        "count": node.at("count").integer(),
+    }
+
+
+def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
+    """What a checkpoint remembers of how its run was started: every option, as a TOML file has it.
+
+    Of `balance` it is what it came to: `counts` atoms of each stage.
+    """
+    cut = {BALANCE: dump(",".join(map(str, counts)))} if counts else {}
+    return {**shared_options(config), **cut, NUM_IMAGES: str(num_images)}
+
+
+def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
+    """What to say of each option that is not as it was when the checkpoint was written.
+
+    Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
+    """
+    before = {**shared_options(Config()), **there.options}  # what a version before knew no option for was so
+    missing = next((name for name in options if name not in before), None)
+    if missing is not None:
+        raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")
+    said = []
+    for name in options:
+        was, now = (each[name].strip('"') for each in (before, options))
+        shown = _shown(name)
+        if was == now or name in OF_THIS_START:
+            continue
+        if name in SAME_ALWAYS:
+            raise Refusal(f"{checkpoint} was written with {shown} {was}, but this is {now}: go on with what it was")
+        if name in SAME_WITHIN_AN_EPOCH and there.batch:
+            raise Refusal(
+                f"{checkpoint} was written with {shown} {was}, but this is {now}, which must not change within an epoch"
+            )
+        rule = f"is not used: the checkpoint goes on with {was}"
+        said.append(
+            f"{shown} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
+        )
+    return said
+
+
+def _shown(name: str) -> str:
+    return name if name == NUM_IMAGES else f"`{name}`"
+
+
+def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: int) -> None:
+    """Raise Refusal, alike on all ranks, unless the epoch and the schedule can go on from there."""
+    problem = f"its epoch has {there.batch} batches behind it" if there.batch > num_batches else None
+    if problem is None and scheduler is not None:
+        problem = unlike(there.scheduler or {}, scheduler.state_dict())
+    if problem is not None:
+        raise Refusal(f"{checkpoint} does not fit: {problem}")
+
+
+def with_its_own(config: Config, checkpoint: Path, there: Progress) -> Config:
+    """The configuration by which a run goes on: what the checkpoint knows better is as it was."""
+    try:
+        return with_options(config, {name: there.options[name] for name in FROM_CHECKPOINT if name in there.options})
+    except ConfigError as problem:
+        raise Refusal(f"{checkpoint}: {STATE}: {problem}") from None
+
+
+def command_to_go_on(num_ranks: int, argv: Sequence[str], folder: Path) -> str:
+    """The command that continues this run."""
+    words, position = [], 0
+    while position < len(argv):
+        name, equals, _ = argv[position].partition("=")
+        if name in ("--resume", "--run-folder"):
+            position += 1 if equals else 2
+            continue
+        words.append(argv[position])
+        position += 1
+    words += ["--run-folder", str(folder), "--resume", "auto"]
+    return shlex.join(["mpirun", "-n", str(num_ranks), "python", "-m", "mpi4dl.train", *words])

@@ -1,0 +1,448 @@
+"""A short training run by the engine on ranks, and the same one by a plain PyTorch loop: they should agree."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl import models
+from mpi4dl.comm import Communicator
+from mpi4dl.engine import Engine, Evaluation, StepResult
+from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
+from mpi4dl.parallel.plan import Plan
+from mpi4dl.parallel.streaming.leading_part import StreamOptions
+from tests.pool.ranks import Ranks
+
+NUM_CLASSES = 3
+NUM_STEPS = 3
+EVALUATED = 2  # steps before the validation, which the last step must not suffer from
+EXACT = 1e-10
+ROUNDING = 1e-15
+
+TILES_1x2 = Plan(((1, 2),))
+TILES_2x2 = Plan(((2, 2),))
+DATA_2 = Plan(data=2)
+BOTH = Plan(((1, 2),), data=2)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key.
+
+    `balance` cuts the model into the plan's stages, the first of which is streamed if `stream` says how.
+    `optimizer` is a key of OPTIMIZERS.
+    """
+
+    model: str | type[nn.Module]
+    size: tuple[int, ...]
+    batch: int = 4
+    optimizer: str = "SGD"
+    dense: bool = False
+    model_options: tuple[tuple[str, Any], ...] = ()
+    engine_options: tuple[tuple[str, Any], ...] = ()
+    balance: str | tuple[int, ...] = "flops"
+    num_steps: int = NUM_STEPS
+    device: str = "cpu"
+    stream: StreamOptions | None = None
+
+    def with_engine(self, **options: Any) -> "Task":
+        return replace(self, engine_options=tuple(options.items()))
+
+    def __str__(self) -> str:
+        words = [
+            self.model if isinstance(self.model, str) else self.model.__name__,
+            self.optimizer,
+            "x".join(map(str, self.size)),
+            f"batch{self.batch}",
+        ]
+        return "-".join(words + [f"{name}={value}" for name, value in self.engine_options])
+
+
+@dataclass
+class Outcome:
+    """What a training run left behind; ranks other than 0 give no more than digests of what they hold.
+
+    `gradients` are those of the last step, None where there is none. Digests are of the state and of the gradients.
+    """
+
+    steps: list[StepResult] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+SMALL = Task("small_resnet", (66, 50), model_options=(("num_filters", 8),))
+UNEVEN = replace(SMALL, batch=3)
+NARROWING = replace(SMALL, size=(24, 20), batch=8)  # one pixel at the end: three of four tiles are empty there
+DEEP = Task("resnet_v2", (19, 14), optimizer="AdamW", model_options=(("depth", 20), ("num_filters", 4)))
+TORCHVISION = Task("resnet18", (71, 45))
+DENSE = Task("unet", (23, 18), batch=2, dense=True, model_options=(("num_filters", 4), ("depth", 2)))
+DROPPING = Task("dropping", (21, 17))
+UNUSED = Task("unused", (12, 10))
+ALIASED = Task("aliased", (12, 8))
+ATTENDING = Task("attending", (12, 8))
+SKIPPING = Task("skipping", (13, 10))
+FROZEN = Task("frozen", (13, 10))
+HOOKED = Task("hooked", (13, 10))
+
+
+class _Block(nn.Module):
+    """Two convolutions, and dropout whose mask differs from pixel to pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Dropout(0.3), nn.Conv2d(4, 4, 3), nn.ReLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Dropping(nn.Module):
+    """Dropout of pixels in a block that can be recomputed, and of features that all ranks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Block())
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, NUM_CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+class _Unused(nn.Module):
+    """Parameters that play no part, forgotten or frozen, between others that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+        self.forgotten = nn.Linear(4, 4)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.first(x)).relu().mean((2, 3)))
+
+
+class _Skipping(nn.Module):
+    """Two skips that cross, over batch norms and a stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(c, 4, 3, s, 1, bias=False) for c, s in ((3, 1), (4, 1), (4, 2), (4, 1))])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4) for _ in range(4)])
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norms[0](self.convs[0](x)).relu()
+        second = self.norms[1](self.convs[1](first)).relu()
+        third = self.norms[2](self.convs[2](second + first)).relu()
+        fourth = self.norms[3](self.convs[3](third)) + F.max_pool2d(first, 2, ceil_mode=True)
+        return self.last((fourth + third).mean((2, 3)))
+
+
+class _Attending(nn.Module):
+    """A small transformer over the patches of an image, with a token for the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)
+        return self.head(self.encoder(x)[:, 0])
+
+
+class _Aliased(nn.Module):
+    """A layer that the forward pass uses only by the name that it has in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.blocks = nn.ModuleList([self.alias, nn.Conv2d(4, 4, 3)])
+        self.also_unused = nn.Linear(2, 2)
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x.mean((2, 3)))
+
+
+class _Frozen(_Skipping):
+    """Some of its batch norms are in evaluation mode, as is usual with few samples in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms[1].eval()
+        self.norms[2].eval()
+
+
+class _Normalizing(nn.Module):
+    """Hands gradients on with a norm of 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.square().sum().sqrt())
+        return x
+
+
+class _Hooked(nn.Module):
+    """Hooks on the gradients of an activation and of pooled features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2)
+        self.normalizing, self.again = _Normalizing(), _Normalizing()
+        self.last = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.normalizing(self.first(x)).relu()
+        return self.last(self.again(self.second(x).square().mean((2, 3))))
+
+
+class _Transforming(nn.Module):
+    """A block with layers that look at the whole image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.fft.fft2(self.first(x)).real.tanh().sort(2).values)
+
+
+class _Spectral(nn.Module):
+    """What has no rules for tiles: within a block that can be recomputed, and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.Sequential(_Transforming()), nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return self.last((x * torch.fft.fft2(x).abs().sqrt()).mean((2, 3)))
+
+
+OWN = {
+    "aliased": _Aliased,
+    "attending": _Attending,
+    "dropping": _Dropping,
+    "frozen": _Frozen,
+    "hooked": _Hooked,
+    "skipping": _Skipping,
+    "spectral": _Spectral,
+    "unused": _Unused,
+}
+
+
+def model_of(task: Task) -> nn.Module:
+    options = dict(task.model_options)
+    own = OWN.get(task.model) if isinstance(task.model, str) else task.model
+    model = models.build(task.model, NUM_CLASSES, **options) if own is None else own()
+    return model.double()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "Adam": partial(torch.optim.Adam, lr=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.001, momentum=0.9),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.01),
+}
+
+
+def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS[task.optimizer](model.parameters())
+
+
+def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = model_of(task)
+    return model, optimizer_of(task, model)
+
+
+def batch_of(task: Task, number: int, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Whole images, float64, and the targets of all of them, or of all of their pixels."""
+    generator = torch.Generator().manual_seed(100 + number)
+    count = task.batch if count is None else count
+    images = torch.randn(count, 3, *task.size, generator=generator, dtype=torch.float64)
+    shape = (count, *task.size) if task.dense else (count,)
+    return images, torch.randint(NUM_CLASSES, shape, generator=generator)
+
+
+def held_out(task: Task) -> list[tuple[Tensor, Tensor]]:
+    """Batches for validation; the last one has a single image, fewer than there are replicas."""
+    return [batch_of(task, 50), batch_of(task, 51, count=1)]
+
+
+def tiles_of(images: Tensor, engine: Engine, training: bool = True) -> list[Tensor]:
+    """The parts of whole images that the engine's rank reads."""
+    boxes = [read.box for read in engine.reads(len(images), tuple(images.shape[2:]), training)]
+    return [
+        images[(slice(*box.batch), ..., *(slice(*interval) for interval in box.space))].contiguous() for box in boxes
+    ]
+
+
+def digest_of(values: Mapping[str, Tensor]) -> str:
+    """Equal for equal bits."""
+    digest = hashlib.sha256()
+    for name, value in values.items():
+        digest.update(name.encode() + value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False) -> Outcome:
+    """A body: the task on ranks, whose models begin with the same values or each with its own."""
+    seed = comm.rank if own_values else 0
+    if plan.num_stages > 1 or task.stream is not None:
+        options: Any = {"device": task.device, "seed": seed, "balance": task.balance, "stream": task.stream}
+        model = split(lambda: model_of(task), plan, comm, image=(task.batch, 3, *task.size), **options)
+    else:
+        torch.manual_seed(seed)
+        model = LocalStages.whole(model_of(task).to(task.device), plan, comm)
+    if own_values:
+        for value in model.buffers():
+            value += comm.rank
+    engine = Engine(model, plan, optimizer_of(task, model), F.cross_entropy, comm=comm, **dict(task.engine_options))
+    torch.manual_seed(7)
+    outcome = Outcome()
+    for number in range(task.num_steps):
+        if number == min(EVALUATED, task.num_steps - 1):
+            batches = [(tiles_of(images, engine, training=False), targets) for images, targets in held_out(task)]
+            outcome.evaluation = engine.evaluate(batches, task.size)
+        images, targets = batch_of(task, number)
+        outcome.steps.append(engine.step(tiles_of(images, engine), targets, task.size))
+    held = {} if plan.zero == 3 else model.own_state()
+    if not plan.zero:
+        mine = gradients_of(model.modules_of.values())
+        held |= {f"{name}.grad": value for name, value in mine.items() if value is not None}
+    outcome.digests = {name: digest_of({name: value}) for name, value in held.items()}
+    outcome.state = engine.gather_state() or {}
+    outcome.gradients = engine.gather_gradients() or {}
+    return outcome
+
+
+def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor | None]:
+    return {name: p.grad for module in modules for name, p in module.named_parameters()}
+
+
+@cache
+def plain(task: Task, num_microbatches: int = 1) -> Outcome:
+    """The reference: the loop of any PyTorch tutorial, over microbatches of even cuts."""
+    model, optimizer = build(task)
+    options = dict(task.engine_options)
+    clip_norm, hook = options.get("clip_norm", float("inf")), options.get("gradient_hook")
+    outcome = Outcome()
+    for number in range(task.num_steps):
+        if number == min(EVALUATED, task.num_steps - 1):
+            outcome.evaluation = evaluate(model, held_out(task))
+        images, targets = batch_of(task, number)
+        optimizer.zero_grad()
+        total = 0.0
+        cuts = [len(images) * i // num_microbatches for i in range(1, num_microbatches)]
+        for some, wanted in zip(images.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
+            loss = F.cross_entropy(model(some), wanted) * (len(some) / len(images))
+            loss.backward()
+            total += float(loss.detach())
+        for name, p in model.named_parameters() if hook is not None else ():
+            if p.grad is not None:
+                p.grad = hook(name, p.grad)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        outcome.steps.append(StepResult(total, float(norm)))
+    outcome.state = model.state_dict()
+    outcome.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return outcome
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+    """The means over all images, by plain PyTorch, of a model whose modules are then in their own modes again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    total, correct, count, classified = 0.0, 0, 0, True
+    for images, targets in batches:
+        outputs = model(images)
+        classified = targets.dim() == 1
+        total += float(F.cross_entropy(outputs, targets)) * len(targets)
+        correct += int((outputs.argmax(1) == targets).sum())
+        count += len(targets)
+    for module, mode in modes.items():
+        module.training = mode
+    return Evaluation(total / count, correct / count if classified else None, count)
+
+
+def assert_like(found: Outcome, expected: Outcome, tolerance: float = EXACT) -> None:
+    """Losses, norms, gradients, every weight and buffer, and the validation agree, each relative to its own size."""
+    for number, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
+        assert ours.loss == pytest.approx(theirs.loss, rel=tolerance), f"loss of step {number}"
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=tolerance), f"norm of step {number}"
+    assert list(found.state) == list(expected.state)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, value in expected.state.items():
+        assert_close(found.state[name], value, tolerance, name)
+    rounding = ROUNDING * max(1.0, expected.steps[-1].gradient_norm)  # all that is known of what cancels out
+    for name, gradient in expected.gradients.items():
+        ours = found.gradients[name]
+        assert (ours is None) == (gradient is None), f"{name}.grad"
+        if ours is not None and gradient is not None:
+            assert_close(ours, gradient, tolerance, f"{name}.grad", rounding)
+    assert found.evaluation is not None
+    assert expected.evaluation is not None
+    assert found.evaluation.loss == pytest.approx(expected.evaluation.loss, rel=tolerance)
+    assert found.evaluation.accuracy == expected.evaluation.accuracy
+    assert found.evaluation.count == expected.evaluation.count
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str, rounding: float = ROUNDING) -> None:
+    error = float((found.double() - expected.double()).abs().max())
+    assert error <= tolerance * float(expected.double().abs().max()) + rounding, f"{name} is wrong by {error}"
+
+
+def assert_learnt_alike(engine: Engine, expected: nn.Module) -> None:
+    """All ranks together have the state, and had the last gradients, of a plain model. Collective."""
+    gradients, state = engine.gather_gradients(), engine.gather_state()
+    engine.check_replicas()
+    if engine.comm.rank:
+        return
+    assert state is not None
+    assert gradients is not None
+    assert list(state) == list(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        assert_close(state[name], value, EXACT, name)
+    assert list(gradients) == [name for name, p in expected.named_parameters() if p.requires_grad]
+    for name, p in expected.named_parameters():
+        if p.requires_grad:
+            found = gradients[name]
+            assert found is not None
+            assert p.grad is not None
+            assert_close(found, p.grad, EXACT, f"{name}.grad")
+
+
+def check(ranks: Ranks, task: Task, plan: Plan) -> None:
+    """The task by this plan equals the plain loop, and all ranks that hold a value end with the same bits of it."""
+    outcomes = ranks(plan.num_ranks).run(train, task, plan)
+    bits: dict[str, str] = {}
+    for outcome in outcomes:
+        for name, digest in outcome.digests.items():
+            assert bits.setdefault(name, digest) == digest, name
+    if not plan.zero:
+        gradients = {f"{name}.grad" for name, value in outcomes[0].gradients.items() if value is not None}
+        assert bits.keys() == outcomes[0].state.keys() | gradients
+    assert all(outcome.steps == outcomes[0].steps for outcome in outcomes)
+    assert all(outcome.evaluation == outcomes[0].evaluation for outcome in outcomes)
+    assert_like(outcomes[0], plain(task, plan.num_microbatches))

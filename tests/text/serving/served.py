@@ -1,0 +1,78 @@
+"""The server in this process, before the stand-in of a batch."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from mpi4dl.datasets.text import ByteTokenizer
+from mpi4dl.text.serving.admission import Admission, Limits, ServingStatistics
+from mpi4dl.text.serving.app import make_app
+from mpi4dl.text.serving.server import ConnectionLimits, HttpThread, Timing, bind, url_of
+from mpi4dl.training.stopping import StopSignals
+from tests.text.serving.standin import StandIn
+
+CONTEXT = 64
+PATIENCE_SECONDS = 60.0
+
+
+class Served:
+    """A running server. `signals.caught = "SIGTERM"` is what a signal would do."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        token: str | None = None,
+        timing: Timing = Timing(),  # noqa: B008
+        connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        hosts: tuple[str, ...] = (),
+    ) -> None:
+        self.batch, self.signals = StandIn(limits.max_batch), StopSignals()
+        batcher = self.batch.as_batcher()
+        self.front = Admission(batcher, ByteTokenizer(), limits, ServingStatistics(batcher))
+        listener = bind("127.0.0.1", 0)
+        self.url = url_of(listener)
+        app = make_app(self.front, "tiny", token, hosts)
+        about = (self.signals, timing, "serving at", connections)
+        self.thread = HttpThread(app, self.front, batcher, listener, *about)
+        self.running = threading.Thread(target=self.batch.run, daemon=True)
+
+    def client(self, token: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=PATIENCE_SECONDS)
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json={"model": "tiny", **fields}, timeout=PATIENCE_SECONDS)
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that is sure to come about."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(limits: Limits | None = None, **options: Any) -> Iterator[Served]:
+    served = Served(limits or Limits(CONTEXT), **options)
+    served.thread.start()
+    served.running.start()
+    eventually(lambda: served.thread._server.started)
+    try:
+        yield served
+    finally:
+        served.batch.step()
+        served.signals.caught = "SIGTERM"
+        served.thread.join(PATIENCE_SECONDS)
+        served.running.join(PATIENCE_SECONDS)
+    assert not served.thread.is_alive()
+    assert not served.running.is_alive()
+    assert served.thread.error is None

@@ -1,0 +1,288 @@
+"""mpi4dl.training.data: one rank lists the images for all, and a rank that sees others is found out."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets import DatasetError
+from mpi4dl.options.config import parse
+from mpi4dl.training import data as images_of_runs
+from mpi4dl.training.data import ImageLists, open_images, open_together
+from tests.commands import write_images
+from tests.pool.ranks import Ranks
+
+FLAGS = ("--image-size", "32", "--val-fraction", "0.3")
+
+
+def listed(comm: Communicator, source: str, folders: list[Path]) -> object:
+    """What this rank, which works in a folder of its own, has of the images; or what went wrong."""
+    before = Path.cwd()
+    os.chdir(folders[comm.rank])
+    try:
+        pair = open_together(comm, source, validation_fraction=0.3)
+        return [[(part.name(i), part.label(i)) for i in range(len(part))] for part in pair]
+    except Refusal as refusal:
+        return str(refusal)
+    finally:
+        os.chdir(before)
+
+
+def opened(comm: Communicator, folders: list[Path]) -> object:
+    """Which images this rank may not open, though all could be listed."""
+    before = Path.cwd()
+    os.chdir(folders[comm.rank])
+    try:
+        training, _ = open_together(comm, "images", validation_fraction=0.3)
+        found = []
+        for index in range(len(training)):
+            try:
+                training.image(index)
+            except DatasetError as error:
+                found.append(str(error))
+        return found
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two folders with the same images, one for each rank, as on nodes with disks of their own."""
+    write_images(tmp_path / "0" / "images", count=10)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    return [tmp_path / "0", tmp_path / "1"]
+
+
+def test_all_ranks_have_the_list_of_rank_0(ranks: Ranks, folders: list[Path]) -> None:
+    PIL.Image.new("RGB", (9, 9)).save(folders[1] / "images" / "dark" / "more.png")
+    shutil.copytree(folders[1] / "images" / "dark", folders[1] / "images" / "another class")
+    first, second = ranks(2).run(listed, "images", folders)
+    assert first == second
+    assert len(first[0]) + len(first[1]) == 20
+
+
+@pytest.mark.parametrize("harm", ["gone", "longer", "nothing"])
+def test_a_rank_that_sees_other_files_is_named_with_the_file(ranks: Ranks, folders: list[Path], harm: str) -> None:
+    for index in range(10):
+        image = folders[1] / "images" / "light" / f"{index}.png"
+        image.unlink() if harm == "gone" else image.write_bytes(image.read_bytes() + b"more")
+    if harm == "nothing":
+        shutil.rmtree(folders[1] / "images")
+    found = ranks(2).run(listed, "images", folders)
+    assert found[0] == found[1]
+    assert "all ranks must see the same files, and they must stay as they are" in found[0]
+    assert "rank 1: images/" in found[0]
+    assert ("bytes on rank 1 (" if harm == "longer" else "is not there on rank 1 (") in found[0]
+
+
+def test_other_pictures_of_the_same_size_are_found_when_they_are_opened(ranks: Ranks, folders: list[Path]) -> None:
+    for folder, colour in zip(folders, (10, 20), strict=True):
+        for name in ("dark", "light"):
+            for index in range(10):
+                (folder / "images" / name / f"{index}.png").unlink()
+                PIL.Image.new("RGB", (40, 40), (colour,) * 3).save(folder / "images" / name / f"{index}.bmp")
+    found = ranks(2).run(opened, folders)
+    for rank in range(2):
+        assert 0 < len(found[rank]) < 20
+        assert all(f"has other content on rank {rank} (" in message for message in found[rank])
+
+
+def test_masks_are_known_again_as_images_are(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that sees another mask of the same size is told of with the file, and tables are those of rank 0."""
+    for rank in range(2):
+        for kind in ("images", "masks"):
+            (tmp_path / str(rank) / "images" / kind).mkdir(parents=True)
+            for index in range(10):
+                mode = "RGB" if kind == "images" else "L"
+                PIL.Image.new(mode, (9, 9), 1).save(tmp_path / str(rank) / "images" / kind / f"{index}.bmp")
+    for index in range(10):
+        PIL.Image.new("L", (9, 9), 0).save(tmp_path / "1" / "images" / "masks" / f"{index}.bmp")
+    first, second = ranks(2).run(labelled, "images", [tmp_path / str(rank) for rank in range(2)])
+    assert [len(each) for each in (first, second)] == [5, 5]  # each rank takes the prints of every second
+    for rank, found in enumerate((first, second)):
+        assert all(f"masks/{index}.bmp: has other content on rank {rank}" in said for index, said in found.items())
+    for rank, text in enumerate(("file,age\n1,5\n2,6\n3,7\n4,8\n", "file,age\n1,9\n")):
+        (tmp_path / str(rank) / "images" / "labels.csv").write_text(text)
+        shutil.rmtree(tmp_path / str(rank) / "images" / "masks")
+    first, second = ranks(2).run(listed, "images", [tmp_path / str(rank) for rank in range(2)])
+    assert first == second
+    assert sorted(label for part in first for _, label in part) == [(5.0,), (6.0,), (7.0,), (8.0,)]
+
+
+def labelled(comm: Communicator, source: str, folders: list[Path]) -> dict[int, str]:
+    """What is wrong with labels for this rank, which works in a folder of its own, by the number of the sample."""
+    before = Path.cwd()
+    os.chdir(folders[comm.rank])
+    try:
+        training, validation = open_together(comm, source, validation_fraction=0.3)
+        found = {}
+        for part in (training, validation):
+            for index in range(len(part)):
+                try:
+                    part.label(index)
+                except DatasetError as error:
+                    found[int(Path(part.name(index)).stem)] = str(error)
+        return found
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("changed", ["y", "x", ""])
+def test_arrays_are_compared(ranks: Ranks, folders: list[Path], changed: str) -> None:
+    arrays = {"x": np.random.default_rng(0).integers(0, 256, (30, 4, 4, 3), np.uint8), "y": np.arange(30) % 3}
+    for folder in folders:
+        np.savez(folder / "a.npz", **arrays)
+        if changed:
+            arrays[changed] = arrays[changed][::-1].copy()
+    first, second = ranks(2).run(listed, "a.npz", folders)
+    if changed:
+        assert first == second
+        assert "the images on rank 1 (" in first
+    else:
+        assert first == second != []
+
+
+def test_synthetic_images_need_no_files(ranks: Ranks, folders: list[Path]) -> None:
+    first, second = ranks(2).run(listed, "synthetic", folders)
+    assert first == second
+
+
+def test_of_a_source_that_is_not_there_rank_0_tells_all(ranks: Ranks, folders: list[Path]) -> None:
+    first, second = ranks(2).run(listed, "nowhere", folders)
+    assert first == second == "nowhere: no such file or folder; expected 'synthetic', a folder of images or an .npz"
+
+
+def described(comm: Communicator, *flags: str) -> tuple[str, tuple[str, ...]] | str:
+    try:
+        images = open_images(comm, parse([*FLAGS, *flags]))
+    except Refusal as refusal:
+        return str(refusal)
+    return images.fit, images.remarks
+
+
+@pytest.mark.parametrize(
+    ("flags", "fit", "sentence"),
+    [
+        ((), "resize", "are resized to 32x32; `fit` crop would show windows of that size"),
+        (("--random-crop",), "resize", "are resized to 32x32 from random crops, validated whole; `fit` crop would"),
+        (("--fit", "crop"), "crop", "are cropped to 32x32 at random; validated on the centre"),
+        (("--fit", "crop", "--image-size", "41x46"), "crop", "at random, white where they are smaller; validated on"),
+    ],
+    ids=str,
+)
+def test_how_images_are_shown_is_said(
+    ranks: Ranks, tmp_path: Path, flags: tuple[str, ...], fit: str, sentence: str
+) -> None:
+    write_images(tmp_path / "images", count=10)
+    (found,) = ranks(1).run(described, "--images", str(tmp_path / "images"), *flags)
+    assert found[0] == fit
+    assert found[1][-1].startswith("images of 40x46 px (8 of ")
+    assert sentence in found[1][-1]
+
+
+def described_with_small_slides(comm: Communicator, *flags: str) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images_of_runs, "SLIDE_PIXELS", 40 * 46 - 1)
+        return described(comm, *flags)
+
+
+def test_one_rule_for_all_formats_and_for_all_images_of_a_run(ranks: Ranks, tmp_path: Path) -> None:
+    root = write_images(tmp_path / "images", count=10)
+    (found,) = ranks(1).run(described_with_small_slides, "--images", str(root))
+    assert found[0] == "crop"
+    for index in range(5):
+        PIL.Image.new("RGB", (20, 10)).save(root / "dark" / f"{index}.png")
+    assert ranks(1).run(described_with_small_slides, "--images", str(root)) == [
+        "`fit` auto cannot choose for images of 10x20 to 40x46 px: say `fit` resize, or `fit` crop for windows of the "
+        "image size"
+    ]
+
+
+def test_synthetic_images_and_classes_that_a_part_lacks_are_said(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(described)
+    assert "the images are synthetic, computed from a formula: `images` names a folder of your own" in found[1]
+    root = write_images(tmp_path / "images" / "train", ("a", "b", "c"), count=2)
+    shutil.copytree(root, root.parent / "val")
+    shutil.rmtree(root.parent / "val" / "b")
+    (found,) = ranks(1).run(described, "--images", str(root.parent))
+    assert found[1][1] == "warning: validation shows no image of b, of which metrics then say nothing"
+
+
+def test_a_share_that_leaves_nothing_to_validate_with(ranks: Ranks, tmp_path: Path) -> None:
+    """The remedy is that of the source; without validation there is nothing to refuse."""
+    root = write_images(tmp_path / "images", count=2)
+    lines = [f"{path.parent.name}/{path.name},{i}.5" for i, path in enumerate(sorted(root.rglob("*.png")))]
+    (root / "labels.csv").write_text("\n".join(["file,dose", *lines]))
+    flags = ("--images", str(root), "--val-fraction", "0.001")
+    (found,) = ranks(1).run(described, *flags)
+    assert "leaves none of 4 images to validate with" in found
+    assert "or say which are for what in a column `split` of labels.csv: train or val" in found
+    (found,) = ranks(1).run(described, *flags, "--eval-every", "none")
+    assert found[1][0].startswith("4 images to train on + 0 to validate with, to tell 1 number: dose (0.5 to 3.5)")
+
+
+def test_classes_are_said_and_do_not_steer_the_terminal(ranks: Ranks, tmp_path: Path) -> None:
+    write_images(tmp_path / "images", ("a\x1b[31m", "b"), count=10)
+    (found,) = ranks(1).run(described, "--images", str(tmp_path / "images"))
+    assert r"in 2 classes: a\x1b[31m (" in found[1][0]
+    assert all(remark.isprintable() for remark in found[1])
+
+
+def test_the_parts_that_are_read_are_said(ranks: Ranks, tmp_path: Path) -> None:
+    for part in ("Train", "Test", "notes"):
+        write_images(tmp_path / "images" / part, count=2)
+    (found,) = ranks(1).run(described, "--images", str(tmp_path / "images"))
+    root = tmp_path / "images"
+    assert found[1][0] == "4 images to train on + 4 to validate with, in 2 classes: dark (2 + 2), light (2 + 2)"
+    assert found[1][1] == f"trained on {root / 'Train'}, validated with {root / 'Test'}; notes beside them not read"
+
+
+def test_a_run_that_goes_on_moves_no_image_and_says_what_changed(ranks: Ranks, tmp_path: Path) -> None:
+    root, run = write_images(tmp_path / "images", count=10), tmp_path / "run"
+    run.mkdir()
+    flags = ("--images", str(root), "--run-folder", str(run), "--resume", "auto")
+    assert ranks(1).run(recorded, str(run), *flags) == [()]
+    before = ImageLists.read(run / "images.json")
+    assert len(before.training) + len(before.validation) == 20
+    gone = next(iter(before.training))
+    (root / gone).unlink()
+    (root / "dark" / "new.png").write_bytes((root / "light" / "1.png").read_bytes())
+    larger = next(iter(before.validation))
+    (root / larger).write_bytes((root / larger).read_bytes() + b"more")
+    (said,) = ranks(1).run(recorded, str(run), *flags, "--val-fraction", "0.9", "--seed", "5")
+    assert said == (
+        f"of the images, {gone} is gone since",
+        "of the images, dark/new.png is new",
+        f"of the images, {larger} has another size",
+    )
+    after = ImageLists.read(run / "images.json")
+    assert set(before.training) - {gone} == set(after.training) - {"dark/new.png"}
+    assert set(before.validation) == set(after.validation) - {"dark/new.png"}
+
+
+def recorded(comm: Communicator, folder: str, *flags: str) -> tuple[str, ...]:
+    """What is said of a run whose lists are put into a folder, beside its images' number and size."""
+    images = open_images(comm, parse([*FLAGS, *flags]))
+    images.record(comm, Path(folder))
+    return images.remarks[2:]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"classes": []}', b'{"training": 3}', b"[" * 100_000])
+def test_a_damaged_list_is_refused(ranks: Ranks, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "images.json").write_bytes(content)
+    flags = ("--run-folder", str(tmp_path), "--resume", "auto")
+    (found,) = ranks(1).run(described, *flags)
+    assert f"{tmp_path / 'images.json'}: is not the list of a run's images, it is damaged" in found
+
+
+def test_the_lists_of_a_run_are_found_from_its_checkpoints(tmp_path: Path) -> None:
+    ImageLists(("a",), "crop", {"a/1": 3}, {"a/2": None}).write(tmp_path)
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-1"):
+        found = ImageLists.before(parse(["--resume", str(path)]))
+        assert found == ImageLists(("a",), "crop", {"a/1": 3}, {"a/2": None})
+    assert ImageLists.before(parse(["--run-folder", str(tmp_path)])) is None

@@ -1,0 +1,223 @@
+"""The meaning of --resume: where a run is recorded, what it goes on from, and what must be as it was."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.options.config import parse, shared_options
+from mpi4dl.training.resuming import (
+    FROM_CHECKPOINT,
+    NUM_IMAGES,
+    OF_THIS_START,
+    SAME_ALWAYS,
+    SAME_WITHIN_AN_EPOCH,
+    Origin,
+    Progress,
+    command_to_go_on,
+    compare,
+    find_origin,
+    options_to_compare,
+    require_fit,
+    with_its_own,
+)
+from tests.checkpoints.made import write
+from tests.pool.ranks import Ranks
+
+
+def make_run(path: Path, *steps: int) -> Path:
+    for step in steps:
+        (path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    path.mkdir(exist_ok=True)
+    (path / "config.toml").touch()
+    return path
+
+
+def origin(comm: Communicator, flags: list[str]) -> Origin | str:
+    try:
+        return find_origin(comm, parse(flags))
+    except Refusal as refusal:
+        return str(refusal)
+
+
+def found(ranks: Ranks, *flags: str) -> tuple[Path, bool, list[str]]:
+    """The folder, whether the run is in it already, and the names of checkpoints: the same on all ranks."""
+    one, other = ranks(2).run(origin, list(flags))
+    assert (one.folder.path, one.in_place, one.candidates) == (other.folder.path, other.in_place, other.candidates)
+    return one.folder.path, one.in_place, [path.name for path in one.candidates]
+
+
+def said(ranks: Ranks, *flags: str) -> str:
+    one, other = ranks(2).run(origin, list(flags))
+    assert one == other
+    return one
+
+
+def test_a_run_begins_anew_unless_it_is_asked_to_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3)
+    assert found(ranks, "--run-folder", str(run)) == (run, False, [])
+
+
+def test_auto_goes_on_where_there_is_a_run(ranks: Ranks, tmp_path: Path) -> None:
+    folder = ("--run-folder", str(tmp_path / "run"))
+    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", False, [])
+    make_run(tmp_path / "run")
+    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", True, [])
+    make_run(tmp_path / "run", 8, 10)
+    assert found(ranks, *folder, "--resume", "auto") == (tmp_path / "run", True, ["step-00000010", "step-00000008"])
+
+
+def test_auto_needs_a_name_and_leaves_other_folders_alone(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    assert found(ranks, "--run-folder", str(tmp_path), "--resume", "auto") == (tmp_path, False, [])
+    assert said(ranks, "--resume", "auto") == (
+        "`resume` auto goes on in the folder that `run_folder` names: add `run_folder`"
+    )
+
+
+def test_a_path_is_a_run_or_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    old, new = make_run(tmp_path / "old", 1, 2), tmp_path / "new"
+    folder = ("--run-folder", str(new))
+    assert found(ranks, *folder, "--resume", str(old)) == (new, False, ["step-00000002", "step-00000001"])
+    one = old / "checkpoints" / "step-00000001"
+    assert found(ranks, *folder, "--resume", str(one)) == (new, False, ["step-00000001"])
+    assert found(ranks, "--run-folder", str(old), "--resume", str(old))[:2] == (old, True)
+    nameless, in_place, _ = found(ranks, "--resume", str(old))
+    assert (nameless.parent, in_place) == (Path("runs"), False)
+
+
+def test_a_path_without_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    assert said(ranks, "--resume", str(missing)) == (
+        f"`resume` {missing}: no such folder; name a run, one of its checkpoints, or auto"
+    )
+    assert said(ranks, "--resume", str(tmp_path)) == f"`resume` {tmp_path}: there is no checkpoint in this folder"
+
+
+CONFIG = parse([])
+OPTIONS = options_to_compare(CONFIG, num_images=100)
+PROGRESS = Progress(1, 0, [0.5], [], {"loss": 0.5, "accuracy": None, "count": 3}, None, 10, OPTIONS)
+PLACE = Path("run/checkpoints/step-00000007")
+
+
+def shown(name: str) -> str:
+    return OPTIONS[name].strip('"')
+
+
+def called(name: str) -> str:
+    return name if name == NUM_IMAGES else f"`{name}`"
+
+
+def test_a_checkpoint_remembers_every_option() -> None:
+    assert {*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT, *OF_THIS_START} < set(OPTIONS)
+    assert set(OPTIONS) == {NUM_IMAGES, *shared_options(CONFIG)}
+    assert (OPTIONS["lr"], OPTIONS["seed"], OPTIONS[NUM_IMAGES]) == ("0.01", "0", "100")
+
+
+def test_what_is_as_it_was_is_not_said() -> None:
+    assert compare(PLACE, PROGRESS, OPTIONS) == []
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("batch", [0, 3])
+def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> None:
+    there, here = PROGRESS._replace(batch=batch), {**OPTIONS, name: '"other"'}
+    was = f"{PLACE} was written with {called(name)} {shown(name)}, but this is other"
+    if name in SAME_ALWAYS or (batch and name in SAME_WITHIN_AN_EPOCH):
+        with pytest.raises(Refusal) as caught:
+            compare(PLACE, there, here)
+        rule = ": go on with what it was" if name in SAME_ALWAYS else ", which must not change within an epoch"
+        assert str(caught.value) == was + rule
+    elif name in FROM_CHECKPOINT:
+        said = f"{called(name)} other is not used: the checkpoint goes on with {shown(name)}"
+        assert compare(PLACE, there, here) == [said]
+    elif name in OF_THIS_START:
+        assert compare(PLACE, there, here) == []
+    else:
+        said = f"{called(name)} other is new: the checkpoint was written with {shown(name)}"
+        assert compare(PLACE, there, here) == [said]
+
+
+def test_an_option_that_a_version_before_did_not_have_was_at_its_default() -> None:
+    known = {name: value for name, value in OPTIONS.items() if name != "mean"}
+    assert compare(PLACE, PROGRESS._replace(options=known), OPTIONS) == []
+    with pytest.raises(Refusal, match=r"was written with `mean` 0.5, but this is 0.25: go on with what it was$"):
+        compare(PLACE, PROGRESS._replace(options=known), {**OPTIONS, "mean": "0.25"})
+
+
+def test_the_number_of_images_must_be_known() -> None:
+    known = {name: value for name, value in OPTIONS.items() if name != NUM_IMAGES}
+    with pytest.raises(
+        Refusal, match=r"step-00000007: state.json does not say what the number of training images was$"
+    ):
+        compare(PLACE, PROGRESS._replace(options=known), OPTIONS)
+
+
+def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() -> None:
+    options = {**OPTIONS, "lr": "0.5", "optimizer_options": "{ betas = [0.8, 0.9] }", "mean": "0.25"}
+    found = with_its_own(CONFIG, PLACE, PROGRESS._replace(options=options))
+    assert found.optimizer == replace(CONFIG.optimizer, lr=0.5, optimizer_options={"betas": [0.8, 0.9]})
+    assert replace(found, optimizer=CONFIG.optimizer) == CONFIG
+    with pytest.raises(Refusal, match=r"step-00000007: state.json: `lr` is 'fast', but must be a number of at least 0"):
+        with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "lr": "fast"}))
+
+
+def test_progress_comes_back(tmp_path: Path) -> None:
+    assert Progress.at(write(tmp_path, 1, extra=PROGRESS._asdict())) == PROGRESS
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("epoch", -1, "'epoch' is -1, but must be a whole number"),
+        ("losses", [0.5, "x"], r"'losses'\[1\] is 'x', but must be a number"),
+        ("skipped", "x", "'skipped' is 'x', but must be a list"),
+        ("evaluation", {"loss": 1.0, "count": 3}, "'evaluation' has no 'accuracy'"),
+        ("scheduler", 3, "'scheduler' is 3, but must be an object"),
+        ("options", {"lr": 0.1}, "'options': 'lr' is 0.1, but must be text"),
+    ],
+)
+def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value: Any, complaint: str) -> None:
+    path = write(tmp_path, 1, extra={**PROGRESS._asdict(), field: value})
+    with pytest.raises(Refusal, match=f"^{path}: state.json: 'extra': {complaint}"):
+        Progress.at(path)
+
+
+def test_a_checkpoint_of_a_script_is_not_one_of_the_command(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, extra={"epoch": 1})
+    with pytest.raises(Refusal, match=r"was not written by mpi4dl.train: load it with mpi4dl.checkpoints.load$"):
+        Progress.at(path)
+
+
+def test_a_schedule_and_an_epoch_of_another_run_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    good = PROGRESS._replace(batch=5, scheduler=scheduler.state_dict())
+    require_fit(PLACE, good, scheduler, num_batches=5)
+    require_fit(PLACE, good, None, num_batches=5)
+    with pytest.raises(Refusal, match="its epoch has 5 batches behind it"):
+        require_fit(PLACE, good, scheduler, num_batches=4)
+    for wrong in ({"last_epoch": "x"}, {"base_lrs": []}, {"base_lrs": [None]}, {"_last_lr": 3}):
+        (name,) = wrong
+        with pytest.raises(Refusal, match=f"does not fit: '{name}' is .*, which cannot stand for "):
+            require_fit(PLACE, good._replace(scheduler={**scheduler.state_dict(), **wrong}), scheduler, 5)
+    with pytest.raises(Refusal, match=r"is missing$"):
+        require_fit(PLACE, good._replace(scheduler=None), scheduler, 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [
+        ("--lr 0.1", "--lr 0.1"),
+        ("--resume none --lr 0.1 --run-folder old", "--lr 0.1"),
+        ("--run-folder=old --lr 0.1 --resume=some/path", "--lr 0.1"),
+        ("--images 'two words'", "--images 'two words'"),
+    ],
+)
+def test_the_command_to_go_on_is_the_same_with_two_flags(argv: str, flags: str) -> None:
+    command = command_to_go_on(4, shlex.split(argv), Path("runs/a b"))
+    assert command == f"mpirun -n 4 python -m mpi4dl.train {flags} --run-folder 'runs/a b' --resume auto"
