@@ -202,8 +202,8 @@ class Engine(Values):
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch; one with `sums` and
     `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole batch instead. `precision` is "fp32"
     (the model's own dtype), "bf16" or "fp16" (autocast, with loss scaling for fp16). `recompute` keeps only the inputs
-    of the model's blocks, or of a stage. Halos are fetched by each "layer", at the entry of each "block", or in the
-    faster way ("auto"), as `halo` says. `clip_norm` limits the gradient's norm, `clip_value` each of its elements.
+    of the model's blocks, or of a stage. Halos are fetched by each "layer", or at the entry of each "block", as `halo`
+    says. `clip_norm` limits the gradient's norm, `clip_value` each of its elements.
     With `ema`, such as 0.999, there is an average of the weights, as `averaged` says. Modes are the user's: call
     `model.train()`, and `eval()` for what is frozen. What is frozen now, but known to the optimizer, may be trained
     later: see `unfreeze`.
@@ -282,7 +282,7 @@ class Engine(Values):
         for stage, module in self.held.modules_of.items():
             for buffer in module.buffers():
                 self.held.groups[stage].broadcast(buffer.data)
-        fetch_halos(self.held.modules_of.values(), halo, comm, self.device)
+        fetch_halos(self.held.modules_of.values(), halo)
         if recompute:
             recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.

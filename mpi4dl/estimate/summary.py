@@ -34,6 +34,7 @@ from mpi4dl.parallel.costs.cost_model import (
     groups_in,
     image_bytes,
 )
+from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.memory import StageBytes, bytes_of_stages, count_atoms
 from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, TensorMeter
 from mpi4dl.parallel.costs.timing import AtomSeconds, planned_cuts, sites_of
@@ -44,7 +45,6 @@ from mpi4dl.parallel.pipeline.program import map_leaves, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, outline, unfit
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan, grid_name
-from mpi4dl.parallel.spatial.halo_choice import Link
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
 from mpi4dl.parallel.streaming.memory_limit import StreamNeeds, needs_of
 from mpi4dl.parallel.tables.drawing import as_text

@@ -342,9 +342,8 @@ class Parallel:
     )
     halo: str = option(
         "layer",
-        "what each tile needs of its neighbours comes for each layer, once for all layers of a block, or as is faster "
-        "by the measured link and ranks (auto), once for a run of blocks too",
-        choice("layer", "block", "auto"),
+        "what each tile needs of its neighbours comes for each layer, or once for all layers of a block",
+        choice("layer", "block", formerly={"auto": "layer"}),
     )
     stream: tuple[int, ...] | str | None = option(
         None,

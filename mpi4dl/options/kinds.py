@@ -137,8 +137,12 @@ MEANS = per_channel("a number", lambda x: True, "imagenet", "half")
 DEVIATIONS = per_channel("a number greater than 0", lambda x: x > 0, "imagenet", "half")
 
 
-def choice(*choices: str) -> Kind:
+def choice(*choices: str, formerly: Mapping[str, str] | None = None) -> Kind:
+    """One of these words; a word of old configurations stands for the one that `formerly` maps it to."""
+
     def check(value: Any) -> str:
+        if isinstance(value, str):
+            value = (formerly or {}).get(value, value)
         if value not in choices:
             raise ValueError
         return value

@@ -4,9 +4,9 @@ from typing import Any
 
 from mpi4dl.estimate.comparison import Forecast, Worked, WorkMeter, compared
 from mpi4dl.parallel.costs.cost_model import StageCosts
+from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.timing import AtomSeconds
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.halo_choice import Link
 
 PLAN = Plan.of(stages=2, tiles=[(1, 2), (1, 1)], microbatches=2)
 # On stage 0 an atom takes 1 s forward and 2 s backward, on stage 1 twice as long.

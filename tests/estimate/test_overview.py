@@ -13,12 +13,12 @@ from mpi4dl import models
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
 from mpi4dl.parallel.costs.cost_model import LINK, Profiler
+from mpi4dl.parallel.costs.link import Link
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
 from mpi4dl.parallel.pipeline import balance as costing
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.halo_choice import Link
 
 IMAGE = (8, 3, 64, 64)
 

@@ -254,3 +254,9 @@ def test_parsing_imports_neither_torch_nor_mpi() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=os.environ)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_way_that_is_no_more_stands_for_the_one_that_took_its_place(write: Write) -> None:
+    assert parse(["--halo", "auto"]).parallel.halo == "layer"
+    assert parse(["--config", write('[parallel]\nhalo = "auto"\n')]).parallel.halo == "layer"
+    assert "auto" not in refusal("--halo", "wide")

@@ -6,7 +6,6 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
 from mpi4dl.parallel.blocks import blocks
+from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
 from mpi4dl.parallel.costs.memory import AtomBytes, count_atoms
 from mpi4dl.parallel.costs.timing import (
     AtomSeconds,
@@ -41,9 +41,6 @@ from mpi4dl.parallel.pipeline.balance import count_flops
 from mpi4dl.parallel.pipeline.split import Cuttable, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.halo import widen
-from mpi4dl.parallel.spatial.halo_choice import ASSUMED, Link, Speeds, measure_link
-from mpi4dl.parallel.spatial.sharding import from_tile
 from mpi4dl.parallel.tensor.styles import Styles
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
@@ -331,45 +328,7 @@ def seconds_recomputed(column: Column, groups: Sequence[Group]) -> Column:
     return tuple(found)
 
 
-# What decides about wide halos, measured once between the ranks of a job and alike on all of them: `Speeds`.
-#
-# A convolution and an operator that only reads and writes are timed, forward and backward, on all ranks at once; of all
-# ranks the slowest counts. An exchange of a row of pixels, forward and backward, says what one takes beside its bytes:
-# the link's latency, and what ranks do for it. All is remembered on this machine, so that the same job decides alike.
-
-CHANNELS, SIDE = 32, 160
-EXCHANGE_REPEATS, NUM_EXCHANGES = 5, 20
-ROWS = 8
-EXCHANGE_SECONDS = 200e-6  # with more ranks than cores, where a message waits for one
-
-
-def measured_speeds(
-    comm: Communicator, device: torch.device, dtype: torch.dtype, clockwork: Profiler | None = None
-) -> Speeds:
-    """The speeds of these ranks. Collective; alike on all of them."""
-    clockwork = clockwork or Profiler.of_user()
-    link = clockwork.link_of(comm, device)
-    facts = {"what": "speeds", "type": str(dtype), "ranks": comm.size, **machine(device), **versions()}
-    known = comm.broadcast_object(clockwork.remembered.get(facts) if comm.rank == 0 else None)
-    if known is None:
-        crowded = comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max")
-        waits = EXCHANGE_SECONDS if crowded else exchange_seconds(comm, device, dtype)
-        mine = torch.tensor([waits, *compute_seconds(device, dtype, clock_on(device))], dtype=torch.float64)
-        known = comm.all_reduce(mine, "max").tolist()
-        if comm.rank == 0:
-            clockwork.remembered.put(facts, known)
-    latency, *of_ranks = known
-    return Speeds(link._replace(latency_seconds=latency), *of_ranks)
-
-
-def exchange_seconds(comm: Communicator, device: torch.device, dtype: torch.dtype) -> float:
-    """The seconds of an exchange, one way, beside its bytes and between ranks that wait for each other. Collective."""
-    clock = time.perf_counter if device.type == "cpu" else clock_on(device)
-    grid = Grid(comm, rows=comm.size)
-    tile = torch.rand(1, 1, ROWS, ROWS, dtype=dtype, device=device, requires_grad=True)
-    x = from_tile(tile, grid, (ROWS * comm.size, ROWS))
-
-    return _least(clock, lambda: widen(x, 1).local, NUM_EXCHANGES) / 2
+CHANNELS, SIDE, SPEED_REPEATS = 32, 160, 5
 
 
 def compute_seconds(device: torch.device, dtype: torch.dtype, clock: Clock) -> tuple[float, ...]:
@@ -385,10 +344,10 @@ def compute_seconds(device: torch.device, dtype: torch.dtype, clock: Clock) -> t
     return of_flops, of_bytes, of_operators
 
 
-def _least(clock: Clock, run: Callable[[], Tensor], repeats: int = EXCHANGE_REPEATS) -> float:
+def _least(clock: Clock, run: Callable[[], Tensor]) -> float:
     """The least seconds of a forward and a backward pass."""
     seconds, gradient = [], torch.ones_like(run())
-    for _ in range(repeats):
+    for _ in range(SPEED_REPEATS):
         start = clock()
         run().backward(gradient)
         seconds.append(clock() - start)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.link import ASSUMED
 from mpi4dl.parallel.costs.timing import planned_cuts
 from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline import balance as costs
@@ -24,7 +25,6 @@ from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas.groups import Stretch
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
-from mpi4dl.parallel.spatial.halo_choice import ASSUMED
 from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.leading_part import choose as choose_opening

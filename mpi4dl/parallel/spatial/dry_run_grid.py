@@ -5,6 +5,7 @@ packing included, and what comes from them is nought: how long that takes is how
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -100,3 +101,37 @@ def rank_in_the_middle(shape: geometry.GridShape) -> int:
     """The rank who has most neighbours, and the last part of features, than which none is larger."""
     in_space = 1 + len(shape.space)
     return shape.number([*(n // 2 for n in shape[:in_space]), *(n - 1 for n in shape[in_space:])])
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What a rank does in a forward pass: exchanges, whose messages travel at once, and what it computes.
+
+    `touched_bytes` are those that operators read and write whose FLOPs do not count.
+    """
+
+    exchanges: int = 0
+    wire_bytes: int = 0
+    flops: float = 0.0
+    touched_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HaloChoice:
+    """Where a block fetches what it needs: by layer (a margin of 0), or at its entry, `margin` pixels on each side."""
+
+    margin: int
+    by_layer: RankWork
+    chosen: RankWork
+    reason: str
+
+    @property
+    def exchanges_saved(self) -> int:
+        return self.by_layer.exchanges - self.chosen.exchanges
+
+    @property
+    def computed_twice(self) -> float:
+        """What is computed more than by layer, of what is computed by layer: of FLOPs, or of bytes without any."""
+        if self.by_layer.flops:
+            return self.chosen.flops / self.by_layer.flops - 1
+        return (self.chosen.touched_bytes - self.by_layer.touched_bytes) / max(1, self.by_layer.touched_bytes)

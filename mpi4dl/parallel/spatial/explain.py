@@ -15,15 +15,14 @@ from torch.overrides import TorchFunctionMode
 from mpi4dl import geometry
 from mpi4dl.parallel.costs.meter import SavedTensors
 from mpi4dl.parallel.inputs import made_up
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, HaloChoice, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.spatial.halo_choice import HaloChoice
 from mpi4dl.parallel.spatial.sharding import even_layout
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
 COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
 WORDS = {"module", "operator", "output", "block", "halos", "why"}
-HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more computed", "ms saved", "why")
+HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more computed", "why")
 
 
 @dataclass
@@ -83,10 +82,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _halo_row(name: str, halo: HaloChoice) -> tuple[str, ...]:
-    blocks = f"at entry, for {halo.num_blocks}" if halo.margin else "by layer"
-    saved = "" if halo.saved_seconds is None else f"{halo.saved_seconds * 1e3:.2f}"
+    where = "at entry" if halo.margin else "by layer"
     twice = f"{100 * halo.computed_twice:.1f} %"
-    return name, blocks, str(halo.margin), str(halo.exchanges_saved), twice, saved, halo.reason
+    return name, where, str(halo.margin), str(halo.exchanges_saved), twice, halo.reason
 
 
 def _cells(value: Callable[[str], int]) -> tuple[str, str, str, str]:

@@ -11,7 +11,6 @@ from mpi4dl import geometry
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import Dims, Exchange, plan_retiling
 from mpi4dl.geometry import BATCH, SPACE, Box, Tiling
-from mpi4dl.parallel.spatial.halo_choice import HaloChoice
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch
 
 KNOWN = 1024  # what is remembered of a grid, and of a layout, before all of it is forgotten: images may have any size
@@ -121,7 +120,7 @@ class Grid:
         self.attention: Literal["auto", "ring", "gather"] = "auto"  # how keys and values come to queries
         self.known: dict[Hashable, Any] = {}  # what was found out once for all layers, with communicators of its own
         # Where blocks fetch their halos, by block and then by what it is given (`wide`); None: for each layer.
-        self.choices: WeakKeyDictionary[Any, dict[Any, HaloChoice]] | None = WeakKeyDictionary()
+        self.choices: WeakKeyDictionary[Any, dict[Any, Any]] | None = WeakKeyDictionary()
         self.rehearsals: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # what was found out for that
         self._along: dict[tuple[int, ...], Communicator] = {self.axes: comm}
         self._layouts: dict[Layout, Layout] = {}

@@ -8,11 +8,11 @@ How much that is nobody derives: the block is rehearsed on shapes with a wider a
 more. Border padding acts at every layer, as in the plain model, for what lies beyond the image is no halo. It is what
 Ohio State's MPI4DL does by `--halo-D2`, with models written for it.
 
-Whether that pays, and for how many blocks in a row, the speeds of ranks and wire decide (`costs.widening`).
+That pays where a message takes long beside the rows that are computed twice: `explain` says how many these are.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,16 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mpi4dl._randomness import forked
-from mpi4dl.comm import Communicator
-from mpi4dl.geometry import Tiling, ceil_div, widest
+from mpi4dl.geometry import Tiling, widest
 from mpi4dl.parallel.blocks import rows_of
-from mpi4dl.parallel.costs.cost_model import measured_speeds
 from mpi4dl.parallel.pipeline.balance import FlopCounter
-from mpi4dl.parallel.pipeline.split import image_dtype, shapes_of
-from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, dry_run_grid, rank_in_the_middle
+from mpi4dl.parallel.pipeline.split import shapes_of
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, HaloChoice, RankWork, dry_run_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.halo_choice import HaloChoice, RankWork, Speeds, Step, Widened, choose, each_layer
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, register
 from mpi4dl.parallel.streaming.margins import CannotStream, least_margin, run
 from mpi4dl.parallel.streaming.visits import Given, VisitedGrid, Visits
@@ -44,15 +41,14 @@ from mpi4dl.parallel.streaming.visits import Given, VisitedGrid, Visits
 
 
 class ByteCounter(TorchDispatchMode):
-    """`total` bytes are read and written by `num_operators`, but by views and those whose FLOPs count none."""
+    """`total` bytes are read and written by operators, but for views and operators whose FLOPs count."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = self.num_operators = 0
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.num_operators += 1
         if not _is_view(func) and func._overloadpacket not in flop_registry:
             touched = pytree.tree_leaves((args, kwargs, result))
             self.total += sum({id(x): x.nbytes for x in touched if isinstance(x, Tensor)}.values())
@@ -69,8 +65,8 @@ def outline_of(x: SpatialTensor, grid: Grid) -> SpatialTensor:
     return SpatialTensor(torch.empty(layout.local_shape(tuple(x.shape)), dtype=x.dtype, device="meta"), layout)
 
 
-def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool) -> tuple[RankWork, Any]:
-    """What the rank in the middle of the grid does in `run`, and what that returns; nobody chooses anything there.
+def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool) -> RankWork:
+    """What the rank in the middle of the grid does in `run`; nobody chooses anything there.
 
     Where norms bring halos, it is what `run` does in its second step, when they know of which.
     """
@@ -82,76 +78,49 @@ def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool)
         before = dict(middle.comm.counts)
         middle.foresight.begin()
         with torch.enable_grad(), forked(), FlopCounter() as flops, ByteCounter() as touched:
-            found = run(middle)
+            run(middle)
             middle.foresight.pay()
         middle.foresight.settle()
     counts = {name: number - before[name] for name, number in middle.comm.counts.items()}
-    work = RankWork(counts["exchanges"], counts["halo_bytes"], flops.total, touched.total, touched.num_operators)
-    return work, found
+    return RankWork(counts["exchanges"], counts["halo_bytes"], flops.total, touched.total)
 
 
-HALOS = ("layer", "block", "auto")
+HALOS = ("layer", "block")
 MOST = 4  # of so many halos as wide as it is, a tile's side is at least as long; otherwise layers fetch their own
 UNFIT = (CannotStream, NotImplementedError, RuntimeError)  # the last where a layer looks at values
 
-Parts = tuple[tuple[nn.Module, Callable[..., Any]], ...]  # blocks in a row, and their forwards as they were
 
-
-def fetch_halos(modules: Iterable[nn.Module], halo: str, comm: Communicator, device: torch.device) -> None:
-    """Let models or stages fetch halos for each "layer", at the entry of each "block", or as is faster: "auto".
-
-    Collective. Raises ValueError.
-    """
+def fetch_halos(modules: Iterable[nn.Module], halo: str) -> None:
+    """Let models or stages fetch halos for each "layer", or at the entry of each "block". Raises ValueError."""
     if halo not in HALOS:
         raise ValueError(f"halo is {halo!r}, but must be one of {', '.join(HALOS)}")
-    modules = list(modules)
-    speeds = measured_speeds(comm, device, image_dtype(modules[0])) if halo == "auto" else None
-    for module in modules if halo != "layer" else ():
+    for module in modules if halo == "block" else ():
         for row in rows_of(module):
-            fetch_at_entries(row, speeds)
+            fetch_at_entries(row)
 
 
-def fetch_at_entries(row: Iterable[nn.Module], speeds: Speeds | None = None) -> None:
-    """Make modules in a row fetch the halo of all their layers at once, where they can do with one.
+def fetch_at_entries(blocks: Iterable[nn.Module]) -> None:
+    """Make modules fetch the halo of all their layers at once, where they can do with one.
 
-    With `speeds`, only where it pays, and one of them for as many of those behind it as pays. Elsewhere, and on plain
-    tensors, they run as before.
+    Elsewhere, and on plain tensors, they run as before.
     """
-    known = _Row(tuple((block, block.forward) for block in row), speeds)
-    for number, (block, _) in enumerate(known.parts):
-        block.forward = partial(_forward, known, number)
-
-
-class _Row:
-    """Blocks in a row, which know it so that one fetches for those behind it. It is copied once, with all of them."""
-
-    def __init__(self, parts: Parts, speeds: Speeds | None) -> None:
-        self.parts, self.speeds = parts, speeds
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Row":
-        found = memo[id(self)] = _Row((), self.speeds)
-        found.parts = copy.deepcopy(self.parts, memo)
-        return found
+    for block in blocks:
+        block.forward = partial(_forward, block, block.forward)
 
 
 class _Bare(nn.Module):
-    """Blocks in a row that fetch nothing at their entry, of the leaves of the arguments of the first one."""
+    """A block that fetches nothing at its entry, of the leaves of its arguments."""
 
-    def __init__(self, parts: Parts, structure: Any) -> None:
+    def __init__(self, block: nn.Module, call: Callable[..., Any], structure: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([block for block, _ in parts])
-        self.parts, self.structure = parts, structure
+        self.block, self.call, self.structure = block, call, structure
 
     def forward(self, *leaves: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        (_, call), *behind = self.parts
-        found = call(*args, **kwargs)
-        for _, call in behind:
-            found = call(found)
-        return found
+        return self.call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Bare":
-        return _Bare(copy.deepcopy(self.parts, memo), self.structure)
+        return _Bare(copy.deepcopy(self.block, memo), copy.deepcopy(self.call, memo), self.structure)
 
 
 class _Inputs(NamedTuple):
@@ -191,8 +160,7 @@ class _Inputs(NamedTuple):
         return [widest(x.layout.tiling, Given.like(x).held(margin, size)) for x in self.spread]
 
 
-def _forward(row: _Row, number: int, *args: Any, **kwargs: Any) -> Any:
-    block, forward = row.parts[number]
+def _forward(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     inputs = _Inputs.of((args, kwargs))
     if inputs is not None:
         grid = inputs.spread[0].layout.grid
@@ -200,11 +168,11 @@ def _forward(row: _Row, number: int, *args: Any, **kwargs: Any) -> Any:
             known = grid.choices.setdefault(block, {})
             key = inputs.key
             if key not in known:
-                known[key] = _choose(row, number, inputs)
+                known[key] = _choose(block, call, inputs)
             if margin := known[key].margin:
                 held = [wide_halo(*pair) for pair in zip(inputs.spread, inputs.held(margin), strict=True)]
                 args, kwargs = pytree.tree_unflatten(held, inputs.structure)
-    return forward(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
@@ -216,79 +184,41 @@ def wide_halo(x: SpatialTensor, tiling: Tiling) -> SpatialTensor:
 register(wide_halo)(retile)
 
 
-def _choose(row: _Row, number: int, inputs: _Inputs) -> HaloChoice:
+def _choose(block: nn.Module, call: Callable[..., Any], inputs: _Inputs) -> HaloChoice:
     """Where a block, given such inputs, fetches what it needs: the same on all ranks."""
     if not inputs.alike:
-        return each_layer("what it is given is cut in several ways")
+        return _each_layer("what it is given is cut in several ways")
     grid = inputs.spread[0].layout.grid
+    rehearsal = _Rehearsal.of(block, call, inputs)
     try:
-        if any(x.layout.wide for x in inputs.spread):
-            margin = _margin(row, number, inputs, grid)
-            if margin is not None and inputs.held(margin) == inputs.held(0):
-                return each_layer("it is given all that it needs")
-        return choose(_steps(row, number, inputs, grid), row.speeds)
+        margin = _margin(block, rehearsal, inputs, grid)
+        held_already = any(x.layout.wide for x in inputs.spread)
+        if held_already and margin is not None and inputs.held(margin) == inputs.held(0):
+            return _each_layer("it is given all that it needs")
+        layers = rehearsal.work(inputs, 0, grid)
+        if margin:
+            return HaloChoice(margin, layers, rehearsal.work(inputs, margin, grid), "as was asked for")
     except UNFIT as problem:
-        return each_layer(str(problem).partition("\n")[0])
+        return _each_layer(str(problem).partition("\n")[0])
+    why = "it needs no halo" if margin == 0 else f"it needs more of a halo than a tile's side / {MOST}"
+    return _each_layer(why, layers)
 
 
-class _Alone(NamedTuple):
-    """A block by itself: its work by layer, what comes out, and how wide a halo it needs if that is not too wide."""
-
-    layers: RankWork
-    outputs: _Inputs | None
-    margin: int | None
-    wide: Widened | None
+def _each_layer(reason: str, work: RankWork | None = None) -> HaloChoice:
+    """The choice to let each layer fetch its own."""
+    work = work or RankWork()
+    return HaloChoice(0, work, work, reason)
 
 
-def _steps(row: _Row, start: int, first: _Inputs, grid: Grid) -> Iterator[Step]:
-    """What blocks cost from one on, as far as anybody asks."""
-    inputs: _Inputs | None = first
-    reach = 0  # of all blocks so far, in pixels of the first
-    for number in range(start, len(row.parts)):
-        if inputs is None or not inputs.alike:
-            return
-        try:
-            alone = _alone(row, number, inputs, grid)
-        except UNFIT:
-            if number == start:
-                raise
-            return
-        together = None
-        if alone.margin is not None:
-            reach += max(ceil_div(alone.margin * n, m) for n, m in zip(first.size, inputs.size, strict=True))
-            if 0 < reach <= _widest(first, grid) and number > start:
-                run_of = _Rehearsal.of(row, slice(start, number + 1), first)
-                if run_of.runs(first, reach, grid):
-                    together = Widened(reach, run_of.work(first, reach, grid)[0])
-        refusal = "it needs no halo" if alone.margin == 0 else f"it needs more of a halo than a tile's side / {MOST}"
-        yield Step(alone.layers, alone.wide, together, refusal)
-        if alone.margin is None:
-            return
-        inputs = alone.outputs
-
-
-def _alone(row: _Row, number: int, inputs: _Inputs, grid: Grid) -> _Alone:
-    known = grid.rehearsals.setdefault(row.parts[number][0], {})
-    key = inputs.key
-    if key not in known:
-        block = _Rehearsal.of(row, slice(number, number + 1), inputs)
-        layers, found = block.work(inputs, 0, grid)
-        margin = _margin(row, number, inputs, grid)
-        wide = Widened(margin, block.work(inputs, margin, grid)[0]) if margin else None
-        known[key] = _Alone(layers, _Inputs.of(((found,), {})), margin, wide)
-    found_before: _Alone = known[key]
-    return found_before
-
-
-def _margin(row: _Row, number: int, inputs: _Inputs, grid: Grid) -> int | None:
+def _margin(block: nn.Module, rehearsal: "_Rehearsal", inputs: _Inputs, grid: Grid) -> int | None:
     """How wide a halo all layers of a block need, whatever it is given of one; None if that is too wide."""
-    known = grid.rehearsals.setdefault(row.parts[number][0], {})
-    key = "margin", inputs.narrow_key
+    known = grid.rehearsals.setdefault(block, {})
+    key = inputs.narrow_key
     if key not in known:
-        block, most = _Rehearsal.of(row, slice(number, number + 1), inputs), _widest(inputs, grid)
+        most = _widest(inputs, grid)
         try:
-            enough = block.runs(inputs, most, grid)
-            known[key] = least_margin(lambda n: block.runs(inputs, n, grid), most, 2) if enough else None
+            enough = rehearsal.runs(inputs, most, grid)
+            known[key] = least_margin(lambda n: rehearsal.runs(inputs, n, grid), most, 2) if enough else None
         except UNFIT:
             known[key] = None
     found: int | None = known[key]
@@ -302,23 +232,22 @@ def _widest(inputs: _Inputs, grid: Grid) -> int:
 
 
 class _Rehearsal(NamedTuple):
-    """Blocks in a row on shapes."""
+    """A block on shapes."""
 
     outline: nn.Module
 
     @classmethod
-    def of(cls, row: _Row, which: slice, inputs: _Inputs) -> "_Rehearsal":
-        bare = _Bare(row.parts[which], inputs.structure)
-        memo: dict[int, Any] = {**shapes_of(bare), id(row): row}  # of others nothing is copied
-        return cls(copy.deepcopy(bare, memo=memo))
+    def of(cls, block: nn.Module, call: Callable[..., Any], inputs: _Inputs) -> "_Rehearsal":
+        bare = _Bare(block, call, inputs.structure)
+        return cls(copy.deepcopy(bare, memo=dict(shapes_of(bare))))
 
     def runs(self, inputs: _Inputs, margin: int, grid: Grid) -> bool:
         """Whether no layer asks for more, on any rank, than such a margin."""
         visits = Visits(grid.shape, grid.rank, (1,) * len(grid.space), grid.tracks_batch)
         return run(self.outline, visits, list(map(Given.like, inputs.spread)), inputs.size, margin) is not None
 
-    def work(self, inputs: _Inputs, margin: int, grid: Grid) -> tuple[RankWork, Any]:
-        """What the rank in the middle does with such a margin (0: by layer), and what comes out of it."""
+    def work(self, inputs: _Inputs, margin: int, grid: Grid) -> RankWork:
+        """What the rank in the middle does with such a margin (0: by layer)."""
 
         def run_on(middle: Grid) -> Any:
             given = (outline_of(x, middle) for x in inputs.spread)

@@ -10,11 +10,11 @@ from torch import nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
+from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.spatial.halo_choice import ASSUMED, Link, measure_link
 from tests.pool.ranks import Ranks
 
 CPU = torch.device("cpu")

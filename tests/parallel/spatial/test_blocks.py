@@ -14,17 +14,11 @@ from mpi4dl.parallel import spatial
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import dry_run_grid
-from mpi4dl.parallel.spatial.halo_choice import Link, Speeds
 from mpi4dl.parallel.spatial.wide import fetch_at_entries
 from tests.pool.ranks import Ranks
 from tests.short_runs import DENSE, Task, TILES_1x2, TILES_2x2, check
 
 LAYERS, BLOCKS = 4, 2
-FAST, SLOW, SLOWEST = 1e-9, 5e-5, 1.0  # latencies
-
-
-def speeds(latency_seconds: float) -> Speeds:
-    return Speeds(Link(latency_seconds, 0.0), flop_seconds=1e-9, byte_seconds=0.0)
 
 
 class Residual(nn.Module):
@@ -42,7 +36,7 @@ def stage_of_blocks() -> nn.Sequential:
     return nn.Sequential(*(Residual() for _ in range(BLOCKS)))
 
 
-def exchanges(comm: Communicator, halo: str, latency_seconds: float) -> tuple[int, int, float]:
+def exchanges(comm: Communicator, halo: str) -> tuple[int, int, float]:
     """How often pixels are exchanged forward and backward, and how far gradients are from those of one process."""
     torch.manual_seed(0)
     stage, image = stage_of_blocks().double(), torch.randn(1, 3, 72, 76, dtype=torch.float64)
@@ -50,7 +44,7 @@ def exchanges(comm: Communicator, halo: str, latency_seconds: float) -> tuple[in
     expected = [p.grad.clone() for p in stage.parameters() if p.grad is not None]
     stage.zero_grad()
     if halo != "layer":
-        fetch_at_entries(stage, speeds(latency_seconds) if halo == "auto" else None)
+        fetch_at_entries(stage)
     counts: list[bool] = []
     trade = Exchange.trade
 
@@ -78,47 +72,39 @@ def exchanges(comm: Communicator, halo: str, latency_seconds: float) -> tuple[in
     return forward, sum(counts) - forward, error
 
 
-@pytest.mark.parametrize(
-    ("halo", "latency_seconds", "count"),
-    [
-        ("layer", FAST, BLOCKS * LAYERS),
-        ("block", FAST, BLOCKS),
-        ("auto", FAST, BLOCKS * LAYERS),
-        ("auto", SLOW, BLOCKS),
-        ("auto", SLOWEST, 1),
-    ],
-)
-def test_exchanges_are_as_many_as_was_chosen(ranks: Ranks, halo: str, latency_seconds: float, count: int) -> None:
-    for forward, backward, error in ranks(4).run(exchanges, halo, latency_seconds):
+@pytest.mark.parametrize(("halo", "count"), [("layer", BLOCKS * LAYERS), ("block", BLOCKS)])
+def test_exchanges_are_as_many_as_was_chosen(ranks: Ranks, halo: str, count: int) -> None:
+    for forward, backward, error in ranks(4).run(exchanges, halo):
         assert (forward, backward) == (count, count)
         assert error < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("latency_seconds", "margins", "blocks"),
-    [(FAST, [0, 0], [1, 1]), (SLOW, [LAYERS] * 2, [1, 1]), (SLOWEST, [2 * LAYERS, 0], [2, 1])],
-)
-def test_what_is_chosen_is_explained(latency_seconds: float, margins: list[int], blocks: list[int]) -> None:
+def test_what_is_chosen_is_explained() -> None:
     stage = stage_of_blocks()
-    fetch_at_entries(stage, speeds(latency_seconds))
+    fetch_at_entries(stage)
     found = spatial.explain(stage, (72, 76), dry_run_grid(GridShape(1, 2, 2)))
-    halos = found.halos
-    assert [(halo.margin, halo.num_blocks) for halo in halos.values()] == list(zip(margins, blocks, strict=True))
-    assert list(halos) == ["0", "1"]
-    saved = sum(halo.exchanges_saved for halo in halos.values())
-    assert found.total("messages") == 3 * (BLOCKS * LAYERS - saved)
-    first = halos["0"]
-    if margins[0]:
-        assert first.exchanges_saved == blocks[0] * LAYERS - 1
-        assert 0 < first.computed_twice < 1
-        assert found.total("halo_bytes") > 0
-        assert [o.name for o in found.operators if o.communicates] == ["wide_halo"] * sum(map(bool, margins))
-    assert first.reason in str(found)
+    assert [(name, halo.margin, halo.exchanges_saved) for name, halo in found.halos.items()] == [
+        ("0", LAYERS, LAYERS - 1),
+        ("1", LAYERS, LAYERS - 1),
+    ]
+    assert found.total("messages") == 3 * BLOCKS
+    assert 0 < found.halos["0"].computed_twice < 1
+    assert found.total("halo_bytes") > 0
+    assert [o.name for o in found.operators if o.communicates] == ["wide_halo"] * BLOCKS
+    assert found.halos["0"].reason in str(found)
 
 
-def test_a_copy_of_a_long_row_is_a_row_of_its_own() -> None:
+def test_tiles_that_are_too_small_fetch_by_layer() -> None:
+    stage = stage_of_blocks()
+    fetch_at_entries(stage)
+    found = spatial.explain(stage, (4 * LAYERS, 76), dry_run_grid(GridShape(1, 2, 2)))
+    assert [halo.margin for halo in found.halos.values()] == [0] * BLOCKS
+    assert "a tile's side" in found.halos["0"].reason
+
+
+def test_a_copy_of_blocks_has_blocks_of_its_own() -> None:
     row = nn.Sequential(*(Residual() for _ in range(150)))
-    fetch_at_entries(row, speeds(SLOWEST))
+    fetch_at_entries(row)
     copied = deepcopy(row)
     with torch.no_grad():
         for p in copied.parameters():
@@ -127,7 +113,7 @@ def test_a_copy_of_a_long_row_is_a_row_of_its_own() -> None:
     assert torch.equal(copied(x), x)
     assert not torch.equal(row(x), x)
     found = spatial.explain(copied[:3], (64, 64), dry_run_grid(GridShape(1, 1, 2)))
-    assert found.halos["0"].num_blocks == 2  # of a third one tiles are too small
+    assert [halo.margin for halo in found.halos.values()] == [LAYERS] * 3
 
 
 def test_all_ranks_find_the_same_margin() -> None:
@@ -150,7 +136,6 @@ RESNET = Task("resnet_v2", (97, 131), batch=4, model_options=(("depth", 20),))
     ("task", "plan"),
     [
         (RESNET.with_engine(halo="block"), TILES_2x2),
-        pytest.param(RESNET.with_engine(halo="auto"), TILES_2x2, marks=pytest.mark.exhaustive),
         pytest.param(
             RESNET.with_engine(halo="block"),
             Plan(((1, 2), (1, 1)), microbatches=2),
