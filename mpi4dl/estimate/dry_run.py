@@ -37,8 +37,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.memory_limit import Wanted, mebibytes, words
 from mpi4dl.parallel.tensor.cutting import with_cuts
-from mpi4dl.tasks.losses import require_logits
-from mpi4dl.tasks.task import Task
+from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
 def title(config: Config, engine: Engine) -> str:
@@ -90,6 +89,9 @@ def without_effect(config: Config, engine: Engine) -> list[str]:
     return found
 
 
+FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
+
+
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
     """What training by this configuration would be; `options` are others of `overview`.
 
@@ -111,7 +113,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
         plan,
         batch_of(shown, channels),
         optimizer=partial(build_optimizer, config),
-        accept=require_logits if config.data.task in ("auto", "classify") and config.data.text is None else anything,
+        accept=Task.require_form if config.data.text is not None else FORMS[config.data.task].require_form,
         allocator=allocator_of(config, str(options.get("device", "cpu"))),
         low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
         averaged=config.tuning.ema is not None,
@@ -128,10 +130,6 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
     share = samples * patches_in(size, model.patch) / patches
     remark = f"{bags.remark}; {counted(passes.visits, 'visit')} of each rank in every pass over them"
     return found.of_patches(whole, passes, share, remark)
-
-
-def anything(outputs: Any) -> None:
-    """Outputs of other tasks are known by their targets."""
 
 
 def allocator_of(config: Config, device: str) -> Allocator:

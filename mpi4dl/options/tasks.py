@@ -82,12 +82,24 @@ def _require_taken(option: str, part: Any, names: Sequence[str]) -> None:
 def _own_loss(part: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     """loss(outputs, targets), or of a class, or with options, what it makes."""
     made = load("loss", part)
+    if options and not inspect.isclass(made) and _takes_outputs(made):
+        _require_taken("loss", part, [*options])
+        return partial(made, **options)
     if inspect.isclass(made) or options:
         made = call("loss", part, **options)
     if not callable(made):
         raise ConfigError(f"`loss` {part_name(part)} is a {type(made).__name__}, which cannot be called")
     found: Callable[..., Any] = made
     return found
+
+
+def _takes_outputs(made: Any) -> bool:
+    """Whether this is a loss itself, a function of outputs and targets, and not what makes one."""
+    try:
+        parameters = [*inspect.signature(made).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    return sum(each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD for each in parameters) >= 2
 
 
 def _balanced(config: Config, dataset: Any, num_classes: int, comm: Communicator | None) -> Sequence[float]:

@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -66,6 +67,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: int | None = None
+        self._made = False  # by this object, and not by whoever named it
 
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
@@ -82,8 +84,9 @@ class RunFolder:
         """
         try:
             asked, numbers = self.path, count(2)
-            while not _made(self.path) and or_beside:
+            while not (made := _made(self.path)) and or_beside:
                 self.path = asked.with_name(f"{asked.name}-{next(numbers)}")
+            self._made = made
             self._must_be_empty()
             self.lock()
             self._must_be_empty()  # of two runs that begin at once, the other may have been faster
@@ -102,6 +105,16 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other jobs from writing into the folder, up to `unlock` or the end of this process."""
         self._lock = lock(self.path)
+
+    def discard(self) -> None:
+        """Remove the files of a run that was refused before its first step, and the folder, if `claim` made it."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def unlock(self) -> None:
         if self._lock is not None:

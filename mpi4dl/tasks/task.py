@@ -76,6 +76,10 @@ class Task:
         """How many outputs the model is to have, or channels."""
         return self.num_classes
 
+    @classmethod
+    def require_form(cls, outputs: Any) -> None:
+        """Raise Refusal unless a model's outputs can be those of this task, whatever the targets."""
+
     def require(self, outputs: Any, targets: Any) -> None:
         """Raise Refusal unless a model's main output, and the targets, are as this task has them."""
 
@@ -105,6 +109,9 @@ class Task:
         return self.name
 
 
+DENSE = "(batch, classes, height, width), of the size of masks"
+
+
 def _refuse(outputs: Any, targets: Any, task: str, wanted: str) -> None:
     told = f" for targets of {shape_in_words(targets)}" if isinstance(targets, Tensor) else ""
     raise Refusal(
@@ -125,6 +132,10 @@ class Classify(Task):
         """Without the accuracy, which comes with the loss, and without curves of so many classes that it takes long."""
         few = ("auc",) if self.num_classes <= MOST_RANKED_CLASSES else ()
         return ("balanced_accuracy", "f1", *few)
+
+    @classmethod
+    def require_form(cls, outputs: Any) -> None:
+        require_logits(outputs)
 
     def require(self, outputs: Any, targets: Any) -> None:
         require_logits(outputs)
@@ -197,15 +208,17 @@ class Segment(Task):
         rest = {key: value for key, value in self.loss_options.items() if key != "binary"}
         return build_loss(chosen, **rest, **binary)
 
+    @classmethod
+    def require_form(cls, outputs: Any) -> None:
+        main = main_output(outputs)
+        if not isinstance(main, Tensor) or main.dim() < 3:
+            _refuse(main, None, cls.name, f"{DENSE}, as of `model` unet, fcn_resnet50 or smp/Unet")
+
     def require(self, outputs: Any, targets: Any) -> None:
-        fits = isinstance(outputs, Tensor) and outputs.dim() > 2
-        if fits and self.binary:
-            fits = outputs.shape == targets.shape
-        elif fits:
-            fits = targets.shape == (outputs.shape[0], *outputs.shape[2:])
-        if not fits:
-            wanted = "(batch, classes, height, width), of the size of masks"
-            _refuse(outputs, targets, self.name, wanted + (" (batch, classes, height, width)" if self.binary else ""))
+        self.require_form(outputs)
+        wanted = outputs.shape if self.binary else (outputs.shape[0], *outputs.shape[2:])
+        if targets.shape != wanted:
+            _refuse(outputs, targets, self.name, DENSE + (" (batch, classes, height, width)" if self.binary else ""))
 
     def predictions(self, outputs: Any) -> Any:
         found = main_output(outputs)

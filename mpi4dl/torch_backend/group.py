@@ -1,7 +1,6 @@
 """The process group: every call of torch.distributed, as an operation of two wires that does not wait.
 
-C++ (DDP, the functional collectives) finds these methods by the names that they have here; `signatures` says how they
-may be called.
+C++ (DDP, the functional collectives) finds these methods by the names that they have here.
 """
 
 import functools

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mpi4dl.checkpoints import Checkpoints, load, save_model
 from mpi4dl.checkpoints.json_values import put_back
 from mpi4dl.checkpoints.manifest import AVERAGE, CHECKPOINTS, MODEL
 from mpi4dl.checkpoints.weights import not_finite
+from mpi4dl.comm import Refusal
 from mpi4dl.comm.node import core_wait_seconds
 from mpi4dl.datasets.text import Tokenizer
 from mpi4dl.engine import Engine, Evaluation, NotFinite
@@ -238,6 +240,8 @@ class TrainingRun:
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
         closing.callback(self.folder.unlock)
+        if not origin.in_place:
+            closing.push(self.discard_if_refused)
         if origin.in_place:
             resuming.lock(comm, origin)
             self.open_checkpoints()
@@ -270,6 +274,13 @@ class TrainingRun:
         learnt = goal(config, self.engine, self.task, self.num_steps)
         for line in (title(config, self.engine), learnt, *said, *remarks):
             self.say(line)
+
+    def discard_if_refused(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave no folder of a run that all ranks refused before its first step: the next command may name it again."""
+        recorded = self.about is not None  # so the folder is this run's
+        if isinstance(error, Refusal) and recorded and self.engine.num_steps == 0 and self.comm.rank == 0:
+            with suppress(OSError):
+                self.folder.discard()
 
     def open_checkpoints(self) -> None:
         checkpoints = Checkpoints(self.folder.path / CHECKPOINTS, self.comm, self.config.run.keep)

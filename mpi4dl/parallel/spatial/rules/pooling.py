@@ -1,6 +1,6 @@
 """Max, average and Lp pooling on tiles, in 1, 2 and 3 dims; nothing but indices is saved for the backward pass.
 
-Large images on CPUs are pooled by `shifts`, all else by PyTorch's kernels.
+Large images on CPUs are pooled by shifted views, all else by PyTorch's kernels.
 """
 
 import math
