@@ -78,7 +78,7 @@ def evaluate(comm: "Communicator", asked: CommandLine[EvaluateConfig]) -> None:
     with comm.together():
         if comm.rank == 0:
             scores.write(*files, told, options.level)
-            print("\n".join(scores.table(options.level)))
+            print("\n".join(scores.table(options.level, intervals=options.resamples > 0)))
             bad = f", {len(scores.bad)} could not be read" if scores.bad else ""
             print(f"{counted(scores.count, 'image')} evaluated{bad}; see {files[0]} and {files[1].name}")
 

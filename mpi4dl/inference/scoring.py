@@ -63,15 +63,15 @@ class Scores:
     remarks: tuple[str, ...] = ()
     root: str | None = None
 
-    def table(self, level: float) -> Iterator[str]:
-        """The metrics, and the confusion matrix, in lines."""
-        head = ("metric", "value", f"{100 * level:g} % from", "to")
+    def table(self, level: float, intervals: bool = True) -> Iterator[str]:
+        """The metrics, with their intervals if there are any, and the confusion matrix, in lines."""
+        head = ("metric", "value", *((f"{100 * level:g} % from", "to") if intervals else ()))
         known = {name for name, m in self.metrics.items() if not math.isnan(m.low)}
         ends = {name: (f"{m.low:.4f}", f"{m.high:.4f}") if name in known else ("-", "-")
                 for name, m in self.metrics.items()}  # fmt: skip
-        rows = [(name, f"{m.value:.4f}", *ends[name]) for name, m in self.metrics.items()]
+        rows = [(name, f"{m.value:.4f}", *(ends[name] if intervals else ())) for name, m in self.metrics.items()]
         yield from aligned([head, *rows], {"metric"})
-        if len(known) < len(rows):
+        if intervals and len(known) < len(rows):
             yield f"-: {WHY_NONE}; {counted(self.count, 'image')} evaluated"
         if self.confusion is not None and _is_square(self.confusion):
             yield ""

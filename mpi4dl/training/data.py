@@ -361,7 +361,8 @@ def _classes(training: Named, validation: Named) -> str:
     said = f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
     task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
     if not classes or isinstance(whole, OwnDataset):
-        return f"{said}, to {task}" if classes or task != "classify" else said
+        named = f": {counted(len(classes), 'class', 'classes')}, {_some(list(classes))}" if classes else ""
+        return f"{said}, to {task}{named}" if classes or task != "classify" else said
     if task == "segment":
         return f"{said}, each with a mask of {counted(len(classes), 'class', 'classes')}: {_some(classes)}"
     labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]

@@ -154,10 +154,16 @@ class LogInterval:
         return found
 
 
-def summary(evaluation: Any, num_steps: int, seconds: float, num_unreadable: int) -> str:
-    """What came of a run, in one line; `evaluation` is the last one, if there was any."""
-    accuracy = evaluation.accuracy if evaluation else None
-    result = "" if accuracy is None else f"validation accuracy {100 * accuracy:.1f} %, "
+def summary(evaluation: Any, monitor: str, num_steps: int, seconds: float, num_unreadable: int) -> str:
+    """The result of a run in one line: of the last `evaluation` the accuracy, else `monitor`, else the loss."""
+    if evaluation is None:
+        result = ""
+    elif evaluation.accuracy is not None:
+        result = f"validation accuracy {100 * evaluation.accuracy:.1f} %, "
+    elif isinstance(evaluation.metrics.get(monitor), float):
+        result = f"validation {monitor.replace('_', ' ')} {evaluation.metrics[monitor]:.4g}, "
+    else:
+        result = f"validation loss {evaluation.loss:#.4g}, "
     skipped = f", {counted(num_unreadable, 'unreadable image')} skipped" if num_unreadable else ""
     return f"{result}{counted(num_steps, 'step')} in {seconds:.0f} s{skipped}"
 

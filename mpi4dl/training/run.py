@@ -384,7 +384,8 @@ class TrainingRun:
             with self.averaged():
                 save_model(self.engine, self.folder.path / AVERAGE, self.images.classes, self.about.metadata)
         self.write()
-        found = summary(self.evaluation, self.engine.num_steps, time.perf_counter() - began, self.bad_images.skipped)
+        seconds, skipped = time.perf_counter() - began, self.bad_images.skipped
+        found = summary(self.evaluation, self.task.monitor, self.engine.num_steps, seconds, skipped)
         self.compare()
         self.tell("on_fit_end")
         self.say(f"done: {found}; see {self.folder.path}")

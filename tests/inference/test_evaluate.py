@@ -161,6 +161,7 @@ def test_large_images_are_not_cropped_unasked(tmp_path: Path, fit: str) -> None:
         with pytest.raises(Refusal, match=r"12\.5 % of an image: --fit auto cropped .* --fit crop .* --fit resize"):
             command(world(), asked)
     told = said(world(), *asked, "--fit", fit, "--out", out, "--resamples", "0")
+    assert "95 % from" not in told
     crops = fit == "crop"
     assert ("saw 78.1 % of the pixels of images on average, 12.5 % at least" in told) is crops
     shares = [row.get("seen", "") for row in found_in(tmp_path / "out")[1]]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mpi4dl.engine import Evaluation
 from mpi4dl.runs.folder import RunFolder
-from mpi4dl.training.report import Reporter, StepReport, ValidationReport, duration
+from mpi4dl.training.report import Reporter, StepReport, ValidationReport, duration, summary
 from mpi4dl.training.tensorboard import GOOD, WRONG, captioned, confusion_picture
 
 STEP = StepReport(
@@ -201,3 +202,17 @@ def test_a_step_that_takes_long_is_heard_of(
     with Reporter(RunFolder(tmp_path), total_steps=2, tensorboard=False) as reporter:
         reporter.working("step 1: forward, visit 2 of 3")
         assert "step 1: forward, visit 2 of 3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "said"),
+    [
+        (None, "3 steps in 2 s"),
+        (Evaluation(0.5, 0.25, 4), "validation accuracy 25.0 %, 3 steps in 2 s"),
+        (Evaluation(0.5, None, 4, {"dice": 0.75, "iou": 0.5}), "validation dice 0.75, 3 steps in 2 s"),
+        (Evaluation(0.5, None, 4, {"iou": 0.5}), "validation loss 0.5000, 3 steps in 2 s"),
+    ],
+)
+def test_the_last_line_of_a_run_has_its_result(evaluation: Evaluation | None, said: str) -> None:
+    assert summary(evaluation, "dice", 3, 2.0, 0) == said
+    assert summary(evaluation, "dice", 3, 2.0, 2) == f"{said}, 2 unreadable images skipped"
