@@ -110,7 +110,7 @@ def _presets() -> Iterable[str]:
     options = options_of(Config)
     yield "\n### Presets\n"
     yield "`--preset NAME` changes these defaults. Files and flags override them; `--print-config` shows the result."
-    yield "`segment` needs a `--model` that makes masks, such as `unet`. `--weights none` needs no such weights.\n"
+    yield "`segment` needs a `--model` that makes masks, such as `unet`. `--weights none` trains from scratch.\n"
     yield "| Preset | Flags |\n| --- | --- |"
     for name, values in PRESETS.items():
         checked = {option: options[option].kind.check(raw) for option, raw in values.items()}
