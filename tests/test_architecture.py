@@ -207,6 +207,23 @@ def test_the_files_that_contributors_are_sent_to_are_there() -> None:
     assert {path for path in named if not (ROOT / path).is_file() and not (PACKAGE / path).is_file()} == set()
 
 
+MORE_THAN_THREE = {"a task"}  # labels of a new form are read, shown and written in many places
+
+
+def test_the_table_of_contributors_names_few_files_and_what_is_in_them() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line)[1:4] for line in text.splitlines() if line.startswith("| a")]
+    assert len(rows) >= 12
+    for what, files, how in rows:
+        edited = [ROOT / name if (ROOT / name).is_file() else PACKAGE / name
+                  for name in re.findall(r"`([\w/]+\.(?:py|cfg))`", files + how)]  # fmt: skip
+        either = files.count("` or `")
+        assert len(edited) - either <= 3 or what.strip() in MORE_THAN_THREE, what
+        sources = "\n".join(path.read_text() for path in edited)
+        names = set(re.findall(r"`([A-Z][\w.]+)`", how)) - {"Task"}
+        assert {name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", sources)} == set(), what
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = "import sys, mpi4dl; print(sorted({'torch', 'torchvision', 'mpi4py', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
