@@ -1,4 +1,4 @@
-"""Algorithms that sum a gradient over the ranks, and the choice between them by a short measurement.
+"""Algorithms that sum a gradient over the ranks.
 
     library     whatever the MPI library does
     direct      a reduce-scatter and an all-gather, each of one step: every part goes straight to its owner and back
@@ -13,12 +13,7 @@ The sum of an element is computed on one rank and sent to all others, so its bit
 bfloat16 and float16 are summed in float32 and rounded once.
 """
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from math import isqrt
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -31,17 +26,9 @@ from mpi4dl.comm.transport import LOW_PRECISION, parts_by_rank, share_parts, swa
 from mpi4dl.geometry import even_cuts
 
 ALGORITHMS = ("library", "direct", "ring", "two-level")
-CHOICES = ("auto", *ALGORITHMS, "measured")
-DIRECT_UP_TO = (2, 8)  # ranks, where nothing is measured; for 16-bit values, which libraries sum in float32
+CHOICES = ("auto", *ALGORITHMS)
+DIRECT_UP_TO = (2, 8)  # ranks; for 16-bit values, which libraries sum in float32
 NUM_TAGS = 1 << 14  # more than will ever be under way at once
-MEASURED = ((1 << 14, 4), (1 << 18, 2), (1 << 22, 1))  # bytes, and sums in a row
-MEASURE_SECONDS = 0.25
-DIRECT_BYTES = 1 << 16
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
-WORTH_A_CHANGE = 0.9  # of the time of those that come before it
-
-
-Steps = tuple[tuple[int, str], ...]
 
 
 class Levels(NamedTuple):
@@ -107,38 +94,27 @@ def _keep(total: Tensor, into: Tensor) -> None:
         into.copy_(total)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which algorithm from how many bytes on, in rising order from 0, and why.
+class Choice(NamedTuple):
+    """Which algorithm sums, and which one bfloat16 and float16, of which the library is handed float32; and why."""
 
-    bfloat16 and float16 go by a table of their own: the library is handed float32, the others send what they get.
-    """
-
-    steps: Steps
-    low_precision: Steps
+    name: str
+    low_precision: str
     why: str
 
     @classmethod
     def of(cls, name: str, why: str) -> "Choice":
-        return cls(((0, name),), ((0, name),), why)
+        return cls(name, name, why)
 
-    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        steps = self.low_precision if dtype in LOW_PRECISION else self.steps
-        return next(name for start, name in reversed(steps) if num_bytes >= start)
+    def algorithm(self, dtype: torch.dtype) -> str:
+        return self.low_precision if dtype in LOW_PRECISION else self.name
 
     def __str__(self) -> str:
-        text = _text(self.steps)
-        if self.low_precision != self.steps:
-            text += f"; in 16 bits {_text(self.low_precision)}"
-        return f"{text} ({self.why})"
-
-
-def _text(steps: Steps) -> str:
-    return ", ".join(f"{name} from {start >> 10} KB" if start else name for start, name in steps)
+        other = "" if self.low_precision == self.name else f"; in 16 bits {self.low_precision}"
+        return f"{self.name}{other} ({self.why})"
 
 
 class AllReduce:
-    """Sums tensors over the ranks of a communicator, each by the algorithm that `choice` has for its size.
+    """Sums tensors over the ranks of a communicator, each by the algorithm that `choice` has for its type.
 
     Any number of sums may be under way at once. All ranks start them in the same order, and wait in any order.
     Collective; what it sends meets nothing else that is sent in `comm`. Floats on GPUs are summed `by_nccl`, whatever
@@ -167,7 +143,7 @@ class AllReduce:
         if target.is_cuda and self.comm.gpu_wire != "direct":
             return self.comm.by_host(target, self)
         flat = target.contiguous().view(-1)
-        pending = self.start(self.choice.algorithm(flat.nbytes, flat.dtype), flat)
+        pending = self.start(self.choice.algorithm(flat.dtype), flat)
         if flat.data_ptr() != target.data_ptr():
             pending.then(lambda: target.copy_(flat.view(target.shape)))
         return pending
@@ -188,83 +164,18 @@ class AllReduce:
 def pick(
     comm: Communicator, asked: str = "auto", node: int | None = None, device: torch.device | str = "cpu"
 ) -> AllReduce:
-    """The algorithm that was asked for, or, if that is "measured", those that are fastest on `device`. Collective.
+    """The algorithm that was asked for; "auto" is one by the number of ranks, the same in every run. Collective.
 
-    Measurements differ, and with them the order in which more than two ranks add up, and the last bits of a sum: "auto"
-    is the same in every run. With it, what is on GPUs that NCCL joins goes by NCCL's own all-reduce. The nodes are the
-    machines, unless each rank says by `node` on which one it is.
+    With "auto", what is on GPUs that NCCL joins goes by NCCL's own all-reduce. The nodes are the machines, unless each
+    rank says by `node` on which one it is.
 
     Raises:
         ValueError: there is no such algorithm.
     """
     if asked not in CHOICES:
         raise ValueError(f"all-reduce is {asked!r}, but must be one of {', '.join(CHOICES)}")
-    if asked == "auto":
-        names = ["direct" if comm.size <= most else "library" for most in DIRECT_UP_TO]
-        choice = Choice(((0, names[0]),), ((0, names[1]),), "the same in every run")
-        return AllReduce(comm, choice, node, by_nccl=torch.device(device).type == "cuda")
-    if asked != "measured":
+    if asked != "auto":
         return AllReduce(comm, Choice.of(asked, "as asked"), node)
-    all_reduce = AllReduce(comm, Choice.of("library", "one rank"), node)
-    if comm.size > 1:
-        steps = measure(all_reduce, torch.float32, device, MEASURE_SECONDS / 2)
-        low_precision = measure(all_reduce, torch.bfloat16, device, MEASURE_SECONDS / 2)
-        all_reduce.choice = Choice(steps, low_precision, "measured")
-    return all_reduce
-
-
-def candidates(size: int, several_nodes: bool, dtype: torch.dtype, num_bytes: int) -> tuple[str, ...]:
-    """The algorithms that differ from each other on so many ranks, the one to expect most of first."""
-    first = ("library", "direct")
-    if dtype in LOW_PRECISION and num_bytes >= DIRECT_BYTES:
-        first = ("direct", "library")  # which sends and adds twice the bytes, in float32
-    return (*first, *(("ring",) if size > 2 else ()), *(("two-level",) if several_nodes else ()))
-
-
-def measure(all_reduce: AllReduce, dtype: torch.dtype, device: torch.device | str, seconds: float) -> Steps:
-    """Time the candidates in turn; a size for which `seconds` do not suffice gets the first. The same on all ranks."""
-    comm, began = all_reduce.comm, time.perf_counter()
-    winners: list[tuple[int, str]] = []
-    spent = next_round = 0.0
-    for number, (num_bytes, repeats) in enumerate(MEASURED, 1):
-        names = candidates(comm.size, all_reduce.levels.several, dtype, num_bytes)
-        flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        rounds: list[list[float]] = []
-        while len(rounds) <= MOST_ROUNDS and spent + next_round < seconds * number / len(MEASURED):
-            # The first round sets up connections; it does not count, and is short.
-            times = [_seconds(all_reduce, name, flat, repeats if rounds else 1) for name in names]
-            slowest = torch.tensor([*times, time.perf_counter() - began], dtype=torch.float64)
-            *times, spent = comm.all_reduce(slowest, "max").tolist()
-            next_round = sum(times)
-            rounds.append(times)
-        winners.append((num_bytes, names[fastest(rounds[1:]) if len(rounds) >= FEWEST_ROUNDS else 0]))
-    return steps_between(winners)
-
-
-def fastest(rounds: list[list[float]]) -> int:
-    """The number of the fastest one by the medians over rounds; one that comes later has to be clearly faster."""
-    ratios = [median(times[i] / times[0] for times in rounds) for i in range(len(rounds[0]))]
-    best = 0
-    for i, ratio in enumerate(ratios):
-        if ratio < WORTH_A_CHANGE * ratios[best]:
-            best = i
-    return best
-
-
-def steps_between(winners: list[tuple[int, str]]) -> Steps:
-    """Who is used from how many bytes on, if these won at these sizes: a change is halfway on a logarithmic scale."""
-    steps = [(0, winners[0][1])]
-    for (smaller, _), (larger, name) in pairwise(winners):
-        if name != steps[-1][1]:
-            steps.append((isqrt(smaller * larger), name))
-    return tuple(steps)
-
-
-def _seconds(all_reduce: AllReduce, name: str, flat: Tensor, repeats: int) -> float:
-    all_reduce.comm.barrier()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        all_reduce.start(name, flat).wait()
-    if flat.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    names = ["direct" if comm.size <= most else "library" for most in DIRECT_UP_TO]
+    choice = Choice(names[0], names[1], "the same in every run")
+    return AllReduce(comm, choice, node, by_nccl=torch.device(device).type == "cuda")

@@ -331,8 +331,8 @@ class Parallel:
     )
     allreduce: str = option(
         "auto",
-        "how gradients are summed; measured: as is fastest here, which may change the last bits from run to run",
-        choice("auto", "library", "direct", "ring", "two-level", "measured"),
+        "how gradients are summed over ranks; auto: by the number of ranks",
+        choice("auto", "library", "direct", "ring", "two-level", formerly={"measured": "auto"}),
     )
     balance: str | tuple[int, ...] = option(
         "auto",

@@ -8,18 +8,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.allreduce import (
-    ALGORITHMS,
-    MEASURE_SECONDS,
-    AllReduce,
-    Choice,
-    Steps,
-    candidates,
-    fastest,
-    measure,
-    pick,
-    steps_between,
-)
+from mpi4dl.comm.allreduce import ALGORITHMS, AllReduce, Choice, pick
 from tests.comm.values import DTYPES, layouts, whole_numbers
 from tests.pool.ranks import Ranks
 
@@ -202,32 +191,6 @@ def test_meta_and_empty_tensors_move_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(move_nothing) == [[True, True]] * 2
 
 
-def pick_by_measuring(comm: Communicator, nodes: list[int] | None) -> tuple[Choice, str, float]:
-    comm.barrier()
-    began = time.perf_counter()
-    all_reduce = pick(comm, "measured", None if nodes is None else nodes[comm.rank])
-    seconds = time.perf_counter() - began
-    for length in (100, 10_000, 500_000):
-        total = torch.ones(length)
-        all_reduce(total).wait()
-        assert total.tolist() == [float(comm.size)] * length
-    return all_reduce.choice, all_reduce.describe(), seconds
-
-
-@pytest.mark.parametrize(("num_ranks", "nodes"), [(1, None), (2, None), (3, None), (4, [0, 0, 1, 1])])
-@pytest.mark.sample(1)
-def test_all_ranks_pick_the_same_by_measuring(ranks: Ranks, num_ranks: int, nodes: list[int] | None) -> None:
-    results = ranks(num_ranks).run(pick_by_measuring, nodes)
-    choice, text, _ = results[0]
-    assert all((other, said) == (choice, text) for other, said, _ in results)
-    for steps in (choice.steps, choice.low_precision):
-        assert steps[0][0] == 0
-        assert {name for _, name in steps} <= set(ALGORITHMS)
-    assert choice.why == ("measured" if num_ranks > 1 else "one rank")
-    assert text.startswith(f"all-reduce over {num_ranks} rank")
-    assert max(seconds for *_, seconds in results) < 20 * MEASURE_SECONDS  # 1 time on an idle machine
-
-
 def pick_by_name(comm: Communicator, name: str) -> str:
     try:
         return pick(comm, name).describe()
@@ -237,77 +200,25 @@ def pick_by_name(comm: Communicator, name: str) -> str:
 
 def test_an_algorithm_may_be_asked_for(ranks: Ranks) -> None:
     assert ranks(2).run(pick_by_name, "ring") == ["all-reduce over 2 ranks: ring (as asked)"] * 2
-    message = "all-reduce is 'tree', but must be one of auto, library, direct, ring, two-level, measured"
+    message = "all-reduce is 'tree', but must be one of auto, library, direct, ring, two-level"
     assert ranks(2).run(pick_by_name, "tree") == [message] * 2
 
 
-def test_a_choice_goes_by_size_and_precision() -> None:
-    steps = ((0, "library"), (65536, "direct"), (1 << 20, "two-level"))
-    choice = Choice(steps, ((0, "library"), (4096, "ring")), "measured")
-    sizes = (1, 65535, 65536, (1 << 20) - 1, 1 << 20, 1 << 40)
-    names = ["library", "library", "direct", "direct", "two-level", "two-level"]
+def test_a_choice_goes_by_precision() -> None:
+    choice = Choice("library", "ring", "the same in every run")
     for dtype in (torch.float32, torch.float64, torch.int64):
-        assert [choice.algorithm(size, dtype) for size in sizes] == names
+        assert choice.algorithm(dtype) == "library"
     for dtype in (torch.bfloat16, torch.float16):
-        assert [choice.algorithm(size, dtype) for size in (4095, 4096)] == ["library", "ring"]
-    text = "library, direct from 64 KB, two-level from 1024 KB"
-    assert str(choice) == f"{text}; in 16 bits library, ring from 4 KB (measured)"
-    assert str(Choice(steps, steps, "measured")) == f"{text} (measured)"
-
-
-@pytest.mark.parametrize(
-    ("winners", "steps"),
-    [
-        ([(16, "library")], ((0, "library"),)),
-        ([(16, "library"), (256, "direct"), (4096, "direct")], ((0, "library"), (64, "direct"))),
-        ([(16, "direct"), (256, "library"), (4096, "ring")], ((0, "direct"), (64, "library"), (1024, "ring"))),
-    ],
-)
-def test_a_change_is_halfway_between_sizes(winners: list[tuple[int, str]], steps: tuple[tuple[int, str], ...]) -> None:
-    assert steps_between(winners) == steps
-
-
-@pytest.mark.parametrize(
-    ("rounds", "expected"),
-    [
-        ([[1.0, 0.5, 0.7]], 1),
-        ([[1.0, 0.95, 1.2]], 0),
-        ([[1.0, 2.0, 0.8], [10.0, 0.1, 8.0], [1.0, 2.0, 0.8]], 2),
-        ([[1.0, 2.0, 1.5]], 0),
-        ([[1.0, 0.5, 0.46]], 1),
-        ([[1.0, 0.5, 0.44]], 2),
-    ],
-)
-def test_the_fastest_is_clearly_faster_in_the_median_of_rounds(rounds: list[list[float]], expected: int) -> None:
-    assert fastest(rounds) == expected
-
-
-def test_candidates_differ_from_each_other_and_the_most_promising_comes_first() -> None:
-    large, small = 1 << 20, 1 << 10
-    assert candidates(2, False, torch.float32, large) == ("library", "direct")
-    assert candidates(4, False, torch.float64, large) == ("library", "direct", "ring")
-    assert candidates(4, True, torch.float32, small) == ("library", "direct", "ring", "two-level")
-    assert candidates(4, True, torch.bfloat16, small) == ("library", "direct", "ring", "two-level")
-    assert candidates(4, True, torch.bfloat16, large) == ("direct", "library", "ring", "two-level")
-
-
-def measure_without_time(comm: Communicator) -> list[Steps]:
-    all_reduce = AllReduce(comm, Choice.of("library", "as asked"))
-    return [measure(all_reduce, dtype, "cpu", 0.0) for dtype in (torch.float32, torch.float16)]
-
-
-def test_where_there_is_no_time_to_measure_the_first_candidates_are_taken(ranks: Ranks) -> None:
-    expected = [((0, "library"),), ((0, "library"), (1 << 16, "direct"))]
-    assert ranks(2).run(measure_without_time) == [expected, expected]
+        assert choice.algorithm(dtype) == "ring"
+    assert str(choice) == "library; in 16 bits ring (the same in every run)"
+    assert str(Choice.of("direct", "as asked")) == "direct (as asked)"
 
 
 def picked_by_itself(comm: Communicator) -> tuple[str, str]:
     choice = pick(comm, "auto").choice
-    return choice.algorithm(1 << 20, torch.float32), choice.algorithm(1 << 20, torch.bfloat16)
+    return choice.algorithm(torch.float32), choice.algorithm(torch.bfloat16)
 
 
 @pytest.mark.parametrize(("num_ranks", "expected"), [(2, ("direct", "direct")), (3, ("library", "direct"))])
-def test_without_a_measurement_the_choice_is_the_same_in_every_run(
-    ranks: Ranks, num_ranks: int, expected: tuple[str, str]
-) -> None:
+def test_the_choice_follows_from_the_number_of_ranks(ranks: Ranks, num_ranks: int, expected: tuple[str, str]) -> None:
     assert ranks(num_ranks).run(picked_by_itself) == [expected] * num_ranks

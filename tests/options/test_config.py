@@ -260,3 +260,4 @@ def test_a_way_that_is_no_more_stands_for_the_one_that_took_its_place(write: Wri
     assert parse(["--halo", "auto"]).parallel.halo == "layer"
     assert parse(["--config", write('[parallel]\nhalo = "auto"\n')]).parallel.halo == "layer"
     assert "auto" not in refusal("--halo", "wide")
+    assert parse(["--allreduce", "measured"]).parallel.allreduce == "auto"
