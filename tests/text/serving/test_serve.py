@@ -100,7 +100,7 @@ async def answer(client: openai.AsyncOpenAI, wish: Wish, stream: bool) -> str:
             await asyncio.sleep(float(refused.response.headers["retry-after"]))
 
 
-async def load(url: str, wishes: list[Wish], max_retries: int) -> list[str]:
+async def load(url: str, wishes: list[Wish], max_retries: int = 0) -> list[str]:
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=max_retries, timeout=PATIENCE_SECONDS
     ) as client:
