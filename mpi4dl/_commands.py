@@ -1,4 +1,4 @@
-"""The commands: each public module at the top of the package is one, with `main()` and a `DESCRIPTION` of one line."""
+"""The commands, each a public module at the top of the package, and how one ends that runs without MPI."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a command without MPI is doing: on one line of a terminal, which changes, or else a line now and then."""
+"""Progress of commands: a line of the terminal that changes, a bar, or a line now and then."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""JSON that anybody may have edited: parsed, and read field by field; whatever is wrong with it is one error."""
+"""JSON that anybody may have edited, read field by field; settings and random states as JSON, exactly."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and their manifests, which have a checksum of every byte.
+"""Which checkpoints a folder holds, their manifests with checksums, and the writer that makes one in the background.
 
 checkpoints/step-00001200/
     model.safetensors       all weights and buffers, under the model's own names

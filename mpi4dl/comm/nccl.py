@@ -1,4 +1,4 @@
-"""NCCL beside MPI: what all ranks come to in one order goes between GPUs by process groups of torch's own.
+"""NCCL beside MPI: which calls go between GPUs by torch's process groups, and the store by which these connect.
 
     exchanges of boxes, all-gathers, parts of     sends and receives, grouped: one group of all ranks for them all
       buckets, small sums

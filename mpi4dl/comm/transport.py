@@ -1,4 +1,4 @@
-"""The primitive under everything that moves between ranks: send these pieces, receive those, and do not wait.
+"""The primitive under everything that moves between ranks: send these pieces, receive those; halves of an all-reduce.
 
     tensors on the CPU           MPI reads and writes them as they are; what is small or not dense goes by a buffer
     on a GPU, "staged"           packed there, copied once to pinned memory, from where MPI takes it; and back

@@ -1,4 +1,4 @@
-"""Images that are already arrays in memory, and the .npz files that hold them."""
+"""Images that need no decoder: arrays and .npz files, CIFAR's batches, and synthetic images from a formula."""
 
 import hashlib
 import pickle

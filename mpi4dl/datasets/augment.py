@@ -1,4 +1,4 @@
-"""Random variation of training images, decided once for the whole image and applied to any tile of it.
+"""Random variation of training images, decided once for the whole image and alike on all ranks; mixup.
 
 What happens to a sample follows from (seed, epoch, sample) alone, and each output pixel from the same pixel of the
 input: ranks that hold tiles of one image need not speak to each other to agree.

@@ -1,4 +1,4 @@
-"""Turn whatever samples a file stores (grey, palette, alpha, 12 bit, float, ...) into red, green and blue bytes.
+"""Colours and orientation: whatever samples a file stores become upright red, green and blue bytes.
 
 Every conversion looks at one pixel at a time, so a tile is converted exactly as it is within the whole image. One rule
 scales all samples: the range that the file declares, or else that of their type (65535 -> 255; floating point: 0 to 1),

@@ -1,4 +1,4 @@
-"""A folder of images or volumes, one sub-folder per class, listed once; sizes and formats may be mixed."""
+"""Folders of images or volumes with labels: a sub-folder per class, a table, or a mask of each image."""
 
 from collections.abc import Sequence
 from pathlib import Path

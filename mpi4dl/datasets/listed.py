@@ -1,4 +1,4 @@
-"""Files of images or volumes that one rank listed for all: whoever opens one sees to it that it is the one listed.
+"""Files of images or volumes that one rank lists for all, and which folders are classes, training or validation.
 
 On a rank that sees another file system, a path may be another picture.
 """

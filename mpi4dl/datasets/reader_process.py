@@ -1,4 +1,4 @@
-"""Child processes that read what may end a process: one that dies costs one image, and not the job.
+"""Child processes that read what may end a process, such as scanners' formats by OpenSlide: one costs one image.
 
 Some C libraries end the whole process at some damaged files. So each thread that reads with one of them has a child
 process, `child_program.py`, do it.

@@ -1,4 +1,4 @@
-"""How a sample becomes an image of the training size, of which any rank reads its own box."""
+"""How a sample becomes an image of the training size: resized or cropped, varied, and by a transform of the user's."""
 
 import inspect
 from collections.abc import Callable, Sequence

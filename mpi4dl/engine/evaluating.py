@@ -1,4 +1,4 @@
-"""What a model does without training: the loss and metrics of many batches, and outputs, piece by piece."""
+"""Evaluation: the loss, metrics and outputs of many batches without training; what is put back after it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What training would take, said without training: parameters, activations, messages, the timeline."""
+"""What a run estimates and prints before its first step: the plan, passes over tiles, and whether memory suffices."""
 
 import math
 import platform

@@ -1,4 +1,4 @@
-"""Masks that are written from top to bottom, a few rows at a time, so that nobody has all of a large one.
+"""Predicted masks, written a few rows at a time; and windows over images larger than the model's input.
 
 Pictures become PNG files whose pixels are the numbers of classes, shown in colours of a palette; of more than 256
 classes grey ones of 16 bits; anything else arrays of NumPy.

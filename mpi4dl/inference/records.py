@@ -1,4 +1,4 @@
-"""Files that grow by a line for each image and are whole at any time: after a stop one goes on with what is left.
+"""Records of predictions: what is written of an image, by task, and files that grow by a line and can be resumed.
 
 predictions.json     what is predicted by which weights, from which images
 predictions.jsonl    a JSON object in each line; its `file` tells the image from others that had its name

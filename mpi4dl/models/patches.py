@@ -1,4 +1,4 @@
-"""Slides as bags of patches: an encoder looks at each patch alone, an aggregator at the features of all of them.
+"""Slides as bags of patches: an encoder for each patch, and the aggregators of their features.
 
     images (N, C, H, W) -> patches (P, C, p, p) -> encoder -> features (P, F) -> a bag for each image -> logits (N, K)
 

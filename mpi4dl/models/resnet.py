@@ -1,4 +1,4 @@
-"""The deep residual networks made for CIFAR, v1 and v2, of any depth that their blocks allow, and for any dims.
+"""ResNets made for CIFAR, v1 and v2, of any depth and number of dims; and a small residual network for large images.
 
 Both are an `nn.Sequential` of a stem, three stages of n blocks and a head, flat, so that a pipeline can cut it between
 any two blocks. Every stage after the first halves H and W (rounded up) and doubles the number of filters.

@@ -1,4 +1,4 @@
-"""What a model is given, told by the shape alone: images (N, C, H, W), volumes, sequences (N, C, L), tokens (N, T)."""
+"""What a model is given, by its shape alone; and how a batch is divided into microbatches and shares."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The folder that records one run: its options, what it ran on, the log of every rank, and its numbers.
+"""The folder that records one run: options, versions, logs, numbers, and a snapshot of its plan and model.
 
     runs/resnet18-20260131-120000/
         config.toml      every option; `python -m mpi4dl.train --config` repeats the run

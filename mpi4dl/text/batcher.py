@@ -1,4 +1,4 @@
-"""The continuous batch: requests join and leave it at any token. Its face to callers on rank 0, and its loop.
+"""Continuous batching: requests join and leave at any token; the state, sampling and text of each.
 
 any thread of rank 0     submit, cancel, stop    --->  what waits, behind a lock
 main thread of rank 0    run:     cancellations -> admissions -> a step of all that run -> a token of each -> events

@@ -1,4 +1,4 @@
-"""A trained model from the folder of its run: built by the run's own options, over ranks that each read their part."""
+"""A trained model from the folder of its run, over ranks, with weights of 16, 8 or 4 bits."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A model over ranks that is given the next tokens of many sequences, and says what comes after them."""
+"""A model over ranks that gives the next tokens of many sequences, with their cache of keys and values in pages."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The images of a run: listed by rank 0 for all, seen alike by all ranks, and described to the reader."""
+"""The images or texts of a run: listed by rank 0 for all, described to the reader, kept as lists in its folder."""
 
 import json
 import platform

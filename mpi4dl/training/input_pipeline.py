@@ -1,4 +1,4 @@
-"""The batches of an epoch that all ranks can read, and what the ranks tell each other on the way."""
+"""The batches of an epoch that all ranks can read: bad images, and what ranks tell each other once a step."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

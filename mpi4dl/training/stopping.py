@@ -1,4 +1,4 @@
-"""A run that is told to stop finishes its step and saves: SIGTERM from a batch system, SIGUSR1 before its limit.
+"""Stop signals that end a run after its step; and how long a rank may be silent before the job counts as stuck.
 
 Ctrl-C does the same; a second one ends the run at once.
 """

@@ -1,4 +1,4 @@
-"""Pictures of what validations find, for TensorBoard: confusion matrices, and images with what they were taken for."""
+"""Images of a run for TensorBoard: confusion matrices, examples, the plan and its timeline."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a tokenizer answers, and the simplest one: every byte is a token."""
+"""Tokenizers: what one answers, bytes as tokens, and byte-level BPE."""
 
 import glob
 import hashlib

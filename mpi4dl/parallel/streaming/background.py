@@ -1,4 +1,4 @@
-"""Whether a part of a model treats all places of an image alike, by what it calls.
+"""Equal tiles of bare background, of which one is computed for all; whether a part of a model allows that.
 
     alike        pointwise operators with operands that have no extent in space, convolutions, pools, norms by channel,
                  what works along channels, sums and means over the whole image

@@ -1,4 +1,4 @@
-"""What a table would take: when each action runs, how long ranks stand idle, how much they keep. No ranks needed."""
+"""Can a table be run, and what would it take: deadlocks and gaps, times, idle ranks, memory. No ranks needed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Requests from the event loop's thread to the batch, which runs on the main thread, and what comes of them back.
+"""Requests from the event loop to the batch and back: admission, errors in OpenAI's form, and statistics.
 
     event loop      Front.start: a place for each choice -> Batcher.submit
     main thread     Batcher.run: on_event -> call_soon_threadsafe

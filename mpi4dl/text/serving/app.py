@@ -1,4 +1,4 @@
-"""The routes: completions, chats, models, health and metrics."""
+"""The HTTP application: routes, the fields of requests, bodies within limits, answers whole or streamed."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The server beside the batch: uvicorn's event loop in a thread, the batch on the main thread, which alone calls MPI.
+"""The server beside the batch: uvicorn in a thread, limits on connections, signals and the end.
 
 main thread     StopSignals; Batcher.run .................................................... returns
 HTTP thread     uvicorn; 10 times a second: a signal? -> no new requests -> what runs ends -> Batcher.stop

@@ -1,4 +1,4 @@
-"""Convolution on tiles, of any kernel, stride, padding, dilation and groups, transposed or not, in 1, 2 and 3 dims.
+"""Convolution on tiles, transposed or not, in 1, 2 and 3 dims; overlapped with its halo; with cut channels.
 
 What is saved for the backward pass is the activation itself, which its producer keeps alive anyway, and the strips that
 came from the neighbours: the input with its halo lives only while a convolution runs, if at all.

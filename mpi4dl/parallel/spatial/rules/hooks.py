@@ -1,4 +1,4 @@
-"""Hooks on gradients: they see that of the whole tensor, and what they return is its gradient from there on.
+"""Hooks on gradients, which see that of the whole tensor; and what a spread tensor says of itself.
 
     autograd, on each rank     the gradient of what this rank holds: its share of the objective, see comm.collectives
     whole                      summed over all who hold an element; each rank has what it owns

@@ -1,4 +1,4 @@
-"""Indexing: slices of rows and columns are windows of one pixel, other dims are local."""
+"""Indexing, choosing and rearranging: slices, gather and scatter, index_select, roll and flip, triangles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

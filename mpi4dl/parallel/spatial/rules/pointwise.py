@@ -1,4 +1,4 @@
-"""Operators that treat every pixel alike, recognised by PyTorch's own tag."""
+"""Operators that treat every pixel alike, recognised by PyTorch's own tag; and dropout."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

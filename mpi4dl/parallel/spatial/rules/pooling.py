@@ -1,4 +1,4 @@
-"""Max, average and Lp pooling on tiles, in 1, 2 and 3 dims; nothing but indices is saved for the backward pass.
+"""Max, average and Lp pooling on tiles, and adaptive pooling, in 1, 2 and 3 dims; only indices are saved.
 
 Large images on CPUs are pooled by shifted views, all else by PyTorch's kernels.
 """

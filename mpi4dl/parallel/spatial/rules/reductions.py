@@ -1,4 +1,4 @@
-"""Sums, means, variances and the like: over the image they are all-reduced, over other dims they are local."""
+"""Sums, means and variances; vector norms; maxima and minima with their places; counts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

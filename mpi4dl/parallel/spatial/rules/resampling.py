@@ -1,4 +1,4 @@
-"""Interpolation to another size: each output row is a weighted sum of a few input rows."""
+"""Interpolation to another size, grid_sample, and pixel shuffle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

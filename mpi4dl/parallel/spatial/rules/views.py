@@ -1,4 +1,4 @@
-"""Views: dims move about and the image's axes with them; where an axis is merged with another dim, it is gathered."""
+"""Views, and tensors joined to one: dims move about and the image's axes with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What all sliding windows share: their arguments for each dim, and which axes of a tensor they slide along.
+"""What all sliding windows share; fold and unfold.
 
 Windows slide along the last dims of a tensor: one of sequences, two of images, three of volumes.
 """
