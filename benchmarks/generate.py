@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="what seconds are; see above")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     parser.add_argument("--precision", default="", help="compare these instead, such as fp32,bf16,int8,int4, on 1 rank")
-    parser.add_argument("--run", help="the folder of a run of mpi4dl.train on text, whose model is to serve")
+    parser.add_argument("--run", help="the folder of a run of mpi4dl train on text, whose model is to serve")
     parser.add_argument("--out", type=Path, default=Path("results/generate"), help="where to write .json and .png")
     parser.add_argument("--worker", choices=PRECISIONS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpi4dl.options.config import Config
     from mpi4dl.parallel.plan import Plan
 
-USAGE = "python -m benchmarks.sweep --ranks 4 [--grids 1x1,2x2] [--stages 1,2,4] ... [flags of mpi4dl.train ...]"
+USAGE = "python -m benchmarks.sweep --ranks 4 [--grids 1x1,2x2] [--stages 1,2,4] ... [flags of mpi4dl train ...]"
 DESCRIPTION = (
     "Train by every legal plan of a search space, or by those that the planner takes for the fastest, each in a job "
     "of its own, and lay images/s and memory beside what was foreseen."

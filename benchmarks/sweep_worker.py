@@ -1,6 +1,6 @@
 """A plan of a sweep, trained on one batch: `mpirun -n 4 python -m benchmarks.sweep_worker HOW -- FLAGS`.
 
-FLAGS are those of mpi4dl.train; before them stands how it is measured: the steps before and those that are timed, and
+FLAGS are those of mpi4dl train; before them stands how it is measured: the steps before and those that are timed, and
 the limit of memory. The last line is an answer: images/s, CPU seconds, bytes. Imports, building the model, reading
 images, and the first steps are in none of these.
 """

@@ -34,21 +34,23 @@ HEAD = """# Options
 - `--print-config` prints all options as such a file.
 - `--help` prints the options of a command.
 
+`python -m mpi4dl.train` is the same as `mpi4dl train`, and so for each command.
+
 A dash as default means that the option is not set.
 """
 TRAIN = """
-## mpi4dl.train and mpi4dl.plan
+## mpi4dl train and mpi4dl plan
 
-    mpirun -n RANKS python -m mpi4dl.train --FLAG VALUE ...
-    python -m mpi4dl.plan --FLAG VALUE ...
+    mpirun -n RANKS mpi4dl train --FLAG VALUE ...
+    mpi4dl plan --FLAG VALUE ...
 """
 SMALL = """
-## mpi4dl.export, mpi4dl.report and mpi4dl.doctor
+## mpi4dl export, mpi4dl report and mpi4dl doctor
 
-- `python -m mpi4dl.export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
+- `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
   `--ema` it takes the average; `--no-average` takes the weights of the last step.
-- `python -m mpi4dl.report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`).
-- `mpirun -n RANKS python -m mpi4dl.doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
+- `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`).
+- `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
   `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.
 """
 TITLES = {
@@ -128,12 +130,12 @@ def options_page() -> str:
 
     lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_presets(), *_tables(PlanConfig, set())]
     seeing: set[str] = set()
-    lines += ["\n## mpi4dl.evaluate and mpi4dl.predict"]
-    lines += ["\n    mpirun -n RANKS python -m mpi4dl.evaluate RUN --FLAG VALUE ..."]
+    lines += ["\n## mpi4dl evaluate and mpi4dl predict"]
+    lines += ["\n    mpirun -n RANKS mpi4dl evaluate RUN --FLAG VALUE ..."]
     lines += [*_tables(EvaluateConfig, seeing), *_tables(PredictConfig, seeing)]
     texts: set[str] = set()
-    lines += ["\n## mpi4dl.generate and mpi4dl.serve"]
-    lines += ["\n    mpirun -n RANKS python -m mpi4dl.generate RUN --FLAG VALUE ..."]
+    lines += ["\n## mpi4dl generate and mpi4dl serve"]
+    lines += ["\n    mpirun -n RANKS mpi4dl generate RUN --FLAG VALUE ..."]
     lines += [*_tables(GenerateConfig, texts), *_tables(ServeConfig, texts)]
     return "\n".join([*lines, SMALL.rstrip("\n")]) + "\n"
 

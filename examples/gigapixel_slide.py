@@ -2,7 +2,7 @@
 
     python examples/gigapixel_slide.py --out data/gigapixel --size 32768
 
-One of each class is to be trained on, and one to validate with, in folders as `mpi4dl.train --images` takes them. A few
+One of each class is to be trained on, and one to validate with, in folders as `mpi4dl train --images` takes them. A few
 blocks of 4096 x 4096 px are composed for each; it is laid with them, each mirrored and turned in its own way. They are
 tiled TIFFs with JPEG compression, as slide scanners write them, of which any box can be read without the rest.
 """

@@ -1,4 +1,4 @@
-"""What this job runs on: `mpirun -n 2 python -m mpi4dl.doctor` shows what mpi4dl found, and how fast the wire is."""
+"""What this job runs on: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and how fast the wire is."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""How well a trained model does: `mpirun -n 4 python -m mpi4dl.evaluate runs/mine --images test`.
+"""How well a trained model does: `mpirun -n 4 mpi4dl evaluate runs/mine --images test`.
 
 It prints metrics with intervals and the confusion matrix, and writes them, with a line for each image, beside the run.
 """

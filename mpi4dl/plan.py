@@ -1,4 +1,4 @@
-"""The planning command: `python -m mpi4dl.plan --stages 4 --microbatches 8`, with the flags of `mpi4dl.train`.
+"""The planning command: `mpi4dl plan --stages 4 --microbatches 8`, with the flags of `mpi4dl train`.
 
 It says what training by these flags would be, without MPI, and without making the model's values.
 """

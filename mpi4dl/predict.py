@@ -1,4 +1,4 @@
-"""What a trained model says of new images: `mpirun -n 4 python -m mpi4dl.predict runs/mine --images new`.
+"""What a trained model says of new images: `mpirun -n 4 mpi4dl predict runs/mine --images new`.
 
 It writes a line for each image as it comes, and masks; started again, it goes on with what is left.
 """

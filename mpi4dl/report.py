@@ -1,4 +1,4 @@
-"""A page of one or several runs: `python -m mpi4dl.report runs/a runs/b --out report.html` needs no MPI.
+"""A page of one or several runs: `mpi4dl report runs/a runs/b --out report.html` needs no MPI.
 
 It is one file without scripts or references to a network: it can be sent by mail, and read on a phone.
 """

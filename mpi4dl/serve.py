@@ -1,4 +1,4 @@
-"""The server: `mpirun -n 2 python -m mpi4dl.serve runs/mine --tensor 2`, and OpenAI's clients at its address.
+"""The server: `mpirun -n 2 mpi4dl serve runs/mine --tensor 2`, and OpenAI's clients at its address.
 
 `serve` builds the model on all ranks; then rank 0 answers, and the others compute.
 """

@@ -1,4 +1,4 @@
-"""The training command: `mpirun -n 4 python -m mpi4dl.train --tiles 2x2 --images data/slides`.
+"""The training command: `mpirun -n 4 mpi4dl train --tiles 2x2 --images data/slides`.
 
 `options.command` reads the options and starts MPI; `trainer.Trainer` builds what they name, and goes through epochs.
 """

@@ -9,6 +9,7 @@ import pytest
 
 from docs.check_prose import EXEMPT, average, pages, problems, sentences
 from docs.reference import OPTIONS, options_page
+from mpi4dl._commands import command_names
 from mpi4dl.estimate.dry_run import memory_of_command
 from mpi4dl.evaluate import EvaluateConfig
 from mpi4dl.generate import GenerateConfig
@@ -24,13 +25,14 @@ from tests.pool.zygote import ROOT
 
 PAGES = pages()
 START = re.compile(r"# mpirun -n (\d+) python (\w+)\.py\n")
-OURS = r"train|plan|evaluate|predict|generate|serve|export|report|doctor"
+OURS = "|".join(command_names())
 OTHERS = r"(?:benchmarks\.|examples[./])\w+(?:\.py)?"
 COMMAND = re.compile(
-    rf"^ {{4}}(?:mpirun -n (\d+) )?(?:(?:python -m mpi4dl\.|mpi4dl )({OURS})|python (?:-m )?({OTHERS})|(make))\b"
+    rf"^(?: {{4}}(?:ExecStart=)?(?:mpirun -n (\d+) )?|srun )(?:mpi4dl ({OURS})|python (?:-m )?({OTHERS})|(make))\b"
     r"((?:.*\\\n)*.*)$",
     re.MULTILINE,
 )
+OWN_FILE = re.compile(r"\\\n| --config run\.toml")  # a file of the reader's options; and lines that continue
 CONFIGS: dict[str, Any] = {
     "train": Config,
     "plan": PlanConfig,
@@ -59,7 +61,7 @@ class Command(NamedTuple):
 
 def commands() -> list[Command]:
     return [
-        Command(page, ranks, name or other or make, shlex.split(flags.replace("\\\n", " "), comments=True))
+        Command(page, ranks, name or other or make, shlex.split(OWN_FILE.sub(" ", flags), comments=True))
         for page, text in PAGES.items()
         for ranks, name, other, make, flags in COMMAND.findall(text)
         if not set(flags) & set("$")
@@ -142,7 +144,7 @@ def test_a_command_is_one_that_there_is(command: Command) -> None:
 @pytest.mark.parametrize(("ranks", "model", "flags"), MIGRATED, ids=lambda text: text.strip())
 def test_a_command_of_the_guide_for_mpi4dl_is_one_that_there_is(ranks: str, model: str, flags: str) -> None:
     page = PAGES["docs/how-to/migrate-from-mpi4dl.md"]
-    common = re.search(rf'{model}="python -m mpi4dl.train (.*?)"', page, re.DOTALL)
+    common = re.search(rf'{model}="mpi4dl train (.*?)"', page, re.DOTALL)
     assert common is not None
     assert str(build_plan(parse_options(Config, shlex.split(common[1] + flags), "", "")).num_ranks) == ranks
 
@@ -165,6 +167,9 @@ def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
     text = PAGES[page]
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - FOREIGN.get(page, set())
     assert not flags - known_flags()
+    assert set(re.findall(r"(?:^ +|[`=]|srun |mpirun -n \w+ )mpi4dl ([a-z]\w*)", text, re.MULTILINE)) <= set(
+        command_names()
+    )
     modules = set(re.findall(r"(?<![\w/])(?:mpi4dl|benchmarks|examples)(?:\.[a-z_]\w*)+", text))
     named = set(re.findall(r"`((?:docs|tests|mpi4dl|examples|benchmarks)/[\w/.-]+)`", text))
     named |= {

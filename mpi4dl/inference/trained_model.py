@@ -20,11 +20,11 @@ LEVEL = 0.95  # the share of resampled metrics that an interval holds
 
 
 class TrainedModel:
-    """A trained model over the ranks of an MPI job, or in one process, from the folder of a run of `mpi4dl.train`, a
-    checkpoint in it, or weights that it or `mpi4dl.export` wrote.
+    """A trained model over the ranks of an MPI job, or in one process, from the folder of a run of `mpi4dl train`, a
+    checkpoint in it, or weights that it or `mpi4dl export` wrote.
 
     What it was trained with comes from there: the model and its options, the names of its classes, and how images were
-    shown to it. How it lies over ranks is chosen anew, by the options of `python -m mpi4dl.predict --help`, with
+    shown to it. How it lies over ranks is chosen anew, by the options of `mpi4dl predict --help`, with
     underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. Of a run with
     `ema` the weights are their averages, unless `average=False`; `fit` says how large images are seen. A model that was
     an object of a script is passed again as `model`.

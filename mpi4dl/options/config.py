@@ -1,6 +1,6 @@
 """Every option of a training run, in sections; adding an option is one line here.
 
-    python -m mpi4dl.train --config run.toml --batch-size 8
+    mpi4dl train --config run.toml --batch-size 8
 
 reads `run.toml`, whose tables are the sections below, and lets flags override it.
 """

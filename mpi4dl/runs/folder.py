@@ -1,7 +1,7 @@
 """The folder that records one run: options, versions, logs, numbers, and a snapshot of its plan and model.
 
     runs/resnet18-20260131-120000/
-        config.toml      every option; `python -m mpi4dl.train --config` repeats the run
+        config.toml      every option; `mpi4dl train --config` repeats the run
         images.json      which images train and which validate
         model.json       what the model is: all that evaluating and predicting with it need to know
         versions.json    the software, the machine, and the command line

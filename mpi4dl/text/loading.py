@@ -204,7 +204,7 @@ class Trained:
 
 
 def find_trained(comm: Communicator, source: Path, average: bool = True, trust_code: bool = False) -> Trained:
-    """What is in the folder of a run of mpi4dl.train, or one of its checkpoints. Collective.
+    """What is in the folder of a run of mpi4dl train, or one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
     `ema` it is their `average`.

@@ -44,9 +44,9 @@ def as_it_is(message: str) -> str:
 
 
 class Trainer:
-    """Trains a model on images or text, over the ranks of an MPI job or in one process, as `mpi4dl.train` does.
+    """Trains a model on images or text, over the ranks of an MPI job or in one process, as `mpi4dl train` does.
 
-    Every option of the command (`python -m mpi4dl.train --help`) is a keyword argument of the same name, with
+    Every option of the command (`mpi4dl train --help`) is a keyword argument of the same name, with
     underscores for dashes, given as the command takes it (`tiles="2x2,1x1"`) or as Python has it
     (`tiles=((2, 2), (1, 1))`). Those that name a part take the object itself too:
 
