@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from docs.check_prose import EXEMPT, average, pages, problems, sentences
+from docs.check_prose import average, pages, problems, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
 from mpi4dl.estimate.dry_run import memory_of_command
@@ -162,7 +162,7 @@ def known_flags() -> set[str]:
     return flags
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
     text = PAGES[page]
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - FOREIGN.get(page, set())
@@ -178,6 +178,18 @@ def test_the_flags_modules_and_files_that_a_page_names_exist(page: str) -> None:
     }
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
     assert all(module.count(".") < 8 for module in modules)
+
+
+EXPLAINING = [page for page in PAGES if page.startswith("docs/explanation/") or page == "docs/architecture.md"]
+FOREIGN_NAMES = {"CASES", "base_model_tp_plan", "cudaFree"}  # of the tests, of transformers, of CUDA
+
+
+def test_the_names_that_pages_explain_are_names_in_the_code() -> None:
+    source = " ".join(path.read_text() for path in (ROOT / "mpi4dl").rglob("*.py"))
+    known = {*re.findall(r"\w+", source), *FOREIGN_NAMES, "py"}
+    for page in EXPLAINING:
+        names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", PAGES[page])
+        assert {name for name in names if name.split(".")[-1] not in known} == set(), page
 
 
 def anchors(text: str) -> set[str]:
@@ -225,7 +237,7 @@ def test_the_readme_is_short() -> None:
     assert PAGES["README.md"].count("\n") <= 200
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in EXEMPT])
+@pytest.mark.parametrize("page", PAGES)
 def test_prose_keeps_to_the_rules(page: str) -> None:
     assert list(problems(page, PAGES[page])) == []
 

@@ -1,8 +1,8 @@
 """Requests from the event loop to the batch and back: admission, errors in OpenAI's form, and statistics.
 
-    event loop      Front.start: a place for each choice -> Batcher.submit
+    event loop      Admission.start: a place for each choice -> Batcher.submit
     main thread     Batcher.run: on_event -> call_soon_threadsafe
-    event loop      Front._take: statistics, the reply's queue; the place is free again after the last event
+    event loop      Admission._take: statistics, the reply's queue; the place is free again after the last event
     event loop      Reply.close: what nobody waits for any longer is cancelled
 
 A place is taken until the batch itself has said that it is done with a request: so it knows at most `max_batch` +
