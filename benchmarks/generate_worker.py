@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.arrivals import ALONE, CONTINUOUS, WAYS, Clock, Door, Request, drawn, waits
-from benchmarks.meter import ClockedWaits
 from benchmarks.turns import answer_turns
 from mpi4dl.comm import world
 from mpi4dl.datasets.text import ByteTokenizer
 from mpi4dl.models.gpt import GPT
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
+from mpi4dl.sweeps.meter import ClockedWaits
 from mpi4dl.text.batcher import Batcher
 from mpi4dl.text.loading import Precision, Trained, bytes_of, find_trained, hold_trained, lower_weights
 from mpi4dl.text.model import pages_for

@@ -10,7 +10,7 @@
 
 Pixels are made when they are read, from a formula, so that no image lies on disk, nor in memory but where a contestant
 wants it so. Memory is the peak of the rank that needs most, above a process that has imported everything
-(`benchmarks.meter`).
+(`mpi4dl.sweeps.meter`).
 A contestant that would need more than --memory, four times what it needed at half the size, ends there.
 """
 
@@ -81,10 +81,10 @@ def worker(options: argparse.Namespace) -> None:
     """One contestant at one size."""
     import torch
 
-    from benchmarks.meter import Meter
     from mpi4dl._memory import keep_freed_memory
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
+    from mpi4dl.sweeps.meter import Meter
 
     import_torchvision()
     keep_freed_memory(True)

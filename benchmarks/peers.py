@@ -13,7 +13,7 @@ Zero-bubble is ZB-H1 of ours, and InterleavedZeroBubble (ZB1P) with one stage a 
 all replicas, torch.distributed over each one's samples alone: each is held to a plain loop over what it normalises.
 Whose losses are not those of plain PyTorch is said to compute something else, and is compared with nobody.
 
-Every contestant is a job of its own, and they take turns. `benchmarks.meter` says what CPU seconds, work, idle time and
+Every contestant is a job of its own, and they take turns. `sweeps.meter` says what CPU seconds, work, idle time and
 memory are. The engine also takes the gradient's norm and stops all ranks at one that is not finite; its peers do not.
 """
 
@@ -77,9 +77,9 @@ def worker(options: argparse.Namespace) -> None:
     if contest == REFERENCE:
         answer_turns(lambda: references(options, case))
         return
-    from benchmarks.meter import Meter
     from benchmarks.peers_variants import join
     from mpi4dl.comm import world
+    from mpi4dl.sweeps.meter import Meter
 
     comm = None if contest == PLAIN else world()
     meter, task = Meter(torch.device("cpu"), comm), task_of(options, case)

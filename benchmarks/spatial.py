@@ -5,7 +5,7 @@
 
 Every grid is a job of its own under mpirun; they and plain PyTorch in one process take turns. Memory is the peak of the
 process (of a rank: the largest), weights, gradients and all, above one that has imported everything; CPU time and work
-are those of `benchmarks.meter`. What a user sees after some steps, and with other allocators of memory:
+are those of `mpi4dl.sweeps.meter`. What a user sees after some steps, and with other allocators of memory:
 
     python -m benchmarks.spatial --allocators default,keep,tcmalloc,jemalloc --age 50
 """
@@ -82,9 +82,9 @@ def worker(options: argparse.Namespace) -> None:
     """One contestant: a training step of plain PyTorch, or of the engine on a grid."""
     import torch
 
-    from benchmarks.meter import Meter
     from mpi4dl._torchvision import import_torchvision
     from mpi4dl.comm import world
+    from mpi4dl.sweeps.meter import Meter
 
     import_torchvision()
     use(options.allocator)

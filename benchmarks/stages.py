@@ -10,7 +10,7 @@ Plain PyTorch, one process and a plain loop over the same microbatches, and ever
 mpirun) take turns on the same cores. With more ranks than cores, images/s says nothing about scaling, and a bubble is
 also a wait for a core. With --sleep, stages sleep instead of computing, so that the bubble is that of the schedule.
 
-Memory is the peak of the largest rank above a process that has imported everything (`benchmarks.meter`, which also says
+Memory is the peak of the largest rank above a process that has imported everything (`sweeps.meter`, which also says
 what CPU time and work are); activations are the bytes that autograd keeps at most, counted in a step that is not timed.
 What a user sees after some steps, with other allocators: --allocators default,keep,tcmalloc,jemalloc --age 50. The
 bubble is the share of a step for which ranks stand idle: measured, and simulated from the measured seconds of each
@@ -70,9 +70,9 @@ def worker(options: argparse.Namespace) -> None:
     """One contestant: steps of plain PyTorch, or of the engine by a plan."""
     import torch
 
-    from benchmarks.meter import Meter
     from mpi4dl._memory import ActivationMeter
     from mpi4dl.comm import world
+    from mpi4dl.sweeps.meter import Meter
 
     model, size, name = options.worker
     case, plan = Case(model, int(size)), None if name == PLAIN else plans(options)[name]

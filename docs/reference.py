@@ -45,11 +45,12 @@ TRAIN = """
     mpi4dl plan --FLAG VALUE ...
 """
 SMALL = """
-## mpi4dl export, mpi4dl report and mpi4dl doctor
+## mpi4dl export, mpi4dl report, mpi4dl sweep and mpi4dl doctor
 
 - `mpi4dl export RUN OUT` writes weights for plain PyTorch. OUT ends in `.pt` or `.safetensors`. Of a run with
   `--ema` it takes the average; `--no-average` takes the weights of the last step.
 - `mpi4dl report RUN RUN` writes a page of these runs. `--out FILE` names it (default `report.html`).
+- `mpi4dl sweep` measures many plans. [Its page](../how-to/sweep.md) has its options.
 - `mpirun -n RANKS mpi4dl doctor` shows the MPI library, cores and GPUs, and times messages. `--gpu-wire` with
   `auto`, `direct`, `staged` or `nccl` selects how GPU tensors travel.
 """

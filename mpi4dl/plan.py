@@ -11,7 +11,7 @@ from pathlib import Path
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
 from mpi4dl._wording import to_install
-from mpi4dl.estimate.planning import Searched, Shown, TrainedOn, planned, searched
+from mpi4dl.estimate.planning import Searched, Shown, planned, searched
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
@@ -41,6 +41,8 @@ def show(argv: Sequence[str]) -> None:
     if asked.memory is not None and asked.ranks is None:
         raise ConfigError("--memory is what each of --ranks ranks has: say how many there are")
     timeline = None if shown.timeline is None else timeline_of(shown.timeline)
+    from mpi4dl.training.data import with_samples
+
     with ProgressLine() as progress:
         progress("reading what there is to train on")
         trained, samples = with_samples(config)
@@ -65,18 +67,6 @@ def show(argv: Sequence[str]) -> None:
 def training_flags(argv: Sequence[str]) -> list[str]:
     """The flags that are for the training too, as they were given."""
     return without_flags(PlanConfig, argv, (each.name for each in (*fields(Shown), *fields(Searched))))
-
-
-def with_samples(config: Config) -> tuple[Config, TrainedOn]:
-    """What is trained on, and the task that is for it. Raises ValueError and OSError."""
-    from mpi4dl.options.tasks import build_task, with_task
-    from mpi4dl.training.data import open_alone, open_text_alone
-
-    samples = open_alone(config) if config.data.text is None else open_text_alone(config)
-    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
-    config = with_task(config, samples.training)
-    task = build_task(config, samples.training, samples.number_of_classes(config))
-    return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
 
 
 def timeline_of(asked: str) -> Path:

@@ -116,7 +116,7 @@ def test_commands_are_found() -> None:
     names = [command.name for command in COMMANDS]
     assert names.count("train") >= 15
     assert len(MIGRATED) > 15
-    assert set(CONFIGS) | {"make", "export", "report", "doctor"} <= set(names)
+    assert set(CONFIGS) | {"make", "export", "report", "sweep", "doctor"} <= set(names)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join([command.name, *command.words])[:60])
@@ -156,7 +156,7 @@ def known_flags() -> set[str]:
         for item in options_of(config).values():
             flags |= {item.flag, item.flag.replace("--", "--no-", 1)}
     sources = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.py")]
-    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report")]
+    sources += [ROOT / "mpi4dl" / f"{name}.py" for name in ("doctor", "export", "report", "sweeps/space")]
     for source in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', source.read_text()))
     return flags

@@ -36,6 +36,7 @@ from mpi4dl.datasets.text import (
 )
 from mpi4dl.datasets.text.dataset import TokenBatches
 from mpi4dl.datasets.transform import Fit
+from mpi4dl.estimate.planning import TrainedOn
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
@@ -524,6 +525,20 @@ def _encoded(config: Config) -> tuple[Path, Tokenizer]:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(data.tokenizer, documents, folder)
     return encode_corpus(documents, tokenizer, folder).path.with_suffix(".json"), tokenizer
+
+
+def with_samples(config: Config) -> tuple[Config, TrainedOn]:
+    """The configuration with the task of its samples, and what an estimate needs to know of them.
+
+    For a process that is no rank of a job. Raises ValueError and OSError.
+    """
+    from mpi4dl.options.tasks import build_task, with_task
+
+    samples = open_alone(config) if config.data.text is None else open_text_alone(config)
+    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
+    config = with_task(config, samples.training)
+    task = build_task(config, samples.training, samples.number_of_classes(config))
+    return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
 
 
 def _texts(config: Config, header: Path, tokenizer: Tokenizer) -> Texts:

@@ -18,7 +18,6 @@ BENCHMARKS = (
         "peers",
         "spatial",
         "stages",
-        "sweep",
         "tensor_parallel",
     ),
     *("waiting", "zero"),

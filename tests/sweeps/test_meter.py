@@ -1,4 +1,4 @@
-"""benchmarks.meter: CPU time within waits is no work, and what was loaded before is no memory of a model."""
+"""The meter of training steps: CPU time within waits is no work, and imports are no memory of a model."""
 
 import time
 from mmap import mmap
@@ -6,9 +6,9 @@ from mmap import mmap
 import pytest
 import torch
 
-from benchmarks.meter import ClockedWaits, Meter
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.watchdog import Waits
+from mpi4dl.sweeps.meter import ClockedWaits, Meter
 from tests.pool.ranks import Ranks
 
 

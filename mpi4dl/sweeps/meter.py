@@ -1,16 +1,15 @@
-"""What a contestant spends on its steps: seconds, CPU time, the share of it that is work, and memory.
+"""The cost of training steps: seconds, CPU time, the share of it that is work, and memory.
 
 wall time of a rank    |=== computes ===|.. waits ..|== computes ==|.. waits ..|
 CPU seconds             xxxxxxxxxxxxxxxxx  x  x  x   xxxxxxxxxxxxxx  x  x  x        of all threads of the process
 work                    xxxxxxxxxxxxxxxxx            xxxxxxxxxxxxxx                 CPU seconds outside of waits
 idle                                     ...........                ...........     wall time without work
 
-A wait of ours looks for what comes, and so takes CPU time, which is counted out by the clock of the thread that waits;
-what MPI copies while a rank waits goes with it. Waits of gloo sleep, and its threads move messages meanwhile: all CPU
-time of gloo is work. So `cpu_seconds`, of which nothing is left out, stands beside `work_seconds` everywhere.
+A waiting rank of mpi4dl polls. The clock of its thread tells the CPU time of polling, with MPI's copies, which is no
+work. Waits of gloo sleep while its threads move messages, so all CPU time of gloo is work. `cpu_seconds` counts both.
 
-Memory is the peak of the process above what it was when everything had been imported that any contestant uses: what
-PyTorch loads at first use, such as the modules behind an optimizer's first step, is nobody's model.
+Memory is the peak of the process above its memory after all imports. Modules that PyTorch loads at first use, such as
+those behind an optimizer's first step, count as imports.
 """
 
 import time
@@ -25,7 +24,7 @@ from mpi4dl.comm.watchdog import Waits
 
 
 class ClockedWaits(Waits):
-    """Marks waits as `inner` does, and counts the CPU seconds that they take of the thread that waits."""
+    """Marks waits as `inner` does, and counts their CPU seconds of the thread that waits."""
 
     def __init__(self, inner: Waits) -> None:
         self.inner = inner
@@ -80,4 +79,6 @@ class Meter:
 
     def of_ranks(self, value: Any) -> list[Any]:
         """This value of each rank. Collective."""
-        return [value] if self.comm is None else self.comm.all_gather_object(value)
+        if self.comm is None:
+            return [value]
+        return self.comm.all_gather_object(value)
