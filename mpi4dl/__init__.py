@@ -1,14 +1,14 @@
 """mpi4dl trains unmodified PyTorch models on images too large for one device, exactly, over MPI.
 
-These names are all that most scripts need; each is imported when it is first used, and MPI starts with `world()`:
+Most scripts need only these names. Each is imported on first use, and `world()` starts MPI:
 
     world           all ranks of the MPI job, or this one process
     tiles           exact spatial parallelism of a model in three calls
-    Trainer         what the command mpi4dl.train is, for scripts; Callback, what it tells them
-    TrainedModel    what training left: predict(), evaluate()
+    Trainer         the command `mpi4dl train` as a class; Callback: its events
+    TrainedModel    the result of a training: predict(), evaluate()
     Plan            which rank holds which stage, tile, and replica
     split           a model cut into the stages of a plan
-    Engine          a model and a plan become step(), evaluate()
+    Engine          trains a model by a plan: step(), evaluate()
     Checkpoints     written while training goes on, read under any plan
     Refusal         the one error that all ranks raise together
 """

@@ -12,7 +12,7 @@ SIMILAR = 0.6  # of 1 for equal names
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that the first word names; without one, list all commands."""
+    """Run the command that the first word names. Without one, list all commands."""
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) > 1 and words[0] in HELP:
         words = [words[1], "--help", *words[2:]]
@@ -42,7 +42,7 @@ def overview() -> str:
 
 
 def unknown(name: str) -> str:
-    """The error about a command that there is not."""
+    """The error about an unknown command."""
     import difflib
 
     known = command_names()

@@ -1,4 +1,4 @@
-"""The commands, each a public module at the top of the package, and how one ends that runs without MPI."""
+"""The commands, each a public module at the top of the package, and how commands without MPI end."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # the last two as shells cou
 
 @contextlib.contextmanager
 def one_message(spell: Callable[[str], str] = str) -> Iterator[None]:
-    """Run a command in here. A ValueError or OSError becomes one line, put into words by `spell`, and exit code 2.
+    """Run a command in this context. A ValueError or OSError becomes one line, formatted by `spell`, and exit code 2.
 
     A reader that closes the pipe early, such as `head`, ends the command without a message. `sys.exit` would let the
     guard of an MPI job speak, but nothing that runs in here has started MPI.

@@ -30,11 +30,11 @@ OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 def keep_freed_memory(keep: bool = True) -> bool:
     """Let freed memory stay with the process, or have large tensors return theirs at once; False without glibc.
 
-    What returns is cleared page by page for the next tensor: up to half of the CPU time of a small model, also with
-    huge pages. What stays is cut to pieces: glibc leaves slivers between aligned tensors, and what settles in them
-    keeps the next tensors from being laid where the last ones were. So a process grows over its first hundreds of
-    steps, up to about 1.7 times what it has in use at most, while the number and the bytes of its tensors stay as they
-    are. Left alone, glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
+    Returned memory is cleared page by page for the next tensor. That takes up to half of the CPU time of a small model,
+    also with huge pages. Kept memory fragments: glibc leaves slivers between aligned tensors, and small objects in them
+    keep new tensors from the place of the last ones. So a process grows over its first hundreds of steps, up to about
+    1.7 times what it has in use at most, while the number and the bytes of its tensors stay as they are. Left alone,
+    glibc does a little of both, and grows too. One arena for all threads leaves less lying about.
 
     Measured after 50 steps on 2 cores that others used too, so that CPU time is a hint. ResNet-50, 512 px, 1x2 tiles:
     kept 509 MiB, 1.56 CPU seconds a step; glibc's default 513, 1.64; returned, with huge pages, 452, 2.68.

@@ -1,4 +1,4 @@
-"""What this job runs on: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and how fast the wire is."""
+"""The machine of a job: `mpirun -n 2 mpi4dl doctor` shows what mpi4dl found, and the time of messages."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""How well a trained model does: `mpirun -n 4 mpi4dl evaluate runs/mine --images test`.
+"""Metrics of a trained model: `mpirun -n 4 mpi4dl evaluate runs/mine --images test`.
 
 It prints metrics with intervals and the confusion matrix, and writes them, with a line for each image, beside the run.
 """
@@ -29,7 +29,7 @@ DESCRIPTION = "Measure how well a trained model does on images with labels."
 
 @dataclass(frozen=True)
 class Evaluating:
-    """What the model is measured on, and where results go."""
+    """Options of evaluation: images, intervals and output."""
 
     images: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Plain weights for plain PyTorch: `mpi4dl export runs/mine weights.pt` needs no MPI to write or to read.
+"""Weights for plain PyTorch: `mpi4dl export runs/mine weights.pt` needs no MPI to write or to read.
 
 model.load_state_dict(torch.load("weights.pt"))
 model.load_state_dict(safetensors.torch.load_file("weights.safetensors"))

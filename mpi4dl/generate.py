@@ -1,6 +1,6 @@
 """Text from a trained model: `mpirun -n 2 mpi4dl generate runs/mine --prompt "def " --tensor 2`.
 
-`generate` builds the model on all ranks, and rank 0 asks for what is wanted.
+`generate` builds the model on all ranks, and rank 0 submits the prompts.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The planning command: `mpi4dl plan --stages 4 --microbatches 8`, with the flags of `mpi4dl train`.
 
-It says what training by these flags would be, without MPI, and without making the model's values.
+It describes a training with these flags, without MPI and without allocating the model.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What a trained model says of new images: `mpirun -n 4 mpi4dl predict runs/mine --images new`.
+"""Predictions of a trained model for new images: `mpirun -n 4 mpi4dl predict runs/mine --images new`.
 
-It writes a line for each image as it comes, and masks; started again, it goes on with what is left.
+It writes a line for each image as soon as it is ready, and masks. Started again, it continues with the rest.
 """
 
 import re

@@ -1,6 +1,6 @@
 """A page of one or several runs: `mpi4dl report runs/a runs/b --out report.html` needs no MPI.
 
-It is one file without scripts or references to a network: it can be sent by mail, and read on a phone.
+It is one file without scripts or network access: you can mail it, and read it on a phone.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The server: `mpirun -n 2 mpi4dl serve runs/mine --tensor 2`, and OpenAI's clients at its address.
 
-`serve` builds the model on all ranks; then rank 0 answers, and the others compute.
+`serve` builds the model on all ranks. Rank 0 answers requests, and all ranks compute.
 """
 
 import os

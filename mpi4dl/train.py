@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @command(Config, USAGE, DESCRIPTION, patience=hang_timeout)
 def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
-    """Train, or only say by which options. Collective."""
+    """Train, or with `--print-config` print the options. Collective."""
     if asked.config.run.print_config:
         print(to_toml(asked.config) if comm.rank == 0 else "", end="")
         return

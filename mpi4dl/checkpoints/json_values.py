@@ -84,7 +84,7 @@ class Machine:
 
 
 def parse(data: bytes, file: str) -> Machine:
-    """What a file of JSON holds. Raises Damaged for what is no JSON, and for nests and numbers beyond all use."""
+    """The content of a JSON file. Raises Damaged for what is no JSON, and for nests and numbers beyond all use."""
     try:
         plain = json.loads(
             data, parse_constant=_no_number, parse_int=_integer, parse_float=_finite, object_pairs_hook=_unique
@@ -169,7 +169,7 @@ def encode(value: Any, levels: int = DEEPEST) -> Any:
 
 
 def decode(node: Machine) -> Any:
-    """What was encoded. Raises Damaged for what cannot have been."""
+    """The value that was encoded. Raises Damaged for what cannot have been."""
     if isinstance(node.plain, list):
         return [decode(item) for item in node.items()]
     if not isinstance(node.plain, dict):
@@ -215,7 +215,7 @@ def _pairs(node: Machine, counts: bool) -> dict[Any, Any]:
 
 
 def unlike(found: Mapping[Any, Any], expected: Mapping[Any, Any], optional: Collection[Any] = ()) -> str | None:
-    """What is wrong with settings that are to replace others; None if nothing is.
+    """An error in settings that are to replace others; None if there is none.
 
     All of the others must be there but the `optional` ones, and each must be of its kind. There may be more: a schedule
     notes things in an optimizer's options, for instance.

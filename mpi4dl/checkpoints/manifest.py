@@ -69,7 +69,7 @@ def candidates_at(path: Path) -> list[Path]:
 
 
 def manifest_bytes(files: Mapping[str, Written]) -> bytes:
-    """What manifest.json holds; it has a checksum of its own."""
+    """The content of manifest.json, with a checksum of its own."""
     return json.dumps({"format": FORMAT, "crc32": _crc32(files), "files": files}).encode()
 
 
@@ -119,7 +119,7 @@ TEMPORARY, REMOVED = ".writing-", ".removed-"
 
 
 class Job(NamedTuple):
-    """What this rank writes: its pieces of each file, `mine` of its own, and `state`, of which rank 0's counts."""
+    """The share of this rank: its pieces of each file, `mine` of its own, and `state`, of which rank 0's counts."""
 
     step: int
     files: Mapping[str, tuple[StorageLayout, Sequence[Shard]]]
@@ -187,7 +187,7 @@ class Writing:
         return self.temporary / f"part-{rank}.json"
 
     def _parts(self) -> list[Any] | None:
-        """What all ranks wrote, when they have; None if it is not wanted any more."""
+        """The parts of all ranks, once they are written; None if the job is cancelled."""
         deadline = None
         for rank in range(self.size):
             while not self._part(rank).exists():

@@ -175,7 +175,7 @@ class Saved:
 
 
 def slots_of(layout: StorageLayout) -> dict[str, list[Any]]:
-    """What state.json says of the optimizer's values: dtype and shape of each."""
+    """Dtype and shape of each of the optimizer's values, from state.json."""
     return {key: [spec.name, *spec.shape] for key, spec in layout.specs.items()}
 
 

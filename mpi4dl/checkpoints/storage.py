@@ -45,7 +45,7 @@ MOST_BYTES = max(dtype.itemsize for dtype in NAMES)
 
 
 class Spec(NamedTuple):
-    """What is known of a value before it is written."""
+    """The description of a value before it is written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -173,7 +173,7 @@ def write(
     found: list[Range] = []
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(file, layout.size)  # the same size by every rank, whoever comes first
+        os.ftruncate(file, layout.size)  # the same size by every rank, in any order
         for offset, whole in blocks:
             for begin in range(0, len(whole), RANGE_BYTES):
                 if not go_on():

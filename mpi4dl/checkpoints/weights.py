@@ -1,4 +1,4 @@
-"""Weights from elsewhere for a model that lies over ranks: rank 0 reads, and each rank gets its part.
+"""Pretrained weights for a model that is distributed over ranks: rank 0 reads, and each rank gets its part.
 
 rank 0      file -> names matched to those of the model -> values, one after the other
 the first holder of each stage, or part      its elements, which the others that hold them then have from it
@@ -50,7 +50,7 @@ CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Values by name: their shapes, and `read(name)`. `origin` says where they are, `metadata` what is said of them."""
+    """Values by name: their shapes, and `read(name)`. `origin` is their file or model, `metadata` describes them."""
 
     origin: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -220,7 +220,7 @@ class Matching(NamedTuple):
     added: str = ""
 
     def remarks(self, origin: str) -> Iterator[str]:
-        """What there is to say, a line each."""
+        """Remarks, a line each."""
         renamed = f", without {self.dropped!r} in front of names" if self.dropped else ""
         renamed += f", for what is in {self.added.rstrip('.')}" if self.added else ""
         yield f"weights of {origin}: {counted(len(self.pairs), 'value', 'values')}{renamed}"
@@ -320,13 +320,13 @@ def with_average(stored: WeightSource, path: Path) -> WeightSource:
 def load_weights(
     held: LocalStages, source: str, *, model: str = "", strict: bool = False, average: Path | None = None
 ) -> list[str]:
-    """Give a model that lies over ranks weights from elsewhere, before its engine is made. Collective.
+    """Load pretrained weights into a model that is distributed over ranks, before its engine is made. Collective.
 
     `source` is a file of torch.save or safetensors, a folder of a run, a checkpoint, a name such as
-    "ResNet50_Weights.IMAGENET1K_V2", or "pretrained", for which `model` is the name that the model was made by. What
-    matches by name and shape is taken; the rest, such as a head of another number of classes, stays as it is, unless
-    the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it; of a folder
-    they are taken if there are any. Returns what there is to say, alike on all ranks.
+    "ResNet50_Weights.IMAGENET1K_V2", or "pretrained", for which `model` is the name that the model was made by. Values
+    of equal name and shape are loaded. The rest, such as a head of another number of classes, keeps its initial values,
+    unless the match is to be `strict`. `average` is a file with averages of parameters, as `average_of` finds it; of a
+    folder they are taken if there are any. Returns what there is to say, alike on all ranks.
 
     Raises:
         Refusal: on all ranks: there are no such weights, none matches, or, if it is to be strict, not all do.

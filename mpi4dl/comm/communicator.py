@@ -64,7 +64,7 @@ class Family:
             self._alive.pop(number).Free()
 
     def free(self) -> None:
-        """Free all, whoever holds them. Collective."""
+        """Free all, even if other objects hold them. Collective."""
         self._dropped[:] = []
         while self._alive:
             self._alive.popitem()[1].Free()
@@ -116,7 +116,7 @@ ALIKE_BYTES = 1 << 16  # a piece up to here may be added up on every rank; each 
 
 
 class _Complaint(NamedTuple):
-    """What a rank brings to a collective of objects instead of its part: all ranks raise it there."""
+    """An error that a rank brings to a collective of objects instead of its part: all ranks raise it there."""
 
     text: str
     traceback: bool = False
@@ -128,7 +128,7 @@ class _Complaint(NamedTuple):
 
 
 class _Brought(NamedTuple):
-    """What a rank brings to a collective of objects: to which one, where it is called, and its part."""
+    """The contribution of a rank to a collective of objects: its name, the place of the call, and the part."""
 
     call: str
     place: str
@@ -180,7 +180,7 @@ class Communicator(Messenger):
 
     @property
     def mpi_library(self) -> str:
-        """What the MPI library says of itself."""
+        """The version of the MPI library, as it reports it."""
         from mpi4py import MPI
 
         return MPI.Get_library_version().strip("\0\n ")

@@ -41,7 +41,7 @@ Cut = tuple[tuple[int, int, int], ...]  # what `narrow` of a tensor is called wi
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What one rank sends, receives and keeps. Boxes are in the coordinates of the whole.
+    """The sends, receives and copies of one rank. Boxes are in the coordinates of the whole.
 
     `silent`: no rank sends anything, for all hold what they need.
     """
@@ -231,8 +231,8 @@ class Incoming(NamedTuple):
 class Exchange:
     """One exchange of tensors whose dims of the axes are `dims` (None where there is none).
 
-    Who has both ends of it may `start` it and `assemble` what comes; a rank at one end only `send`s, or `expect`s and
-    assembles. `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.
+    A rank at both ends calls `start` and `assemble`. A rank at one end calls `send`, or `expect` and `assemble`.
+    `adjoint` is the exchange of gradients: needed boxes return to their owners, who add them up.
     """
 
     tag = FORWARD_TAG
@@ -276,7 +276,7 @@ class Exchange:
         return Incoming(strips, Pending(self.comm.node))
 
     def leaving(self, x: Tensor) -> list[Piece]:
-        """What this rank sends of x."""
+        """The pieces of x that this rank sends."""
         return [Piece(peer, at(x, cut)) for peer, cut in self.plan.moves(self.dims, x.shape).leaving]
 
     def arriving(self, strips: list[Tensor]) -> list[Piece]:

@@ -219,7 +219,7 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def last_words(error: BaseException) -> tuple[str, int]:
-    """What a job that ends by `error` says, and its exit code."""
+    """The message of a job that ends by `error` says, and its exit code."""
     if isinstance(error, Refusal):
         return f"mpi4dl: {error}", USER_ERROR
     opened = met()

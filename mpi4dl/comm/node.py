@@ -1,4 +1,4 @@
-"""What the ranks of one machine share: its cores and its GPUs, and how a rank should wait for the others.
+"""The cores and GPUs that the ranks of one machine share, and how a rank waits for others.
 
 A wait begins by spinning, which finds what comes within microseconds soonest, and cedes its core more the longer it
 takes: other ranks, another job or another program may need it.

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one call of MPI moves."""
+    """The pieces that one call of MPI moves."""
 
     peer: int | None
     pieces: tuple[Tensor, ...]

@@ -128,7 +128,7 @@ class Pending:
 
 
 class _Dropped:
-    """What nobody holds any longer, and MPI still reads or writes."""
+    """Buffers without an owner that MPI still reads or writes."""
 
     def __init__(self, node: Node, requests: Sequence[Request], buffers: Sequence[Any]) -> None:
         self._node, self._requests, self._buffers = node, requests, buffers

@@ -1,10 +1,10 @@
-"""What all ranks say no to together, and what one rank finds that others did."""
+"""The errors that all ranks raise together, and the error of a rank about others."""
 
 import copy
 
 
 class Refusal(ValueError):
-    """What was asked for cannot be done. It is raised by all ranks together, with the same message."""
+    """The request cannot be done. It is raised by all ranks together, with the same message."""
 
 
 class RankFailed(RuntimeError):

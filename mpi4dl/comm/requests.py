@@ -1,4 +1,4 @@
-"""What can be waited for: anything that says whether it is complete, and moves forward whenever it is asked.
+"""Requests: objects that report whether they are complete, and advance when they are tested.
 
 A message of MPI, a copy that a GPU makes, a work of NCCL, and several of them in a row all are such requests.
 """
@@ -44,7 +44,7 @@ class Posted(NamedTuple):
 
 
 class Receives:
-    """Messages to this rank, in turn, whose lengths are checked; `heard(rank)` is told where each one came from.
+    """Messages to this rank, in turn, whose lengths are checked; `heard(rank)` is called with the source of each.
 
     MPI says nothing of a message that is shorter than the buffer, the rest of which would be old values.
     """

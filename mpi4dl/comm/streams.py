@@ -1,7 +1,7 @@
 """Streams of a GPU and memory of the host: the one file that says who records which event, and who waits for it.
 
-`S` is the caller's stream, on which it made what is sent and will use what arrives. `C` is the wire's own stream, on
-which it copies, so that `S` computes on meanwhile. `host` is the thread that calls MPI.
+`S` is the caller's stream, on which it made what is sent and will use what arrives. `C` is a stream of its own for
+transfers, on which it copies, so that `S` computes on meanwhile. `host` is the thread that calls MPI.
 
     S     ..makes x, packs it..|E0|............computes on..............(E2)..unpacks y..|E3|..
                                   \\                                       /                 \\
@@ -83,7 +83,7 @@ def here() -> Nowhere:
 
 
 class StagingBuffers:
-    """Where tensors of one GPU meet the host: the wire's stream, and the pinned buffers that it reuses.
+    """Where tensors of one GPU meet the host: the stream of transfers, and the pinned buffers that it reuses.
 
     What C does is numbered: once the host has seen one number, it knows that all before it is done.
     """

@@ -69,7 +69,7 @@ class Messenger:
     def irecv(self, tensor: Tensor, source: int | None, tag: int = 0, heard: Heard = None) -> Pending:
         """Receive into `tensor`, which has the shape and dtype that are sent.
 
-        No source: from any rank; `heard` is told from which one.
+        No source: from any rank; `heard` is called with that rank.
 
         Raises:
             ValueError: from any rank, more is to come than goes into one message.

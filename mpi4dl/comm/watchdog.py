@@ -62,7 +62,7 @@ class RankState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What to tell the user of a job that can never end, and the exit code that it ends with."""
+    """The message to the user about a job that can never end, and its exit code."""
 
     message: str
     code: int = 1
@@ -170,7 +170,7 @@ def _ranks(ranks: list[int]) -> str:
 # A rank's last words, and how it takes the job with it: nothing here raises, or waits for long, whatever is broken.
 
 FAILURE = 1
-LAST_WORDS_SECONDS = 10.0  # for whoever reads them to take them
+LAST_WORDS_SECONDS = 10.0  # for readers of the pipe
 DRAIN_SECONDS, DRAIN_LOOK_SECONDS = 2.0, 1e-3  # for a launcher to take them
 LEAVING_SECONDS = 15.0  # at the most: on a busy machine, libraries take seconds to unload
 
@@ -209,7 +209,7 @@ def flush() -> OSError | None:
 
 
 def drain(files: Sequence[int] = (1, 2), seconds: float = DRAIN_SECONDS) -> None:
-    """Wait until pipes were read: a launcher that is told to abort may drop what it has not read of a rank's output."""
+    """Wait until pipes were read: a launcher that aborts a job may drop what it has not read of a rank's output."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(_unread_bytes, files)):
         time.sleep(DRAIN_LOOK_SECONDS)
@@ -382,7 +382,7 @@ class Sentry(threading.Thread):
             end_job(verdict.code)
 
     def _stand(self) -> RankState | None:
-        """Where this rank is, as others need to know it: what was said of a wait stays as it was said."""
+        """Where this rank is, as others need to know it: a description of a wait does not change."""
         if self.ended:
             return RankState(True, 0.0, "")
         since = self.waits.since

@@ -38,7 +38,7 @@ class ArrayDataset:
         return str(index)
 
     def digest(self) -> str:
-        """What differs where images or labels differ."""
+        """A digest that differs where images or labels differ."""
         found = hashlib.blake2b(self._labels.tobytes(), digest_size=8)
         for image in self._images:
             found.update(np.ascontiguousarray(image).data)

@@ -1,7 +1,7 @@
 """Random variation of training images, decided once for the whole image and alike on all ranks; mixup.
 
-What happens to a sample follows from (seed, epoch, sample) alone, and each output pixel from the same pixel of the
-input: ranks that hold tiles of one image need not speak to each other to agree.
+The augmentation of a sample follows from (seed, epoch, sample) alone, and each output pixel from the same pixel of the
+input. Ranks with tiles of one image agree without communication.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _GREY = 127.5
 
 @dataclass(frozen=True)
 class Variation:
-    """What is done to one image. The default is what validation does: the centre, and nothing else.
+    """The augmentation of one image. The default is what validation does: the centre, and nothing else.
 
     `crop` is the share of each side that a resized image shows. `down` and `across` in [0, 1] place the crop, of
     resized images and of slides, and `deep` that of volumes. `brightness`, `contrast` and `saturation` are factors.
@@ -153,8 +153,8 @@ def vary_colour(
 # Mixup: training on weighted means of two images and of their labels, alike on all ranks.
 #
 # Zhang et al., mixup: Beyond Empirical Risk Minimization, ICLR 2018: x = s a + (1 - s) b, with s ~ Beta(alpha, alpha)
-# for a batch, and b the images of the batch in another order. The mean is taken pixel by pixel, so whoever reads a box
-# of an image reads the same box of its partner, wherever else that lies.
+# for a batch, and b the images of the batch in another order. The mean is taken pixel by pixel, so a rank that reads a
+# box of an image reads the same box of its partner, wherever else that lies.
 
 TASKS = ("classify", "multilabel", "regress")
 

@@ -1,4 +1,4 @@
-"""What every dataset of labelled images answers, and the two errors that reading images can raise.
+"""The interface of datasets of labelled images, and the two errors of reading images.
 
 An image has rows and columns, or a depth before them, and is a volume then, or columns alone, a sequence.
 """
@@ -140,7 +140,7 @@ class Dataset(Protocol):
 
 
 def task_of(dataset: Any) -> str:
-    """What the labels of a dataset are for: one class per image, if it does not say."""
+    """The task of a dataset's labels: one class per image, unless it declares another."""
     return getattr(dataset, "task", "classify")
 
 

@@ -23,7 +23,7 @@ JOIN_SECONDS = 5.0
 
 
 class _State(Generic[T]):
-    """What the workers and the consumer share; `changed` guards every field."""
+    """The shared state of workers and consumer; `changed` guards every field."""
 
     def __init__(self, compute: Callable[[int], T], count: int, depth: int) -> None:
         self.compute, self.count, self.depth = compute, count, depth

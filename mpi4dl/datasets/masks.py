@@ -25,7 +25,7 @@ _STRIP = 1024
 
 
 class Stored(Protocol):
-    """What a file holds of a mask: integers of any meaning."""
+    """The content of a mask's file: integers of any meaning."""
 
     size: tuple[int, ...]
 

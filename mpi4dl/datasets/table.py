@@ -16,7 +16,7 @@ Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16
 says of each image whether it is for train, val or test. Columns that say who or what an image is of, such as
 `patient_id`, are no labels.
 
-A task that is not asked for is told by the columns where they can mean one thing alone. A column of few whole numbers
+If no task is given, it follows from the columns, provided that they can mean only one. A column of few whole numbers
 may be classes or amounts, and one of names and numbers, or with a missing value, is refused with the line. A number may
 have a decimal comma, if no number of the table has a point. TRUE and FALSE are 1 and 0.
 """

@@ -7,7 +7,7 @@
 
 All have the depth first, then rows and columns; channels, if there are any, are before or behind these.
 
-What values mean: those of NIfTI are as they are, in the units that its slope and intercept give, however they are
+Units of values: those of NIfTI are as they are, in the units that its slope and intercept give, however they are
 stored; so are those of floating point in other files. Integers of other files are shares of the largest of their type.
 """
 

@@ -1,4 +1,4 @@
-"""What goes into the first stage of the engine's plan, and what is made of what comes out of the last."""
+"""Inputs of the first stage of the engine's plan, and losses and metrics of the outputs of the last."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -80,7 +80,7 @@ Size = tuple[int, ...]
 
 
 class Computing(Protocol):
-    """What a batch on its way asks of the engine that computes it."""
+    """The part of the engine that a running batch needs."""
 
     plan: Plan
     comm: Communicator
@@ -168,7 +168,7 @@ class InputFeed:
 
 
 class Terms(NamedTuple):
-    """What a microbatch adds to the terms of a loss, and by which factors these make up the loss of the batch."""
+    """A microbatch's share of the terms of a loss, and their factors in the loss of the batch."""
 
     sums: Sequence[Tensor]
     factors: Sequence[float]
@@ -280,7 +280,7 @@ class EvaluationFeed(BatchFeed):
 
 
 class Found:
-    """What an evaluation found so far on this rank: `kept` are outputs and targets of a loss of all samples at once."""
+    """Results of an evaluation so far: `kept` are outputs and targets of a loss of all samples at once."""
 
     def __init__(self, measures: Measures, whole_batch: bool) -> None:
         self.measures = measures

@@ -52,7 +52,7 @@ from mpi4dl.tasks.formulas import main_output
 
 
 class Started(Protocol):
-    """What an engine was started with."""
+    """The arguments of an engine."""
 
     comm: Communicator
     plan: Plan
@@ -205,8 +205,8 @@ class Engine(Values):
     of the model's blocks, or of a stage. Halos are fetched by each "layer", or at the entry of each "block", as `halo`
     says. `clip_norm` limits the gradient's norm, `clip_value` each of its elements.
     With `ema`, such as 0.999, there is an average of the weights, as `averaged` says. Modes are the user's: call
-    `model.train()`, and `eval()` for what is frozen. What is frozen now, but known to the optimizer, may be trained
-    later: see `unfreeze`.
+    `model.train()`, and `eval()` for what is frozen. Frozen parameters that the optimizer knows may be trained later:
+    see `unfreeze`.
 
     `gradient_hook(name, gradient)` sees the whole gradient of each parameter, once a step, before it is clipped, on
     every rank that holds the parameter; it changes it in place, or returns another one. All ranks must do the same.
@@ -447,7 +447,7 @@ class Engine(Values):
     def _sum_up(
         self, batch: BatchFeed, drawn: int = 0, told: Sequence[float] = (), unlike: bool = False
     ) -> tuple[float, float, tuple[float, ...]]:
-        """The loss and the norm of the gradient, over all stages, and what is told: the same bits on every rank."""
+        """The loss and the norm of the gradient, over all stages, and sums of `told`: the same bits on every rank."""
         stages = self.plan.num_stages
         alike = (self._stepping.num_hooks, drawn, (1 + self.comm.rank) * unlike)  # no two ranks alike, if they are not
         squares = (n**2 for n in alike)

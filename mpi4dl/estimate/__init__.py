@@ -1,1 +1,1 @@
-"""What training by a plan takes, before anything is trained: time, memory, messages; and the fastest plan."""
+"""Estimates of a training by a plan: time, memory and messages; and the search for the fastest plan."""

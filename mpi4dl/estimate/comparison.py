@@ -1,4 +1,4 @@
-"""What was foreseen of a step beside what was measured: the work of each rank, its share of all, and how long it idles.
+"""A step as estimated beside the step as measured: the work of each rank, its share of all, and its idle time.
 
 predicted    the prices of the atoms of its stages, through the table of the plan
 measured     seconds for which a rank's thread was on a core in its steps, but for those in which it only waited
@@ -70,10 +70,10 @@ class WorkMeter:
 
 
 def compared(forecast: Forecast, of_ranks: Sequence[Worked], crowded: bool) -> list[str]:
-    """Lines that say, for each rank of a replica, what was foreseen and what was measured.
+    """Lines that say, for each rank of a replica, the estimate and the measurement.
 
     `of_ranks` are those of all ranks, replicas one after the other, of which sums are taken. `crowded`: there are more
-    ranks than cores, so that ranks also wait for a core, which no plan foresees.
+    ranks than cores, so ranks also wait for a core, which no estimate includes.
     """
     number = len(forecast.work)
     ranks = [Worked(*map(sum, zip(*of_ranks[rank::number], strict=True))) for rank in range(number)]

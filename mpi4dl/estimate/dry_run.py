@@ -1,4 +1,4 @@
-"""What a run estimates and prints before its first step: the plan, passes over tiles, and whether memory suffices."""
+"""The estimate that a run prints before its first step: the plan, passes over tiles, and whether memory suffices."""
 
 import math
 import platform
@@ -41,7 +41,7 @@ from mpi4dl.tasks.task import TASKS, Classify, Task
 
 
 def title(config: Config, engine: Engine) -> str:
-    """What is trained, and how, in one line."""
+    """The title of a training, in one line."""
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
         f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
@@ -72,7 +72,7 @@ def batch_of(config: Config, channels: int) -> tuple[int, ...]:
 
 
 def without_effect(config: Config, engine: Engine) -> list[str]:
-    """What to say of options that were given and change nothing here."""
+    """Remarks on given options that have no effect here."""
     chosen, plan = config.parallel, engine.plan
     shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
     found = []
@@ -93,7 +93,7 @@ FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 
 
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
-    """What training by this configuration would be; `options` are others of `overview`.
+    """The summary of a training by this configuration; `options` are others of `overview`.
 
     Of patches one visit is looked at, an image that has just so many of them for each rank, and all are counted.
     """
@@ -158,7 +158,7 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
 
 
 def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
-    """What each operator of a model in one stage sends, or who holds which stage; and the memory of a rank."""
+    """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
     held = engine.held
     clockwork, balance = Profiler.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
     found = look_ahead(
@@ -185,7 +185,7 @@ def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> 
 def build_forecaster(
     config: Config, num_classes: int, channels: int, clockwork: Profiler, device: torch.device
 ) -> Estimator:
-    """What foresees plans of this configuration. Raises ValueError where they are not of whole images."""
+    """An estimator of plans of this configuration. Raises ValueError where they are not of whole images."""
     if config.model.patches is not None:
         raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
     chosen = engine_options(config)
@@ -265,7 +265,7 @@ def place_of(device: torch.device) -> NodeMemory:
 
 
 def told_before(config: Config, engine: Engine, num_classes: int, channels: int) -> list[str]:
-    """What to say of a run before it starts. Collective.
+    """The lines about a run before it starts. Collective.
 
     Raises:
         Refusal: the run clearly does not fit into the memory of a node; on all ranks. A dry run only warns.

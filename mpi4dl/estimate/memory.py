@@ -1,4 +1,4 @@
-"""What the memory of a rank is for: parameters, gradients, optimizer, activations, buffers; for every ZeRO stage.
+"""The memory of a rank by purpose: parameters, gradients, optimizer, activations, buffers; for every ZeRO stage.
 
 For p parameters, of which N ranks hold copies, with k bytes each and s bytes of masters and optimizer state:
 
@@ -31,7 +31,7 @@ AHEAD = 1  # bucket that is being gathered before it is needed
 
 
 class StateBytes(NamedTuple):
-    """What training one stage of a model keeps on a rank, in bytes.
+    """The state of one stage on a rank during training, in bytes.
 
     `update` are masters, their average, and the optimizer's state; `fixed` are frozen parameters and buffers, `bucket`
     is the largest of the flat buckets. It is that of what all holders of the stage have, or of what those have who have
@@ -53,7 +53,7 @@ StageState = tuple[StateBytes, ...]
 
 
 class Allocator(NamedTuple):
-    """What a process takes beside its tensors: memory that lies idle in its heap, and so many bytes.
+    """The memory of a process besides its tensors: idle memory in its heap, and a fixed number of bytes.
 
     Those are code that libraries make for the shapes that they see, images on their way, and buffers of libraries and
     MPI. The heap is cut to pieces: of a single microbatch, holes that are too small stay where some of the `largest`
@@ -78,7 +78,7 @@ OF_TENSORS = Allocator(0.0, 0.0, 0.0, 0)
 
 
 class Share(NamedTuple):
-    """What one rank has in its memory, in bytes."""
+    """The memory of one rank by purpose, in bytes."""
 
     parameters: int
     gradients: int

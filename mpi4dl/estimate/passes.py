@@ -81,7 +81,7 @@ class Passes:
         return sum(flops * factor for flops, factor in zip(self.flops, times, strict=True))
 
     def words(self, flop_seconds: float | None = None) -> str:
-        """What to say of a step, with its seconds if a FLOP takes so many, and of faster choices."""
+        """Lines about a step, with its seconds if a FLOP takes that many, and about faster choices."""
         slow, fast = ("", "")
         if flop_seconds is not None:
             slow, fast = (
@@ -100,7 +100,7 @@ class Passes:
 def passes_of(config: Config, held: LocalStages, num_classes: int, channels: int) -> Passes | None:
     """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds.
 
-    `held` is the model, laid over ranks. Nothing is computed but shapes.
+    `held` is the model, distributed over ranks. Nothing is computed but shapes.
     """
     if config.parallel.stream_norm != "exact" or not config.visits:
         return None

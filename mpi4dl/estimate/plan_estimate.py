@@ -1,4 +1,4 @@
-"""What training by a plan would come to, with as little to save memory as it fits with: speed, and bytes of a rank.
+"""The estimate of a training by a plan, with as few memory savings as fit: speed, and bytes of a rank.
 
 a plan's atoms, timed once for each shape of tile -> its cut -> its table, simulated -> its memory
 
@@ -6,7 +6,7 @@ a plan's atoms, timed once for each shape of tile -> its cut -> its table, simul
     recompute    blocks keep their inputs
     streamed     the first stage visits tiles, as few as fit
 
-What a step takes beside its table, summing gradients and the optimizer's step, is estimated from bytes.
+The time besides the table, for sums of gradients and the optimizer's step, is estimated from bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ BYTE_SECONDS = 1 / 8e9  # of memory that the optimizer reads or writes
 
 
 class PlanEstimate(NamedTuple):
-    """What training by a plan would come to: `num_bytes` are those of the rank that needs most.
+    """The estimate of a training by a plan: `num_bytes` are those of the rank that needs most.
 
     To save memory, blocks are computed again, or the first stage is streamed.
     """

@@ -1,4 +1,4 @@
-"""What the planning command shows: one plan in an overview, or the fastest of all for so many ranks, in a table.
+"""The output of the planning command: an overview of one plan, or a table of the fastest plans for a number of ranks.
 
 Neither needs MPI, nor the model's values; what a training would refuse is refused as far as one process can see it.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the plan shows."""
+    """Options of the overview."""
 
     timeline: str | None = option(
         None,
@@ -71,7 +71,7 @@ class Searched:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What a forecast has to know of the samples; `num_batches` are those of an epoch."""
+    """The samples of an estimate; `num_batches` are those of an epoch."""
 
     num_classes: int
     channels: int

@@ -1,7 +1,7 @@
-"""Which plan trains most samples a second on so many ranks, of those that fit into their memory: all are simulated.
+"""The search for the plan with most samples a second on a number of ranks, within their memory: all are simulated.
 
 candidates   tiles x stages x schedules x GEMS x replicas x microbatches x tensor x experts, but for what is pointless
-search       the best, by samples a second, each with as little to save memory as it fits with (outlook.py)
+search       the best, by samples a second, each with as little to save memory as it fits with (plan_estimate.py)
 """
 
 import shlex
@@ -141,7 +141,7 @@ def search(
 def outlooks(
     forecaster: Estimator, plans: Sequence[Plan], most_bytes: float = float("inf"), tell: Tell = quietly
 ) -> list[PlanEstimate | None]:
-    """What training by each of these plans would come to; None by one that cannot be. All are timed in TIMING_SECONDS.
+    """The estimate of each of these plans; None for one that is refused. All are timed in TIMING_SECONDS.
 
     With less than `most_bytes` of memory, a plan may come back with more to save memory than it had.
     """

@@ -1,4 +1,4 @@
-"""What training by a plan would be, in words: who holds, reads, hands on and keeps what, and when."""
+"""The description of a training by a plan: data, messages and memory of each rank, and the timeline."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -55,7 +55,7 @@ from mpi4dl.parallel.tensor.styles import Styles
 
 
 class Work(NamedTuple):
-    """What one stage has to do for a microbatch, over all its ranks together: counted, not measured.
+    """The work of one stage for a microbatch, over all its ranks together: counted, not measured.
 
     `forward_flops` of convolutions and matrix products; `activation_bytes` that autograd keeps for the backward pass,
     and `working_bytes` at most beside them while layers compute; `handed_bytes` of what goes to the next stage, and
@@ -79,7 +79,7 @@ def count_work(
 ) -> tuple[Work, ...]:
     """Run the stages of a model on the meta device one after the other, and backward, and count what they do.
 
-    `accept` is given what comes out in the end.
+    `accept` is called with the final result.
     """
     values: tuple[Any, ...] = (shape_only(nn.ModuleList(stages), microbatch),)
     found = []
@@ -197,7 +197,7 @@ class PlanSummary:
         return lines
 
     def sums(self) -> list[str]:
-        """What ranks that share features add up in a step, and have of the parameters: those who add up most."""
+        """The sums over ranks that share features in a step, and have of the parameters: those who add up most."""
         plan, degree = self.plan, self.plan.tensor
         if degree == 1:
             return []
@@ -235,7 +235,7 @@ class PlanSummary:
                 yield rank, "; ".join(_box(where, found) for where, found in samples.items())
 
     def ranks(self) -> list[str]:
-        """What each rank keeps, how long it is idle, and the timeline."""
+        """Memory and idle time of each rank, and the timeline."""
         found = []
         for rank, bubble in enumerate(self.simulation.bubbles):
             live = counted(self.report.peak_live[rank], "microbatch", "microbatches")
@@ -253,7 +253,7 @@ class PlanSummary:
         return anatomy(self.plan, self.states, activations_of(self.plan, self.simulation.peak_bytes, self.bytes))
 
     def streaming(self) -> list[str]:
-        """What a visit reads, keeps and repeats, where images are streamed."""
+        """Reads, memory and repetitions of a streamed tile."""
         passes = passes_of_needs(self.needs, self.plan) if self.needs is not None else self.passes
         streamed = "" if self.needs is None else streaming_words(self.needs)
         slow = "" if passes is None or not passes.repeats else passes.words()
@@ -285,12 +285,12 @@ class PlanSummary:
         return found
 
     def _beside(self, rank: int, activations: int) -> int:
-        """What the process of a rank takes beside its tensors."""
+        """The memory of a rank's process besides its tensors."""
         largest = max(self.bytes[stage].largest for _, stage in self.plan.held_by(rank))
         return self.allocator.beside(activations, self.plan.num_microbatches, self.needs is not None, largest)
 
     def memory(self) -> list[str]:
-        """What the rank that needs most has in its memory, for each ZeRO stage."""
+        """The memory of the rank that needs most, for each ZeRO stage."""
         if not self.states:
             return []
         head = ["zero", "rank", "parameters", "gradients", "optimizer", "activations", "buffers", "process", "together"]
@@ -434,7 +434,7 @@ def memory_of_stages(
     if cuttable is not None:
         count = count_atoms if clockwork is None else clockwork.bytes
         sites = sites_of(cuttable, plan, microbatch, styles)
-        with suppress(RuntimeError):  # an operator without a rule is one, and is reported by whoever trains
+        with suppress(RuntimeError):  # an operator without a rule is one; the training reports it
             columns = {site: count(cuttable, site) for site in dict.fromkeys(sites)}
             if recompute:
                 groups = groups_in(cuttable, counts)

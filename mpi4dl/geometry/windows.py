@@ -33,7 +33,7 @@ def check_window(kernel: int, stride: int, dilation: int) -> None:
 
 
 class _Kernel:
-    """What a window has that slides over the input, and one that slides over the output."""
+    """The parameters of a window that slides over the input, or over the output."""
 
     kernel: int
     stride: int

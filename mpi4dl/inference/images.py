@@ -52,7 +52,7 @@ def require_alike(comm: Communicator, found: Named, about: Description) -> None:
 
 
 def _unlike(found: Named, about: Description) -> str | None:
-    """What is other than in training, in one sentence."""
+    """A difference from the training, in one sentence."""
     if task_of(found) != about.task:
         return f"the labels are to {task_of(found)}, but the model was trained to {about.task}"
     if found.channels != about.channels:
@@ -250,7 +250,7 @@ class Coverage:
         self.shares.append(share)
 
     def summary(self) -> list[str]:
-        """What was seen of all images, in a line."""
+        """The summary of all images, in a line."""
         if not self.shares or min(self.shares) == 1:
             return []
         mean, least = (100 * each for each in (sum(self.shares) / len(self.shares), min(self.shares)))

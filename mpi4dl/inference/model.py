@@ -114,7 +114,7 @@ class SeeingModel:
         return engine
 
     def title(self) -> list[str]:
-        """What this is, in lines."""
+        """The title, in lines."""
         size = "x".join(map(str, self.config.data.image_size))
         known = ", ".join(map(printable, self.about.classes[:10])) + " ..." * (len(self.about.classes) > 10)
         what = f"{self.config.model_name} to {self.about.task}" + (f": {known}" if known else "")
@@ -122,7 +122,7 @@ class SeeingModel:
 
     @cached_property
     def task(self) -> Task:
-        """What was learnt. The loss tells only whether classes of a mask may overlap, if it has a name."""
+        """The task of the training. The loss tells only whether classes of a mask may overlap, if it has a name."""
         loss = self.config.training.loss
         named = loss if isinstance(loss, str) and not parts.is_own(loss) else None
         options = self.config.training.loss_options if named or loss is None else {}

@@ -1,4 +1,4 @@
-"""The options of commands that use a trained model: what of training's may be other now, and how it lies over ranks."""
+"""The options of commands that use a trained model: changes to options of the training, plan and devices."""
 
 from dataclasses import dataclass, field, fields, replace
 from math import isqrt, prod

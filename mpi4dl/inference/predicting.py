@@ -49,7 +49,8 @@ AT_ONCE = 256  # images whose sizes are read before the first of them is looked 
 
 
 class Predicting:
-    """What a model says of images, in order, and in the files of the folder `out` if there is one. Collective.
+    """The predictions of a model for images, in order, and in the files of the folder `out` if there is one.
+    Collective.
 
     Images that have a record there already are not looked at again, if their files are the same, and their masks there.
     `remarks` are for the reader.

@@ -23,7 +23,7 @@ from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
 from mpi4dl.runs.folder import finite
 
-# What is said of an image, by task: a record for JSON, and the same as a line of a table.
+# The record of an image, by task: as JSON, and as a row of a table.
 #
 #     classify      prediction, probabilities of all classes        regress    prediction, or several by name
 #     multilabel    predictions (0, 1) and probabilities by name    survival   risk, of which more is worse
@@ -120,7 +120,7 @@ BLOCK_BYTES = 1 << 22
 
 
 def identity_of(path: Path) -> Record:
-    """What a file is known by beside its name: its size, when it was written, and a checksum of bytes from all over it.
+    """The identity of a file besides its name: its size, its time of writing, and a checksum of bytes from all over it.
 
     Raises OSError.
     """

@@ -45,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation found: alike on all ranks, but for the `records`, one of each image, which rank 0 has.
+    """The result of an evaluation: the same on all ranks, but for the `records`, one of each image, which rank 0 has.
 
     `confusion[i][j]` counts what is class i and was taken for class j, pixels of masks; of labels that may occur
     together it has such a matrix for each. `bad` says which images could not be read. With `crops` records say which
@@ -161,7 +161,7 @@ def _undefined(predicted: Tensor) -> bool:
 
 
 class _Collected:
-    """What was seen so far: on rank 0 records, predictions and targets, or counts of pixels for each image."""
+    """The results so far: on rank 0 records, predictions and targets, or counts of pixels for each image."""
 
     def __init__(self, model: SeeingModel, images: Named) -> None:
         self.model, self.images = model, images

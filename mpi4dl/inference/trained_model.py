@@ -23,14 +23,12 @@ class TrainedModel:
     """A trained model over the ranks of an MPI job, or in one process, from the folder of a run of `mpi4dl train`, a
     checkpoint in it, or weights that it or `mpi4dl export` wrote.
 
-    What it was trained with comes from there: the model and its options, the names of its classes, and how images were
-    shown to it. How it lies over ranks is chosen anew, by the options of `mpi4dl predict --help`, with
-    underscores for dashes: `tiles`, `stages`, `data`, `stream`, `precision`, `batch_size` and others. Of a run with
-    `ema` the weights are their averages, unless `average=False`; `fit` says how large images are seen. A model that was
-    an object of a script is passed again as `model`.
+    The model, its options, the names of its classes and the transforms of its images come from there. The plan is free:
+    pass the options of `mpi4dl predict --help`, with underscores for dashes: `tiles`, `stages`, `data`, `stream`,
+    `precision`, `batch_size` and others. A run with `ema` gives the average of its weights, unless `average=False`.
+    `fit` chooses how images are resized. If the model was an object of a script, pass it again as `model`.
 
-    All ranks make it together, and call its methods together. It raises `mpi4dl.Refusal` (a ValueError) on all ranks,
-    in one sentence, for what cannot be.
+    All ranks create it and call its methods together. Errors raise `mpi4dl.Refusal` (a ValueError) on all ranks.
 
         model = mpi4dl.TrainedModel("runs/mine", tiles="2x2")
         print(model.evaluate("test").metrics["accuracy"].value)
@@ -46,12 +44,12 @@ class TrainedModel:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of what its outputs stand for."""
+        """The names of its classes or labels."""
         return self._model.classes
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What there is to say of the weights, and of how they lie over ranks."""
+        """Remarks on the weights and on their distribution over ranks."""
         return tuple(self._model.remarks)
 
     def predict(self, images: Any, out: str | Path | None = None) -> Iterator[Record]:

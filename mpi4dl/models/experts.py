@@ -69,7 +69,7 @@ class Mixture:
 
 
 class Penalized(NamedTuple):
-    """What a model returns in training if routing adds to the loss: its outputs, and a penalty (N,) of each sample."""
+    """The result of a model in training if routing adds to the loss: its outputs, and a penalty (N,) of each sample."""
 
     outputs: Any
     penalty: Tensor

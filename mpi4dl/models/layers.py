@@ -1,4 +1,4 @@
-"""What several models share: operators of 1, 2 or 3 dims, the classifier's head, the initial values of convolutions."""
+"""Parts of several models: operators of 1, 2 or 3 dims, the classifier's head, the initial values of convolutions."""
 
 from typing import Literal, get_args
 

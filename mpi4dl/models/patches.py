@@ -21,9 +21,9 @@ class PatchModel(nn.Module):
     """Logits of images out of their patches of `patch` x `patch` px, which do not overlap.
 
     `encoder` takes (P, C, patch, patch) and returns (P, F), or (P, F, 1, 1); `aggregator` takes a bag (n, F), and
-    returns what there is to say of its image. What is left at the right and at the bottom is not looked at. Of each
-    image only patches are taken of whose pixels a share of at least `min_tissue` is of tissue, as `tissue` finds it; or
-    the one that has the most. `colour` is in units of what the model is given.
+    returns what there is to say of its image. The rest at the right and at the bottom is dropped. Of each image only
+    patches are taken of whose pixels a share of at least `min_tissue` is of tissue, as `tissue` finds it; or the one
+    that has the most. `colour` is in units of what the model is given.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PatchModel(nn.Module):
         return self.aggregate(self.encoder(patches), counts)
 
     def aggregate(self, features: Tensor, counts: Sequence[int]) -> Tensor:
-        """What the aggregator makes of the features of all patches, of which so many belong to each image."""
+        """The aggregator's output for the features of all patches, with the number of patches of each image."""
         return torch.stack([self.aggregator(bag) for bag in features.flatten(1).split(list(counts))])
 
 

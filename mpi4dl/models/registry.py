@@ -34,7 +34,7 @@ Takes = Literal["images", "tokens"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What builds a model, those of its options that the model's name already says, and what the model takes.
+    """The builder of a model, the options that its name implies, and the kind of its inputs.
 
     `groups` are options of which each is an object of this type, made of options that have its fields' names.
     """
@@ -253,7 +253,7 @@ def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
     # Left to themselves, the detection and segmentation models download the weights of their backbone.
     downloads: dict[str, object] = {"weights": None, "weights_backbone": None}
     defaults = {option: value for option, value in downloads.items() if option in builder_names}
-    if "init_weights" in legal:  # as it is anyway, but GoogLeNet and Inception warn of it unless they are told
+    if "init_weights" in legal:  # as it is anyway, but GoogLeNet and Inception warn of it unless the option is set
         defaults["init_weights"] = True
     try:
         return builder(**(defaults | options))

@@ -1,4 +1,4 @@
-"""What GPT, BERT and ViT are made of: attention, feed-forward layers, pre-norm blocks, embeddings of tokens.
+"""Parts of GPT, BERT and ViT: attention, feed-forward layers, pre-norm blocks, embeddings of tokens.
 
 N sequences of T tokens with C = `hidden` features. Attention looks at them as H heads of D = C / H features each:
 
@@ -25,7 +25,7 @@ FF_MULTIPLE = 8  # a feed-forward width that is rounded is a multiple of this
 
 
 class Past(Protocol):
-    """What attention remembers of sequences whose next tokens it is given, those of several of them in each row."""
+    """The cache of attention for sequences whose next tokens it receives, those of several of them in each row."""
 
     @property
     def positions(self) -> Tensor:

@@ -63,8 +63,8 @@ class ViT(nn.Module):
         ff_dim: the width of feed-forward layers. None: 4 * hidden.
         dropout: of embeddings, attention weights and what blocks add.
         mixture: which feed-forward layers are mixtures of experts, and how they are, as in V-MoE (Riquelme et al. 2021,
-            https://arxiv.org/abs/2106.05974). None: none. What their routing adds to the loss is returned in training,
-            (N,), beside the logits.
+            https://arxiv.org/abs/2106.05974). None: none. In training, the routing penalty (N,) is returned beside the
+            logits.
 
     Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words", https://arxiv.org/abs/2010.11929.
 

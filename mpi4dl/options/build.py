@@ -62,6 +62,6 @@ def number_of_steps(config: Config, num_batches: int) -> int:
 
 
 def build_callbacks(config: Config) -> list[Any]:
-    """Objects that are told how the run goes. Raises ConfigError."""
+    """The callbacks of a run. Raises ConfigError."""
     made = [load("callbacks", part) for part in config.run.callbacks]
     return [call("callbacks", part) if inspect.isclass(part) else part for part in made]

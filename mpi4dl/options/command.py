@@ -1,4 +1,4 @@
-"""What a command under mpirun is: its options, the words of its help, and what all ranks then do.
+"""The frame of a command under mpirun: its options, its help, and the function that all ranks run.
 
 A page such as `mpi4dl.evaluate` declares the options, and one function that this makes into a command.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CommandLine(Generic[T]):
-    """What a command line asks for. `source`: what its first word names, of commands about something that is there."""
+    """A parsed command line. `source`: what its first word names, of commands about something that is there."""
 
     config: T
     source: str

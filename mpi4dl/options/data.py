@@ -81,7 +81,7 @@ def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View,
 
 
 def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What is subtracted from each channel, and what it is divided by. Raises ConfigError for other channels."""
+    """The mean and the standard deviation of each channel. Raises ConfigError for other channels."""
     found = []
     for place, (name, asked) in enumerate((("mean", config.data.mean), ("std", config.data.std))):
         assert asked is not None
@@ -97,7 +97,7 @@ def normalisation(config: Config, channels: int) -> tuple[tuple[float, ...], tup
 
 
 def build_transform(config: Config, channels: int) -> Pointwise | None:
-    """What the user does to pixels, tried on a few. Raises ConfigError, or DatasetError if boxes are not the whole."""
+    """The user's transform of pixels, tried on some. Raises ConfigError, or DatasetError if boxes differ."""
     part = config.data.transforms
     if part is None:
         return None
@@ -124,7 +124,7 @@ def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
-    """What was asked for, or else as many as the images have. Raises ConfigError if that is too few."""
+    """The number of classes by the option, or else by the images. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
     if config.data.task == "survival":
         return 1  # the risk

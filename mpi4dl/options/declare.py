@@ -28,7 +28,7 @@ LONGEST_METAVAR = 12
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be done; the message says why, and what to do."""
+    """The user's request cannot be done; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(config_type: type, usage: str = "", description: str = "", section: str = "") -> argparse.ArgumentParser:
-    """What reads and describes the flags of a config, or of one section."""
+    """The parser of the flags of a config, or of one section."""
     parser = _Parser(
         usage=usage, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
@@ -151,7 +151,7 @@ def _parser(config_type: type, usage: str = "", description: str = "", section: 
 
 
 def asked_topic(argv: Sequence[str]) -> str | None:
-    """What a command line asks help on: a group, all, or empty for the overview; None: it asks for no help."""
+    """The topic of `--help` in a command line: a group, all, or empty for the overview; None without `--help`."""
     for place, word in enumerate(argv):
         flag, equals, topic = word.partition("=")
         if flag in HELP:
@@ -239,7 +239,7 @@ def _refuse_unknown_argument(unknown: Sequence[str], argv: Sequence[str], option
 
 
 def _misplaced(word: str, argv: Sequence[str], options: Mapping[str, Option]) -> str:
-    """What is wrong with a word that is the value of no flag."""
+    """The error about a word that is the value of no flag."""
     before = argv[: argv.index(word)] if word in argv else ()
     flag = next((each.partition("=")[0] for each in reversed(before) if each.startswith("--")), None)
     for item in options.values():

@@ -70,7 +70,7 @@ class Learning:
     )
 
 
-# The options of fine-tuning: weights to begin with, and what is said of parameters and modules by their names.
+# The options of fine-tuning: initial weights, and settings of parameters and modules by their names.
 
 
 @dataclass(frozen=True)

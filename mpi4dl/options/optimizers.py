@@ -93,7 +93,7 @@ def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Op
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What an optimizer will keep beside the parameters, found by a step on others of the same shapes."""
+    """The bytes of an optimizer's state, found by a step on parameters of the same shapes."""
     try:
         states = _trial(optimizer, lambda p: torch.empty_like(p, device="meta"))
     except (RuntimeError, NotImplementedError):  # its step looks at values, or has no kernel without them

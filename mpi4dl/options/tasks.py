@@ -1,4 +1,4 @@
-"""What is learnt and measured, as options ask for it: the task, its loss, its metrics, what tells the best weights."""
+"""Options of the task: its loss, its metrics, and the monitor of the best weights."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def with_task(config: Config, dataset: Any) -> Config:
 
 
 def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicator | None = None) -> Task:
-    """What is learnt, with its loss, by name or the user's own. Raises ConfigError.
+    """The task with its loss, by name or the user's own. Raises ConfigError.
 
     Collective over `comm`, whose ranks share the work of counting the pixels of masks.
     """
@@ -136,7 +136,7 @@ def _pixel_counts(dataset: Any, num_classes: int, comm: Communicator | None) -> 
 
 
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
-    """What makes each metric, by name: of the task, or the user's own. Raises ConfigError."""
+    """A factory of each metric, by name: of the task, or the user's own. Raises ConfigError."""
     asked = config.learning.metrics
     if asked in (("none",), ()):
         return {}
@@ -164,14 +164,14 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
 
 
 class Monitor(NamedTuple):
-    """What tells the best weights: its name, without val_, and whether higher values are better."""
+    """The monitor of the best weights: its name, without val_, and whether higher values are better."""
 
     name: str
     higher_is_better: bool
 
 
 def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor | None:
-    """What tells the best weights; None if nothing does. Raises ConfigError."""
+    """The monitor of the best weights; None if there is none. Raises ConfigError."""
     chosen = config.learning
     if chosen.monitor is None and chosen.patience is None:
         if chosen.monitor_mode != "auto":

@@ -1,4 +1,4 @@
-"""What a model is given, by its shape alone; and how a batch is divided into microbatches and shares."""
+"""Inputs of a model, by their shape alone; and how a batch is divided into microbatches and shares."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise

@@ -227,7 +227,7 @@ class Plan:
         return text in (self.describe(), replace(self, moe=Plan.moe, moe_pieces=Plan.moe_pieces).describe())
 
     def wrong_world(self, num_ranks: int) -> str | None:
-        """What to say if mpirun started so many ranks; None if that fits."""
+        """The error if mpirun started this number of ranks; None if it fits."""
         if self.num_ranks == num_ranks:
             return None
         if num_ranks == 1 and strangers():
@@ -244,7 +244,7 @@ class Plan:
         )
 
     def problem(self, num_ranks: int, image_size: Sequence[int], batch_size: int) -> str | None:
-        """What is wrong with this plan for so many ranks and such images, in one sentence; None if it fits."""
+        """The error of this plan for a number of ranks and such images, in one sentence; None if it fits."""
         if self.num_ranks != num_ranks:
             return self.wrong_world(num_ranks)
         tiles = self.tiles[0]
@@ -280,11 +280,11 @@ class Plan:
         return Placement.row(self.ranks_per_place, self.num_directions, self.chunks)
 
     def table(self) -> Table:
-        """What each rank of a replica does in a training step."""
+        """The actions of each rank of a replica in a training step."""
         return table_for(self.schedule, self.placement, self.microbatches, max(self.bidirectional, 1))
 
     def evaluation_table(self, num_microbatches: int) -> Table:
-        """What each rank of a replica does for so many microbatches without training: forward, in one direction."""
+        """Each rank's actions for a number of microbatches without training: forward, in one direction."""
         return forward_only(self.placement.only(0), num_microbatches)
 
     def shape(self, stage: int) -> GridShape:
@@ -361,7 +361,7 @@ class Plan:
         return grid
 
     def arrangement(self, stage: int) -> Arrangement:
-        """What ranks of a stage share beside tensors."""
+        """The axes that ranks of a stage share besides tensors."""
         ways = self.batch_ways[stage % len(self.tiles)]
         return Arrangement(self.sequence, self.experts, ways, self.moe_pieces)
 

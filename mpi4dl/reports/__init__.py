@@ -1,4 +1,4 @@
-"""What runs came to, as a page for a browser: read from their folders, without MPI."""
+"""Results of runs, as a page for a browser: read from their folders, without MPI."""
 
 from mpi4dl.reports.page import write
 

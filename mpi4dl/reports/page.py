@@ -1,7 +1,7 @@
 """One page of one or several runs: everything in one file, nothing from a network, whatever the runs' names are.
 
-What a run has is read in `reading`, the looks are in page.html. The template escapes all text that it is given; the
-pictures are made as trees of elements, which escape theirs.
+`reading` reads the folders; page.html is the template. The template escapes all text that it is given; the pictures are
+made as trees of elements, which escape theirs.
 """
 
 import base64

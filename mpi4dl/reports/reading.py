@@ -204,7 +204,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, Scored]:
 
 
 def _from(images: Sequence[Judged], numbers: bool) -> dict[str, Scored]:
-    """What follows from the predictions for images, of which no metrics are told: the accuracy, or the mean error."""
+    """Metrics of predictions for images without recorded metrics: the accuracy, or the mean error."""
     import torch
 
     from mpi4dl.tasks.counting import WHY_NONE, bootstrap
@@ -256,7 +256,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundRun:
-    """What a folder tells of a run. `options` and `versions` are text by name; `remarks` what is missing or damaged."""
+    """A run's folder, as read. `options` and `versions` are text by name; `remarks` what is missing or damaged."""
 
     name: str
     path: Path

@@ -1,4 +1,4 @@
-"""What a trained model is, beside its weights: all that is needed to build it, and to show it images as in training.
+"""The description of a trained model besides its weights: all that building it and transforming its images need.
 
     model.json                      in the folder of a run, from its start on
     metadata of model.safetensors   the same text, under the key `mpi4dl`; in weights that are exported too
@@ -212,7 +212,7 @@ class Description:
 
 
 def untrusted(where: str, name: str, text: str) -> ConfigError:
-    """What there is to say of code that a file names, which was not written by this user's training."""
+    """The warning about code that a file names, if this user's training did not write it."""
     remedy = "" if name == "dataset" else f"pass `{name}` {text} yourself, or "
     return ConfigError(
         f"{where} names code to load: `{name}` {text}. Files from others can name any code, and this one bears no "
@@ -270,6 +270,6 @@ def _module_exists(name: str) -> bool:
 
 
 def described_by(folder: Path) -> Description | None:
-    """What the folder of a run says of its model; None if it says nothing. Raises ConfigError, OSError."""
+    """The description of its model in the folder of a run; None if there is none. Raises ConfigError, OSError."""
     path = folder / FILE
     return Description.read(read_regular(path).decode(), str(path)) if path.is_file() else None

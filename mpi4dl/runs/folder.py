@@ -11,9 +11,9 @@
         checkpoints/     what the run needs to go on, at several steps
         model.safetensors    the weights, at the end
 
-A run that goes on from step 1200 adds config-step-00001200.toml and versions-step-00001200.json.
+A run that resumes at step 1200 adds config-step-00001200.toml and versions-step-00001200.json.
 
-Rank 0 creates it; the others are told its path, and write nothing but their logs.
+Rank 0 creates it. The other ranks receive its path, and write only their logs.
 """
 
 import json
@@ -67,7 +67,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: int | None = None
-        self._made = False  # by this object, and not by whoever named it
+        self._made = False  # by this object, not by its caller
 
     @classmethod
     def create(cls, path: str | Path) -> "RunFolder":
@@ -175,7 +175,7 @@ class RunFolder:
 
 
 class _Log(logging.FileHandler):
-    """What cannot be written is lost in silence: a full disk ends the run elsewhere, with one message."""
+    """Lines that cannot be written are lost: a full disk ends the run elsewhere, with one message."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -187,7 +187,7 @@ def _since(step: int) -> str:
 
 
 def versions(mpi_library: str, command: Sequence[str]) -> dict[str, Any]:
-    """What a run ran on, without importing any of it; a package that is not installed has no version."""
+    """The software of a run, without importing any of it; a package that is not installed has no version."""
     found: dict[str, Any] = {"python": platform.python_version(), "mpi4dl": __version__}
     for package in RECORDED_PACKAGES:
         try:

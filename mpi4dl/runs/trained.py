@@ -1,4 +1,4 @@
-"""What a run left: where its weights are, what they are of.
+"""The results of a run: its weights, and the description of their model.
 
 runs/mine                           the newest whole checkpoint, or the weights that it ended with
 runs/mine/checkpoints/step-...      that checkpoint

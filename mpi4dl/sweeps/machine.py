@@ -1,4 +1,4 @@
-"""What measurements are made on: the machine, its libraries, and what else it does meanwhile."""
+"""The machine of measurements: its libraries, and its other load meanwhile."""
 
 import os
 import platform

@@ -182,7 +182,7 @@ def measured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def settings_of(sweep: Sweep, cores: int) -> dict[str, Any]:
-    """What measurements depend on beside their plans: the options of the training, and how a job measures."""
+    """The settings of measurements besides their plans: the options of the training, and how a job measures."""
     plan = {*decided_flags(), *(f"--{name}" for name in vars(sweep.space))}
     training = {flag: value for flag, value in training_options(sweep.training).items() if flag not in plan}
     how = {"--steps": sweep.steps, "--warm-up": sweep.warm_up, "--memory": sweep.memory, "--cores": cores}

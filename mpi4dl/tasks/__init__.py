@@ -1,1 +1,1 @@
-"""What is learnt and measured: losses, metrics, heads."""
+"""Tasks: losses, metrics, heads."""

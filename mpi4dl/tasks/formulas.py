@@ -88,7 +88,7 @@ def along_classes(weights: Tensor, outputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Counting:
-    """What of targets counts, and how much: `class_weights`, one for each class, and what `ignore_index` leaves out."""
+    """Weights of targets: `class_weights`, one for each class, and what `ignore_index` leaves out."""
 
     class_weights: tuple[float, ...] | None = None
     ignore_index: int = IGNORED
@@ -318,7 +318,7 @@ def _heads(main: Any, others: Sequence[Any], factor: float) -> Heads:
 
 
 def main_output(outputs: Any) -> Any:
-    """What a model predicts, of all that it returns."""
+    """The prediction among all values that a model returns."""
     return heads_of(outputs).main
 
 

@@ -26,7 +26,8 @@ NO_CLASS = -(1 << 62)  # in a mask of int64: the outputs of this pixel are not n
 
 
 def maker_of(name: str, metric: Any) -> Callable[[], Any]:
-    """What makes a fresh metric: of a class, of an object that is one, or of a function of all predictions and targets.
+    """A factory of a fresh metric: of a class, of an object that is one, or of a function of all predictions and
+    targets.
 
     Raises Refusal for anything else.
     """
@@ -107,7 +108,7 @@ def _single(values: Any) -> bool:
 
 @contextmanager
 def _in_double() -> Iterator[None]:
-    """Metrics warn of classes that are missing; what they give then is said by the values."""
+    """Metrics warn of missing classes; their values show it."""
     with InDouble(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -132,7 +133,7 @@ class Measures:
         part = owned(predictions, grid) if isinstance(predictions, Tensor) else None
         if not self.makers or self.error is not None or (grid.rank if part is None else not part.counts):
             return
-        try:  # what goes wrong here is told to all ranks at the end
+        try:  # all ranks learn of an error here at the end
             if part is not None and part.dense:
                 predictions, targets = part.values, part.of_targets(targets)
                 self._require_parts()

@@ -55,7 +55,7 @@ class Task:
 
     @property
     def objective(self) -> Callable[[Any, Any], Tensor]:
-        """What the engine minimises: functions of the user's own see all that the model returns."""
+        """The objective of the engine: functions of the user's own see all that the model returns."""
         if self.loss is None or isinstance(self.loss, str):
             return OfHeads(self.own_loss(), self.require, self.auxiliary)
         if isinstance(self.loss, BatchLoss):
@@ -84,15 +84,15 @@ class Task:
         """Raise Refusal unless a model's main output, and the targets, are as this task has them."""
 
     def predictions(self, outputs: Any) -> Any:
-        """What the model's outputs say: probabilities, or the numbers themselves."""
+        """Predictions from the model's outputs: probabilities, or the numbers themselves."""
         return main_output(outputs)
 
     def measured(self, outputs: Any, targets: Any) -> Any:
-        """What metrics compare with targets."""
+        """The values that metrics compare with targets."""
         return self.predictions(outputs)
 
     def metrics(self, names: Sequence[str] | None = None) -> dict[str, Callable[[], Any]]:
-        """What makes a fresh metric, by name; None: the usual ones of this task.
+        """A factory of each metric, by name; None: the usual ones of this task.
 
         Raises ValueError for a name that is none.
         """

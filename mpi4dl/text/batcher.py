@@ -131,7 +131,7 @@ class TextStream:
         return 0
 
 
-# One request while it is worked on: which tokens are next, and what is told of each that comes.
+# The state of a running request: its next tokens, and its events.
 
 OnEvent = Callable[[Event], None]
 
@@ -206,7 +206,7 @@ class Running:
 
 
 def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[tuple[Running, TokenPortion]]:
-    """What of each request is in the next step: one token of those that generate, and the next parts of prompts.
+    """The tokens of each request in the next step: one of those that generate, and the next parts of prompts.
 
     Parts are of `chunk` tokens but the last one of a prompt, wherever others are, so that a prompt is always computed
     in the same parts. Of each data rank there is one, or several that have `chunk` tokens together.
@@ -222,7 +222,7 @@ def portions_of(running: Sequence[Running], chunk: int, num_rows: int) -> list[t
     return found
 
 
-NOTE_BYTES = 4096  # what is said of a step goes in one message, if it is not longer
+NOTE_BYTES = 4096  # a step is announced in one message, if it is not longer
 LENGTH_BYTES = 8
 
 
@@ -336,7 +336,7 @@ class Batcher:
             self._lock.notify_all()
 
     def stats(self) -> Stats:
-        """What is under way, as of the last step."""
+        """The state after the last step."""
         with self._lock:
             return self._stats
 

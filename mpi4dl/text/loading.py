@@ -184,7 +184,7 @@ def _matrices_of(module: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
+    """The results of a run: its options, its tokenizer, the file of its weights. `remarks` are about damage."""
 
     config: Config
     tokenizer: Tokenizer
@@ -204,7 +204,7 @@ class Trained:
 
 
 def find_trained(comm: Communicator, source: Path, average: bool = True, trust_code: bool = False) -> Trained:
-    """What is in the folder of a run of mpi4dl train, or one of its checkpoints. Collective.
+    """The content of the folder of a run of `mpi4dl train`, or of one of its checkpoints. Collective.
 
     The newest whole checkpoint counts, or of a run without any the weights that it wrote at its end. Of a run with
     `ema` it is their `average`.

@@ -82,7 +82,7 @@ def pack(portions: Sequence[TokenPortion], num_rows: int) -> Packed:
 # keys, values of a layer   (K, pages x page_size, D)   of the heads that this rank has
 #
 # Each request is attended to alone, by calls whose shapes depend on nothing but itself, so that it gets the same bits
-# whoever else is in the batch. Where its pages are neighbours, its keys and values are read where they are.
+# whatever else is in the batch. Where its pages are neighbours, its keys and values are read where they are.
 
 
 class PageSizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Options that commands have in common which run a trained model: how it lies over ranks, and how much runs at once."""
+"""Options of all commands that run a trained text model: the plan, and the size of the batch."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -47,7 +47,7 @@ STOP = Kind(
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the model goes on with, and how often."""
+    """Prompts, and the number of continuations of each."""
 
     prompt: str = option(
         "",

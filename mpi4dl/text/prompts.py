@@ -1,4 +1,4 @@
-"""What is asked for, read and given to the batch, and the texts that come, printed in the order of what was asked."""
+"""Prompts, read and given to the batch, and their texts, printed in the order of the prompts."""
 
 import json
 from collections.abc import Sequence

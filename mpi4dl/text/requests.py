@@ -1,4 +1,4 @@
-"""What callers and the batch tell each other: how to sample, what came of a request, how much is under way."""
+"""The interface of callers and the batch: sampling, events of a request, statistics."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Sampling:
     Args:
         max_tokens: how many are generated at most.
         temperature: what logits are divided by; 0: always the most probable token (greedy).
-        top_k: only so many of the most probable tokens are possible; 0: all.
-        top_p: only the most probable tokens that together have at least this probability are possible.
+        top_k: sample among this number of most probable tokens; 0: all.
+        top_p: sample among the most probable tokens that together have at least this probability.
         repetition_penalty: positive logits of tokens that occurred, also in the prompt, are divided by it, negative
             ones multiplied (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
         seed: of the request's own random numbers; None: another one each time.
@@ -61,10 +61,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request: one for each token, in order; the last one has a `finish_reason`.
+    """An event of a request: one for each token, in order. The last one has a `finish_reason`.
 
     `text` is what is new and certain: parts of characters, and what may be the beginning of a stop string, come with a
-    later token, or at the end. `token` is None where only the end is told. `logprob` is the natural logarithm of the
+    later token, or at the end. `token` is None if there is only the end. `logprob` is the natural logarithm of the
     token's probability under the model's own distribution (temperature 1, no penalty). `message` says what went wrong,
     if the reason is "error".
     """
@@ -80,7 +80,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Stats:
-    """What is under way, and what was done since the start. `pages_used` are those of running requests."""
+    """Running requests, and totals since the start. `pages_used` are those of running requests."""
 
     waiting: int
     running: int

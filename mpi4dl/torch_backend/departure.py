@@ -47,14 +47,14 @@ class Worker(Protocol):
 
 
 class Notice(NamedTuple):
-    """What a rank that leaves has begun, by group, and has written to this rank, by channel."""
+    """The operations that a leaving rank has begun, by group, and its messages to this rank, by channel."""
 
     begun: dict[str, int]
     wrote: dict[str, int]
 
 
 class Departures:
-    """What this rank knows of those that have left, and what it tells when it leaves itself."""
+    """The notices of ranks that have left, and the notice of this rank when it leaves."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -26,7 +26,7 @@ GROUP: Any = dist.ProcessGroup  # its declared methods take what Python passes, 
 
 
 class Abilities(NamedTuple):
-    """What torch.distributed may ask of the backend of a group."""
+    """The features of the backend of a group that torch.distributed asks for."""
 
     supports_splitting: bool = False
     supports_coalescing: bool = False
@@ -114,7 +114,7 @@ OTHER_NAMES = {
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for beside its tensors. `op` is the name of a reduction, `factor` what PREMUL_SUM has."""
+    """The options of a call. `op` is the name of a reduction, `factor` what PREMUL_SUM has."""
 
     op: str = "sum"
     factor: Any = 1
@@ -173,7 +173,7 @@ def called_as(names: str, lists: bool = True) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
-# The tensors of a call as the wire takes them: dense, and cut into the parts of each rank.
+# The tensors of a call as messages need them: dense, and cut into the parts of each rank.
 
 
 def plain(tensor: Tensor) -> Tensor:

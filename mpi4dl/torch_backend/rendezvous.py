@@ -28,7 +28,7 @@ Meeting = Callable[..., Iterator[tuple[dist.Store, int, int]]]
 def meet_through_mpi() -> None:
     """Make `init_process_group` ask MPI wherever the environment does not say who and where the ranks are.
 
-    The one place for that is the handler of "env://", which is what `init_process_group` takes when it is told nothing.
+    The one place for that is the handler of "env://", the default of `init_process_group`.
     """
     by_environment: Meeting = handlers["env"]
 

@@ -1,4 +1,4 @@
-"""What an operation of torch.distributed returns: something to wait for, or a future for those who want one.
+"""The results of operations of torch.distributed: a handle to wait for, or a future.
 
 Nobody but the ranks' own calls makes MPI progress: there is no thread, which would cost far more than it hides, and in
 which what `then` was given would start collectives in an order of its own on each rank. And a future can be waited for
@@ -165,7 +165,7 @@ class MpiWork(dist.Work):
         return True
 
     def agree(self) -> None:
-        """Wait for what comes before the data, before they are there."""
+        """Wait for the message before the data."""
         self._await(self._timeout)
 
     def _complete(self, limit: timedelta) -> None:
@@ -210,7 +210,7 @@ class MpiWork(dist.Work):
             self._busy.release()
 
     def cancel(self) -> None:
-        """Give up a receive that nobody has answered, as its group is destroyed. Who waits for it is told so."""
+        """Give up a receive that nobody has answered, as its group is destroyed. The waiting caller gets an error."""
         with self._busy:
             if not self._done and self._error is None and not self._pending.test():
                 self._pending.cancel()

@@ -51,7 +51,7 @@ class Best:
         return self.patience is not None and self.since >= self.patience
 
     def undefined(self, evaluation: Evaluation) -> str | None:
-        """What to say of a validation whose weights cannot be the best, as what is monitored is not a finite number."""
+        """The message about a validation that cannot be the best: the monitored value is not finite."""
         value = self.of(evaluation)
         if math.isfinite(value):
             return None

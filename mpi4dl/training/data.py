@@ -72,7 +72,7 @@ class ImageLists(NamedTuple):
 
     @classmethod
     def before(cls, config: Config) -> "ImageLists | None":
-        """The lists of the run that a configuration goes on with; None if there is none. Raises ConfigError."""
+        """The lists of the run that a configuration resumes; None if there is none. Raises ConfigError."""
         resume, folder = config.run.resume, config.run.run_folder
         if resume == "none" or (resume == "auto" and folder is None):
             return None
@@ -107,7 +107,7 @@ class ImageLists(NamedTuple):
         return dict.fromkeys(self.training, False) | dict.fromkeys(self.validation, True)
 
     def changes(self, now: "ImageLists") -> Iterator[str]:
-        """What to say of images that came, went or changed since these lists were made."""
+        """The message about images that came, went or changed since these lists were made."""
         if now.classes != self.classes:
             yield f"the classes were {', '.join(self.classes)}, and are {', '.join(now.classes)}"
         before, after = {**self.training, **self.validation}, {**now.training, **now.validation}
@@ -141,7 +141,7 @@ BoxesOf = Callable[[int], Sequence[Box]]
 
 
 class Images(NamedTuple):
-    """What is trained on and validated with, how it is brought to the image size, and what there is to say of it."""
+    """The images of training and validation, their transform to the image size, and remarks on them."""
 
     training: Named
     validation: Named
@@ -158,7 +158,7 @@ class Images(NamedTuple):
         return self.training.channels
 
     def number_of_classes(self, config: Config) -> int:
-        """What was asked for, or else as many as there are. Raises ConfigError if that is too few."""
+        """The number of classes by the option, or else by the data. Raises ConfigError if that is too few."""
         return number_of_classes(config, self.classes)
 
     def bits_per_byte(self, loss: float) -> None:
@@ -448,7 +448,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """What is trained on and validated with, and what there is to say of it: the same face as `Images`."""
+    """The texts of training and validation, and remarks on them: the same interface as `Images`."""
 
     training: TokenDataset | MaskedTokenDataset
     validation: TokenDataset | MaskedTokenDataset
@@ -490,7 +490,7 @@ class Texts:
         return self.training.vocabulary
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """What a validation loss, in nats for each token, is in bits per byte; None if only some tokens are targets."""
+        """A validation loss, in nats for each token, in bits per byte; None if only some tokens are targets."""
         if isinstance(self.validation, MaskedTokenDataset):
             return None
         stream = self.validation.stream

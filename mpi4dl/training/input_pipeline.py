@@ -99,7 +99,7 @@ T = TypeVar("T")
 
 
 class ControlFlags(NamedTuple):
-    """What is so on some rank: a signal asks to stop, a checkpoint cannot be written, an image cannot be read."""
+    """Flags of any rank: a signal asks to stop, a checkpoint cannot be written, an image cannot be read."""
 
     stop: bool
     cannot_save: bool
@@ -107,7 +107,7 @@ class ControlFlags(NamedTuple):
 
     @classmethod
     def of_all(cls, comm: Communicator, mine: "ControlFlags") -> "ControlFlags":
-        """What the ranks tell in a round of its own. Collective."""
+        """The flags of all ranks, by an exchange of its own. Collective."""
         return cls.heard(comm.all_reduce(torch.tensor(mine, dtype=torch.int32)).tolist())
 
     @classmethod
@@ -143,7 +143,8 @@ class Reading:
 
     `divide(num_samples)` says how a batch is divided, and what each of this rank's tiles is of;
     `own(bad_image)` what this rank has to tell. `used` counts the epoch's batches that were given out, and those before
-    them; `news` is what was told last: in a step, if `hear` got the sums of what `tell` gave, else ahead of a batch.
+    them; `news` are the last flags of all ranks: in a step, if `hear` got the sums of what `tell` gave, else ahead of a
+    batch.
 
     Raises:
         UnreadableImages: on all ranks, an image, where that ends the run.
@@ -168,12 +169,12 @@ class Reading:
         self.news = ControlFlags(False, False, False)
 
     def tell(self) -> ControlFlags:
-        """What this rank has to tell in a step, with what it knows of the batch that comes next."""
+        """The flags of this rank in a step, with those of the next batch."""
         following = self._batches.peek()
         return self._own(following is not None and following.is_short)
 
     def hear(self, sums: Sequence[float]) -> None:
-        """What all ranks told in the step."""
+        """Take the flags of all ranks in the step."""
         self.news, self._heard = ControlFlags.heard(sums), True
 
     def __iter__(self) -> Iterator[tuple[Batch, tuple[Microbatch, ...]]]:

@@ -29,7 +29,7 @@ class StepReport:
     `data_wait` and `comm_wait` are the shares of the interval's time, 0 to 1, that were spent waiting for images and
     for other ranks; `peak_memory_bytes` is that of the rank that used most. Of text speed is in tokens. Under fp16,
     `skipped_steps` of these steps were not made, because their gradients overflowed; `loss_scale` is the present one.
-    Of experts three are told, as `routing.ExpertUse` has them. `learning_rate` is that of each of the optimizer's
+    With experts there are three numbers, as in `ExpertUse`. `learning_rate` is that of each of the optimizer's
     groups in the last of the steps.
     """
 
@@ -108,7 +108,7 @@ class ValidationReport:
 
 
 class LogInterval:
-    """The steps since the last report; `losses` are those of a run that goes on in the middle of an interval.
+    """The steps since the last report; `losses` are those of a run that resumes in the middle of an interval.
 
     Samples of text have so many tokens.
     """

@@ -1,4 +1,4 @@
-"""Where a run of the training command is recorded, and what it goes on from: the meaning of `resume`."""
+"""The folder of a run, and the checkpoint from which it resumes: the meaning of `resume`."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ OF_THIS_START = ("resume", "dry_run", "print_config")
 
 
 class Origin(NamedTuple):
-    """The run's folder; whether it holds this run already; and checkpoints to go on from, the best first."""
+    """The run's folder; whether it holds this run already; and checkpoints to resume from, the best first."""
 
     folder: RunFolder
     in_place: bool
@@ -112,7 +112,7 @@ def lock(comm: Communicator, origin: Origin) -> None:
 
 
 def choose(comm: Communicator, origin: Origin, checkpoints: Checkpoints | None) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, if there is any, and what to say of newer ones that are not it. Collective.
+    """The checkpoint to resume from, if there is any, and remarks on newer ones that are unusable. Collective.
 
     Raises Refusal on all ranks if there are checkpoints, but none is whole.
     """
@@ -143,7 +143,7 @@ def record(origin: Origin, step: int, config: Config, comm: Communicator, argv: 
 
 
 class Progress(NamedTuple):
-    """What a run of the training command keeps beside the engine's state: see `train.Run.state`."""
+    """The state of a run of the training command besides the engine's: see `TrainingRun.state`."""
 
     epoch: int
     batch: int
@@ -215,7 +215,7 @@ def _evaluation(node: Machine) -> dict[str, Any]:
 
 
 def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = ()) -> dict[str, str]:
-    """What a checkpoint remembers of how its run was started: every option, as a TOML file has it.
+    """The options of a run that its checkpoints store, as a TOML file has them.
 
     Of `balance` it is what it came to: `counts` atoms of each stage.
     """
@@ -224,7 +224,7 @@ def options_to_compare(config: Config, num_images: int, counts: Sequence[int] = 
 
 
 def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> list[str]:
-    """What to say of each option that is not as it was when the checkpoint was written.
+    """A message about each option that differs from the checkpoint's.
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
@@ -256,7 +256,7 @@ def _shown(name: str) -> str:
 
 
 def require_fit(checkpoint: Path, there: Progress, scheduler: Any, num_batches: int) -> None:
-    """Raise Refusal, alike on all ranks, unless the epoch and the schedule can go on from there."""
+    """Raise Refusal, alike on all ranks, unless the epoch and the schedule can continue from there."""
     problem = f"its epoch has {there.batch} batches behind it" if there.batch > num_batches else None
     if problem is None and scheduler is not None:
         problem = unlike(there.scheduler or {}, scheduler.state_dict())

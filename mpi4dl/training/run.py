@@ -46,7 +46,7 @@ from mpi4dl.training.resuming import options_to_compare
 from mpi4dl.training.stopping import Patience, Stopped, StopSignals
 from mpi4dl.training.tensorboard import Painter, Showing, remember
 
-# Text that a model goes on with, token by token, under any plan: for a reader to see what it has learnt.
+# Text that a model continues, token by token, under any plan, to show what it has learnt.
 
 TEMPERATURE = 0.8
 
@@ -161,7 +161,7 @@ CROWDED = 0.15  # of the time that a rank waited for a core in its first steps
 
 
 def crowded(rank: int, share: float, threads: int) -> str:
-    """What there is to say of a rank that waited for a core for this share of the time."""
+    """The warning about a rank that waited for a core for this share of the time."""
     return (
         f"rank {rank} waited {100 * share:.0f} % of the time for a core: other programs use the cores that its "
         f"{threads} threads are for, and its threads wait for each other in each layer; `threads` 1 may be faster"
@@ -171,8 +171,8 @@ def crowded(rank: int, share: float, threads: int) -> str:
 class TrainingRun:
     """A run of the training command: loaders, epochs, validation, reports and checkpoints around one engine.
 
-    `epoch` counts those that are complete, `batch` the batches of the present one that were used. `due`: what comes
-    behind an epoch, such as its validation, is still to be done; a run that goes on begins with that.
+    `epoch` counts those that are complete, `batch` the batches of the present one that were used. `due`: the work after
+    an epoch, such as its validation, is still to be done; a resumed run begins with it.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class TrainingRun:
         self.showing = self.closing = later
 
     def watch(self, task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> None:
-        """What validation measures, and by what the best weights are told."""
+        """The metrics of validation, and the monitor of the best weights."""
         self.task, self.metrics = task, metrics
         self.directions = directions(task, metrics, monitor)
         self.best = None if monitor is None else Best(*monitor, self.config.learning.patience)
@@ -235,7 +235,7 @@ class TrainingRun:
                 print(f"dry run: {counted(self.num_steps, 'step was', 'steps were')} not made")
 
     def open(self, closing: ExitStack) -> None:
-        """Choose the run's folder, and the checkpoint to go on from; report to the folder, from rank 0."""
+        """Choose the run's folder, and the checkpoint to resume from; report to the folder, from rank 0."""
         comm, config, self.closing = self.comm, self.config, closing
         origin = resuming.find_origin(comm, config)
         self.folder = origin.folder
@@ -341,7 +341,7 @@ class TrainingRun:
         return self.engine.num_steps >= self.num_steps or (self.best is not None and self.best.enough)
 
     def progress(self, doing: str) -> None:
-        """A sign of life, and what the step is doing, if that is said."""
+        """Feed the watchdog; `doing`, if given, describes the work of the step."""
         self.patience.feed()
         if doing:
             self.reporter.working(f"step {self.engine.num_steps + 1}: {doing}")
@@ -391,7 +391,7 @@ class TrainingRun:
         self.say(f"done: {found}; see {self.folder.path}")
 
     def write(self) -> None:
-        """Print what the model goes on with, if it is to. Collective."""
+        """Print a continuation of the prompt, if the run has one. Collective."""
         data = self.config.data
         if isinstance(self.images, Texts) and data.prompt is not None:
             self.patience.begin("writing")
@@ -401,7 +401,7 @@ class TrainingRun:
             self.say(f"what the model goes on with after {data.prompt!r}:\n{text}")
 
     def compare(self) -> None:
-        """Say of a plan of several stages how the work of each rank was foreseen, and how it was. Collective."""
+        """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
         held, plan = self.engine.held, self.engine.plan
         of_ranks = self.comm.all_gather_object(self.work.worked)
         if held.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
@@ -420,7 +420,7 @@ class TrainingRun:
         return Reading(self.comm, loader, epoch, start, self.bad_images, divide, self.own_news)
 
     def one_epoch(self) -> None:
-        """Train for an epoch, or what is left of it, save, and do what comes behind it."""
+        """Train for an epoch, or the rest of it, save, and do the work after it."""
         saves, every, epochs = self.config.run.save_every, self.config.training.eval_every, self.config.training.epochs
         if not self.due:
             self.unfreeze()
@@ -515,7 +515,7 @@ class TrainingRun:
         return LogInterval(self.engine, self.training, losses, None if data.text is None else data.context)
 
     def own_news(self, bad_image: bool = False) -> ControlFlags:
-        """What this rank has to tell the others."""
+        """The flags of this rank."""
         cannot_save = self.checkpoints is not None and self.checkpoints.failed
         return ControlFlags(self.stopping or self.signals.caught is not None, cannot_save, bad_image)
 

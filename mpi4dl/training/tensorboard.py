@@ -259,7 +259,7 @@ def _resized(masks: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(masks[:, None].double(), size=tuple(size), mode="nearest-exact")[:, 0].long()
 
 
-# Takes the portrait of a run, from its engine, and shows it in TensorBoard too.
+# Describes plan, modules and memory of a run, from its engine, for the report and TensorBoard.
 
 MOST_SPANS = 20_000  # of a timeline that is kept
 MOST_DRAWN = 2_000  # of one that is drawn for TensorBoard
@@ -267,9 +267,9 @@ REST = "activations and the rest"
 
 
 class Painter:
-    """Keeps the portrait of a run in its folder, and shows it in TensorBoard; made on rank 0, before the first step.
+    """Writes plan, modules and memory of a run into its folder and TensorBoard; made on rank 0, before the first step.
 
-    A folder that cannot be written is said, and ends nothing.
+    A folder that cannot be written gives a warning, and ends nothing.
     """
 
     def __init__(self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, num_steps: int) -> None:
@@ -311,7 +311,7 @@ def remember(painter: Painter | None, config: Config, engine: Engine, meter: Mem
 
 
 def timeline_of(engine: Engine) -> Simulation | None:
-    """How a step of a plan of several stages was foreseen, where what its atoms cost is known."""
+    """The simulated timeline of a step of several stages, where the cost of the units is known."""
     held, plan = engine.held, engine.plan
     if held.prices is None or plan.num_stages == 1:
         return None

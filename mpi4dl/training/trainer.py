@@ -47,20 +47,20 @@ class Trainer:
     """Trains a model on images or text, over the ranks of an MPI job or in one process, as `mpi4dl train` does.
 
     Every option of the command (`mpi4dl train --help`) is a keyword argument of the same name, with
-    underscores for dashes, given as the command takes it (`tiles="2x2,1x1"`) or as Python has it
-    (`tiles=((2, 2), (1, 1))`). Those that name a part take the object itself too:
+    underscores for dashes, as text (`tiles="2x2,1x1"`) or as a Python value (`tiles=((2, 2), (1, 1))`). Options that
+    name a part also take an object:
 
-    - `model`: an nn.Module; or what makes one, called with those of `num_classes` and `in_channels` that it has
-      parameters for, and `model_options`.
-    - `dataset`: a `mpi4dl.datasets.Dataset`, or a pair of them, to train on and to validate with.
-    - `loss(outputs, targets)`: the mean over the samples that it is given; or a name, such as "dice+cross_entropy".
+    - `model`: an nn.Module; or a function that makes one, called with `num_classes` and `in_channels`, if it has such
+      parameters, and `model_options`.
+    - `dataset`: a `mpi4dl.datasets.Dataset`, or a pair of them, for training and validation.
+    - `loss(outputs, targets)`: a function that returns the mean over its samples; or a name, such as
+      "dice+cross_entropy".
     - `metrics`: objects with `update(predictions, targets)` and `compute()`, such as those of torchmetrics, classes of
       them, or functions of predictions and targets; or names, such as "auc".
-    - `optimizer`: a class of optimizers, or what makes one of parameters.
+    - `optimizer`: an optimizer class, or a function of parameters that makes an optimizer.
     - `callbacks`: objects with some of the methods of `mpi4dl.training.run.Callback`.
 
-    All ranks make it together, with the same options. It raises `mpi4dl.Refusal` (a ValueError) on all ranks, in one
-    sentence, for what cannot be.
+    All ranks create it together, with the same options. Errors raise `mpi4dl.Refusal` (a ValueError) on all ranks.
 
         trainer = mpi4dl.Trainer(model=build, dataset=(training, validation), loss=loss, image_size=(512, 512),
                                  stages=2, tiles="2x2,1x1", epochs=3, lr=0.01)
@@ -156,18 +156,19 @@ class Trainer:
         return self._run.evaluation
 
 
-# What a user's callbacks are told of a run, on every rank.
+# The events that callbacks of the user receive, on every rank.
 
 
 class Callback:
-    """Methods that are called on every rank as a run goes on; a callback has those that it needs, of this class or not.
+    """Methods that a run calls on every rank. A callback defines those that it needs, and need not inherit from this
+    class.
 
     `run.engine` is the engine, `run.epoch` the number of complete epochs, `run.say(line)` prints and logs a line once,
     and `run.stop()` ends the run after this step, with a checkpoint. All ranks must do the same.
     """
 
     def on_fit_start(self, run: "TrainingRun") -> None:
-        """Everything is built, and a checkpoint was read if the run goes on from one."""
+        """Everything is built, and a resumed run has loaded its checkpoint."""
 
     def on_step_end(self, run: "TrainingRun", result: StepResult) -> None:
         """A step was made, or, under fp16, skipped."""
@@ -176,7 +177,7 @@ class Callback:
         """The model was validated."""
 
     def on_epoch_end(self, run: "TrainingRun", epoch: int) -> None:
-        """Epoch number `epoch`, from 1 on, and what comes behind it, are over."""
+        """Epoch number `epoch`, counted from 1, is complete, with validation and saving."""
 
     def on_fit_end(self, run: "TrainingRun") -> None:
         """The last step was made and the weights are saved."""

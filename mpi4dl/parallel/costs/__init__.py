@@ -1,1 +1,1 @@
-"""What the work of a plan takes: seconds of atoms on tiles, of messages, and where those numbers come from."""
+"""Costs of a plan: seconds of units on tiles and of messages, and the sources of these numbers."""

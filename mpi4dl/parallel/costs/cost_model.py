@@ -1,4 +1,4 @@
-"""What every atom costs on a rank of every stage, and so what the stages cost: the numbers that cuts and plans go by.
+"""Costs of every unit on a rank of every stage, and so of the stages: the numbers that cuts and plans use.
 
           atom 0   atom 1   atom 2           forward and backward seconds of atom i on the tiles of stage s:
 stage 0   1.1 2.0  0.4 0.9  0.3 0.5          timed there, or counted FLOPs over an assumed speed

@@ -1,4 +1,4 @@
-"""What counts the cost of a forward pass on the meta device: bytes as they come and go, and the few values it needs."""
+"""Meters of a forward pass on the meta device: bytes as they come and go, and the few values it needs."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

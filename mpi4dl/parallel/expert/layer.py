@@ -179,7 +179,7 @@ class _Trip:
         self.rows = self.there.begin(rows)
 
     def work(self, work: Work, features: int) -> Tensor:
-        """Wait for what comes, let the experts make of it what they do, and send that back."""
+        """Wait for the tokens, run the experts on them, and send the results back."""
         chosen = self.numbers.arrived().long()
         x, weights = self.there.end(self.rows).split([features, chosen.shape[1]], 1)
         del self.rows

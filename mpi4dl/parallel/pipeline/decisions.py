@@ -1,4 +1,4 @@
-"""What a forward decides in Python, which a trace would freeze: random draws, counters, attributes, globals.
+"""Decisions of a forward in Python that a trace would freeze: random draws, counters, attributes, globals.
 
     drawn     torch.rand(1).item() < p, random.random(), np.random.rand()
     written   self.calls += 1, self.seen.append(x), a global counter
@@ -143,7 +143,7 @@ def refill(value: Any, contents: Any) -> None:
 
 
 def changed(watch: Watch) -> str:
-    """What is said of a value that changed since the model was cut."""
+    """The message about a value that changed since the model was cut."""
     return (
         f"{watch.words} has changed since the model was cut into stages, which read it once and keep what followed: "
         "put the code that reads it into a module of its own and name that module in `whole`, or train in one stage"
@@ -293,7 +293,7 @@ class Draws:
 
 @dataclass
 class CodeAccess:
-    """What the code of a forward reads and writes outside of its arguments."""
+    """The reads and writes of a forward's code outside of its arguments."""
 
     reads: dict[tuple[int, tuple[str, ...]], Watch] = field(default_factory=dict)
     globals_written: dict[str, None] = field(default_factory=dict)

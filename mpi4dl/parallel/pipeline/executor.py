@@ -137,7 +137,7 @@ GRADIENTS = ("backward", "input", "weight")
 
 
 class BatchSource(Protocol):
-    """What goes into the first stage and what is made of the last stage's output, for one batch."""
+    """The inputs of the first stage and the use of the last stage's outputs, for one batch."""
 
     @property
     def microbatches(self) -> Sequence[Microbatch]: ...
@@ -154,7 +154,7 @@ class BatchSource(Protocol):
 
 @dataclass
 class Live:
-    """What is kept of a microbatch between its forward and its backward."""
+    """The values of a microbatch between its forward and its backward."""
 
     roots: Sequence[GradientEdge]
     leaves: list[Tensor]
@@ -241,7 +241,7 @@ class Executor:
         self.num_runs += 1
 
     def forget_values(self) -> None:
-        """What stages hand on is said anew: other parameters are trained, so that other values want gradients."""
+        """Announce the values between stages again: other parameters are trained, so other values need gradients."""
         for boundary in (*self.before.values(), *self.behind.values()):
             boundary.forget()
 
@@ -301,7 +301,7 @@ class Executor:
         return self.plan.num_stages == 1 and prod(self.plan.tiles[0]) * self.plan.tensor > 1
 
     def draw_alike(self) -> None:
-        """Let ranks that draw together go on from rank 0's states of Python's and NumPy's generators. Collective.
+        """Give ranks that draw together rank 0's states of Python's and NumPy's generators. Collective.
 
         Processes seed these two by chance, and unlike PyTorch's they have no part in the values of most models. Where
         all are seeded alike they stay as they are.

@@ -1,4 +1,4 @@
-"""What one rank holds of a model: its stages, each with the grid of the ranks that work on it together.
+"""The part of a model on one rank: its stages, each with the grid of the ranks that share it.
 
 held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
 optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
@@ -276,14 +276,14 @@ class LocalStages(nn.Module):
         return cls({0: model}, model, plan, comm, stream=stream, styles=styles, device=device)
 
     def watch(self, model: nn.Module, watched: Sequence[Watch]) -> None:
-        """Have those attributes of a model that its forward read, so that whoever changes them here is refused."""
+        """Have those attributes of a model that its forward read, so that a change of them is refused."""
         for watch in watched:
             if watch.place is None and not watch.path and not hasattr(self, watch.names[0]):
                 setattr(self, watch.names[0], getattr(model, watch.names[0]))
                 self.watched.append((watch, watch.now(self)))
 
     def changes(self) -> Iterator[str]:
-        """What is said of values of Python that are others than those by which the model was cut."""
+        """Messages about values of Python that changed since the model was cut."""
         yield from (changed(watch) for watch, found in self.watched if watch.now(self) != found)
         for module in self.modules_of.values():
             if isinstance(module, Stage):

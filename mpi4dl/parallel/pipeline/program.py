@@ -1,4 +1,4 @@
-"""What a model's forward pass does, as data: its calls, grouped to atoms, between any two of which it can be cut."""
+"""The forward pass of a model, as data: its calls, grouped to units (atoms), between any two of which it can be cut."""
 
 import builtins
 import math
@@ -276,7 +276,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Atom:
-    """What is never cut: one call, and what picks members and sizes from results around it."""
+    """A unit that is never cut: one call, and calls around it that pick members and sizes from results."""
 
     name: str
     calls: tuple[Call, ...]

@@ -59,8 +59,8 @@ class WeightGradients:
     What waits: the gradients of weight and bias of convolutions, transposed ones too, and of `F.linear`, on tiles too,
     where weight and bias are parameters themselves. All else has its gradient after backward, as ever: other operators,
     weights that are computed from parameters, images without a batch, layers under a checkpoint or another hook on
-    saved tensors, and those that a function of PyTorch calls inside, such as `F.multi_head_attention_forward`. What
-    waits cannot be differentiated twice.
+    saved tensors, and those that a function of PyTorch calls inside, such as `F.multi_head_attention_forward`. Queued
+    gradients cannot be differentiated twice.
 
     Between backward and `compute()` it holds the inputs of these layers, which the graph held until then, the gradients
     of their outputs, and under autocast the weights as they were cast. None of them may be overwritten meanwhile.

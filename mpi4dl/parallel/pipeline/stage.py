@@ -22,7 +22,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a stage does, without the modules that it does it with.
+    """The calls of a stage, without its modules.
 
     `inputs` and `outputs` name the values that come and go; `forget[i]` those that are not needed after `calls[i]`;
     `result` is what the last stage returns in training and in evaluation, with a `Value` for each tensor, and None for
@@ -105,7 +105,7 @@ class Stage(nn.Module):
         return self
 
     def changes(self) -> Iterator[str]:
-        """What is said of values of Python that are others than those by which the model was cut."""
+        """Messages about values of Python that changed since the model was cut."""
         for watch in self.recipe.watched:
             if watch.place is not None and watch.now() != watch.found:
                 yield changed(watch)
@@ -192,7 +192,7 @@ def _seen(watch: Watch, model: nn.Module, stage: Stage) -> tuple[Any, ...]:
     except AttributeError:
         return found, *owners
     if folder is not stage and folder is not original and name not in vars(folder) and name in vars(original):
-        vars(folder)[name] = vars(original)[name]  # for whoever looks for it to change it
+        vars(folder)[name] = vars(original)[name]  # where code of the user may change it
         owners.append(weakref.ref(folder))
     return found, *owners
 

@@ -4,9 +4,9 @@
       [ 0 ][ 1 ]                     [   ][   ]          forward:   every box goes to whoever needs a part of it
       [ 2 ][ 3 ]       ----->        [ 4 ][ 5 ]          backward:  its gradient returns to its owner (the adjoint)
 
-What the values are (how they nest, their shapes, how they are cut) is said once, ahead of the first microbatch of a
-kind; it is the same for all that follow. Messages have a tag for each microbatch of a run: receives may then be posted
-in any order, as those for the next microbatch are while what a present one of a new kind will be is not yet known.
+The sender announces nesting, shapes and cuts of the values once, ahead of the first microbatch of a kind. They hold for
+all that follow. Messages have a tag for each microbatch of a run: receives may then be posted in any order, as those
+for the next microbatch are while what a present one of a new kind will be is not yet known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -205,7 +205,7 @@ class StageBoundary:
         self._expected: dict[tuple[StageMessage, bool], list[Incoming]] = {}
 
     def forget(self) -> None:
-        """What values are is said anew: others want gradients than did."""
+        """Announce the values again: other values need gradients."""
         self._lanes.clear()
 
     def knows(self, parcel: StageMessage) -> bool:

@@ -7,7 +7,7 @@ torch.fx runs the model's forward on placeholders and notes what it calls. How d
     whole     everything else: layers, blocks, cells, heads; and what an opened module turns out not to let through:
               a function that its forward calls, such as one that makes a mask, or else the module
 
-What is kept whole runs as it is, so it may do what it likes. An opened module is replaced by the calls that it
+A module that is kept whole runs as it is, without restrictions. An opened module is replaced by the calls that it
 makes. It must make the same ones on every input: it may not ask for values, and not for `isinstance(x, Tensor)`,
 because a placeholder is none. It may not decide by random numbers, nor write attributes or globals (see `decisions`).
 The model itself may ask for sizes (see `facts`). It is traced in training and in evaluation mode. An opened module may
@@ -132,7 +132,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, and on which line of the model."""
+    """The error, and its line of the model."""
     return f"{str(error) or type(error).__name__}{line_of(traceback.extract_tb(error.__traceback__))}"
 
 
@@ -362,7 +362,7 @@ def _inputs(forward: Callable[..., Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a forward called in one mode. `names` say what each value is called."""
+    """The calls of a forward in one mode. `names` say what each value is called."""
 
     nodes: list[fx.Node]
     scopes: dict[fx.Node, str]
@@ -488,7 +488,7 @@ class _Reading:
     def _answered(self, whole: Collection[str], draws: Draws, begin: Callable[[], None]) -> tuple[_Tracer, fx.Graph]:
         """Trace the model as it is, again and again, until all questions are answered that it asks about sizes.
 
-        `begin` takes back what the last trace wrote: the model would go on with placeholders of that one.
+        `begin` takes back what the last trace wrote: the model would continue with placeholders of that one.
         """
         answers: list[bool] = []
         while True:
@@ -583,7 +583,7 @@ def _program(model: nn.Module, kept: Mapping[str, str], functions: Mapping[Globa
 def _aligned(forms: Forms) -> list[tuple[int | None, int | None]]:
     """Which of the nodes in training and in evaluation are the same call; None for what one mode alone makes.
 
-    The same call then has one name: fx numbers functions, and what comes behind an auxiliary head has other numbers.
+    The same call then has one name: fx numbers functions, and functions behind an auxiliary head have other numbers.
     """
     training, _, frozen, evaluation = forms
     found: list[tuple[int | None, int | None]] = []
@@ -648,7 +648,7 @@ def _call(forms: Forms, i: int | None, j: int | None) -> Call:
     made = (i is not None, j is not None)
     within = [each.contexts[each.nodes[k]] for each, k in modes]
     contexts = (within[0], within[-1])
-    if contexts[0] != contexts[1] and mine == other:  # whose mode it is must be known to whoever runs it
+    if contexts[0] != contexts[1] and mine == other:  # the runner must know whose mode it is
         other = map_leaves(lambda leaf: leaf, other)
         return Call(record.names[node], node.op, node.target, mine, other, scope, made, contexts)
     other = mine if mine == other else other

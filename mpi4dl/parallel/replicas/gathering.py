@@ -3,9 +3,9 @@
 forward    bucket 3    gather 3, start 2 -> compute -> free 3, gather 2, start 1 -> compute -> ...
 backward   bucket 1    the graph keeps no parameter, but where it was: gather 1, start 2 -> compute -> free 1, ...
 
-As in Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (SC 2020). What is
-gathered, and what is gathered ahead, follows from the calls of PyTorch's functions alone, so that all ranks that run
-the same model gather in the same order, whatever modules look like.
+As in Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (SC 2020). The calls of
+PyTorch's functions alone decide which buckets are gathered, and which ahead. So all ranks that run the same model
+gather in the same order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,7 +59,7 @@ class Gatherer:
                 self.parameters[i].data = self._absent[i]
 
     def part(self, number: int) -> Tensor:
-        """What this rank keeps of a bucket, flat; it may be changed while no parameter is whole."""
+        """This rank's part of a bucket, flat; it may be changed while no parameter is whole."""
         return self._parts[number]
 
     def _point(self, number: int, flat: Tensor) -> None:

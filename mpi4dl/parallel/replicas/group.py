@@ -134,7 +134,7 @@ def postpone(parameter: nn.Parameter, reducer: Reducer) -> bool:
 
 
 def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """What the hooks make of the whole gradient. Raises Refusal if they change the parameter, or leave no gradient."""
+    """The whole gradient after the hooks. Raises Refusal if they change the parameter, or leave no gradient."""
     kept, version = parameter.grad, parameter._version
     for hooks, _, hook in _hooks_of(parameter):
         if hooks is parameter._backward_hooks:
@@ -432,7 +432,7 @@ class ReplicaGroup:
         self.reducer.end_pass()
 
     def squares(self) -> list[Tensor]:
-        """What adds up, over all ranks, to the square of the gradient's norm."""
+        """This rank's term of the square of the gradient's norm, which is a sum over all ranks."""
         return self.reducer.squares() if self.zero or self.comm.rank == 0 else []
 
     def hand_out(self, factor: float) -> None:

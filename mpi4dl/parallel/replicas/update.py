@@ -250,7 +250,7 @@ class Update:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer says beside which parameters it has."""
+    """The options of a group of an optimizer."""
     return {name: value for name, value in group.items() if name not in ("params", NAMES)}
 
 

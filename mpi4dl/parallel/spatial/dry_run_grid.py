@@ -1,7 +1,7 @@
 """One rank of a grid whose other ranks need not exist: what it would send is counted, and what would come is made up.
 
 On meta tensors nothing is computed either. On real ones this rank does all that it would do among others, rules and
-packing included, and what comes from them is nought: how long that takes is how long it would take, but for waiting.
+packing included, and it receives zeros. That takes as long as among others, except for waiting.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ def rank_in_the_middle(shape: geometry.GridShape) -> int:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank does in a forward pass: exchanges, whose messages travel at once, and what it computes.
+    """The work of a rank in a forward pass: exchanges, whose messages travel at once, and computation.
 
     `touched_bytes` are those that operators read and write whose FLOPs do not count.
     """

@@ -1,4 +1,4 @@
-"""What a model costs on a grid: the operators that communicate, and how much. Nothing is computed, nothing is sent.
+"""The communication of a model on a grid: operators and bytes. Nothing is computed, nothing is sent.
 
 The model runs on meta tensors, once for every rank of the grid, on a communicator that counts instead of sending.
 """
@@ -27,7 +27,7 @@ HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more compute
 
 @dataclass
 class Operator:
-    """What one call of an operator sends in a forward pass: the most that any one rank does."""
+    """The messages of one call of an operator in a forward pass: the most of any one rank."""
 
     module: str
     name: str

@@ -34,7 +34,7 @@ class PartPlace(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """What ranks of a grid share beside tensors of images.
+    """The axes that ranks of a grid share besides tensors of images.
 
     `shares_tokens`: sums over the axis of features leave each rank some of the tokens (`sums`). Of ranks along the
     batch, where each replica has so many `ways`, `experts` share experts; tokens travel to them in `pieces`.
@@ -191,7 +191,7 @@ class Grid:
 
 
 class Factor(NamedTuple):
-    """What a flat dim is made of: an axis, or so many entries of an ordinary dim."""
+    """A factor of a flat dim: an axis, or a number of entries of an ordinary dim."""
 
     axis: int | None
     size: int = 0
@@ -224,9 +224,9 @@ class Flat(NamedTuple):
 class Layout:
     """Where this rank's part of a tensor lies in the whole: its tiling, and for each axis the tensor's dim of it.
 
-    A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim. What
-    several axes, or an axis and an ordinary dim, became one dim is said by `flat`; of such axes ranks hold what they
-    own, and a rank's part of such a dim is the flattening of its box.
+    A tensor without one of these axes has None there. A batch that is not tracked counts as an ordinary dim. `flat`
+    describes dims that several axes, or an axis and an ordinary dim, became. Of such axes ranks hold what they own, and
+    a rank's part of such a dim is the flattening of its box.
     """
 
     any_flat: ClassVar[bool] = False  # whether there was such a dim in this process

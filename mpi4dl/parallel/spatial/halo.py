@@ -25,7 +25,7 @@ Maps = tuple[tuple[int, AxisMap], ...]
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What an operator's output looks like, and the box of its input that this rank computes it from.
+    """The layout of an operator's output, and the box of its input from which this rank computes it.
 
     `exchange` brings that box here; without one, it is cut out of what this rank holds already. `needed` may reach
     beyond the image.
@@ -164,11 +164,11 @@ def gather(x: Tensor) -> Tensor:
     return gather_axes(x, x.layout.grid.axes) if isinstance(x, SpatialTensor) else x
 
 
-TOLD_BYTES = 16 << 20  # more that an operator gathers is told
+TOLD_BYTES = 16 << 20  # more that an operator gathers gives a warning
 
 
 def gather_axes(x: SpatialTensor, axes: Sequence[int], tell: bool = True) -> Tensor:
-    """x with all of these axes on every rank. Where an operator needs that, and it is much, users are told."""
+    """x with all of these axes on every rank. Where an operator needs that, and it is much, users get a warning."""
     y = _gathered(x, axes)
     more = (y.local if isinstance(y, SpatialTensor) else y).nbytes - x.local.nbytes
     if tell and more >= TOLD_BYTES and list(axes) != [x.layout.grid.features]:

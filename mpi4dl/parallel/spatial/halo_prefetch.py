@@ -1,4 +1,4 @@
-"""What operators ask of the norms before them, so that a norm's messages bring the halo that follows.
+"""Requests of operators to the norms before them, so that a norm's messages bring the halo that follows.
 
 first step    norm: its statistics travel         relu     convolution: the halo of relu's result travels, and the
                                                             norm from which that came is asked to hold more
@@ -11,8 +11,8 @@ takes of a tile cost more than the message (ResNet-50 on 2 x 2 tiles of 256 px: 
 come with their halo likewise. A norm whose result nobody looks at before the next norm is reached, as at the end of a
 parallel branch, is computed together with that one, in one exchange, on any device.
 
-All ranks run the same model and know each other's boxes, so all of them ask for the same, and none has to be told. What
-was asked for is a hint: a norm may hold more than anybody needs, and whoever needs more than it holds fetches it.
+All ranks run the same model and know each other's boxes, so all of them ask for the same, and none has to be told. A
+request is a hint: a norm may hold more than anybody needs, and an operator that needs more fetches it.
 """
 
 from collections.abc import Iterator, Sequence

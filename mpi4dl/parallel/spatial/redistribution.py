@@ -62,7 +62,7 @@ class Cuts(NamedTuple):
 
 
 class RedistributionPlan(NamedTuple):
-    """What a rank sends of its part, and where what it receives, or keeps, is in its new part."""
+    """The entries that a rank sends, and the places of received and kept entries in its new part."""
 
     sends: tuple[tuple[int, Places], ...]
     receives: tuple[tuple[int, Places], ...]
@@ -191,7 +191,7 @@ def redistribute(x: SpatialTensor, layout: Layout) -> SpatialTensor | None:
 
 
 def entries_on_all(x: SpatialTensor, dim: int, start: int, stop: int, step: int = 1) -> Tensor:
-    """These entries of a flat dim on every rank: nothing but they travels. Where they are many, users are told."""
+    """These entries of a flat dim on every rank: nothing but they travels. Where they are many, users get a warning."""
     layout = x.layout.narrow
     gone = layout.moved(lambda known: None if known == dim else known)
     x.layout.grid.foresight.pay()  # nobody may look at a grid's tensors after this

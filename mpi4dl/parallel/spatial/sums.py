@@ -124,7 +124,7 @@ def shared(x: Tensor | None, dim: int) -> bool:
 
 
 def with_all_features(x: SpatialTensor) -> Tensor:
-    """x with all that the ranks along the axis of features share of it, gathered once, whoever asks."""
+    """x with all that the ranks along the axis of features share of it, gathered once for all callers."""
     state = x.local._version, torch.is_grad_enabled()
     if x.gathered is None or x.gathered[0] != state:
         x.gathered = state, _gathered(x)

@@ -153,8 +153,8 @@ def register(*functions: Any, flat: bool = False) -> Callable[[RuleT], RuleT]:
     """Make the decorated function the rule of these PyTorch functions on a `SpatialTensor`.
 
     The rule takes the function's own arguments, some of which are SpatialTensors, and returns its results: a
-    SpatialTensor made by `wrap(local, layout)`, or a plain tensor if every rank holds the whole of it. What it
-    computes must be what PyTorch would have computed on the whole image; exchanges must be differentiable.
+    SpatialTensor made by `wrap(local, layout)`, or a plain tensor if every rank holds the whole of it. It must compute
+    what PyTorch computes on the whole image, and its exchanges must be differentiable.
 
     A rule that knows nothing of flat dims (`Layout.flat`) gets tensors that have some with these dims gathered.
 
@@ -231,7 +231,7 @@ def find_rule(function: Any) -> Rule | None:
 
 
 class GatheredWarning(UserWarning):
-    """What tiles would have shared was gathered on every rank."""
+    """A tensor that tiles would share was gathered on every rank."""
 
 
 class SpatialTensor(Tensor):
@@ -388,7 +388,7 @@ HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # w
 def tell_gathered(x: SpatialTensor, num_bytes: int) -> None:
     """Warn, on rank 0 of the grid and once for each line of a model, that its operator has so much more on every rank.
 
-    What is gathered outside of operators, by the engine or by users themselves, is not told.
+    Gathers outside of operators, by the engine or by users themselves, give no warning.
     """
     if x.layout.grid.rank != 0:
         return

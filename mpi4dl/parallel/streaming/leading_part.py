@@ -192,7 +192,7 @@ class StreamedImages:
     """What the first stage of a plan is given: images of `size` to be read by visits, on the ranks of `grid`.
 
     `source` is this rank's tile of each image, a tensor, or an `ImageSource` of the samples that it works on. `samples`
-    says how the ranks share the batch. `progress` is told of every visit.
+    says how the ranks share the batch. `progress` is called at every visit.
     """
 
     source: Any

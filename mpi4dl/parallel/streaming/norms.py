@@ -4,7 +4,7 @@ exact      statistics of the batch, over all tiles: a round for each norm, in wh
 running    the running statistics, as in evaluation; those of this batch are merged into them afterwards
 frozen     the running statistics, which stay as they are
 
-Under `running` and `frozen` no visit is repeated. What they compute is what plain PyTorch computes with these layers in
+Under `running` and `frozen` no visit is repeated. They compute what plain PyTorch computes with these layers in
 evaluation mode; `running` then updates the statistics once, with the moments that the layers' inputs had meanwhile.
 """
 

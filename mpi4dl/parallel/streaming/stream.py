@@ -3,8 +3,8 @@
 forward    for each round of statistics, and once more: every visit reads its tile, runs the part, keeps what it owns
 backward   the same with the gradient of what it owns: every visit runs the part again, and its own backward pass
 
-So memory is that of one visit and of the part's output, whatever the image's size. What a visit computes of its margin
-others compute too; whatever is made of the output's own pixels counts once, so gradients add up to those of the whole.
+So memory is that of one visit and of the part's output, whatever the image's size. Other visits compute the pixels of a
+margin, too. Only the output's own pixels count, each once, so gradients add up to those of the whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -99,8 +99,8 @@ class Streaming:
 
     `lead(*values)` is the part, which returns a tuple of tensors. `inputs` are this rank's part of what it takes: each
     a SpatialTensor of `grid`, or a plain tensor where one rank has all; images may be an `ImageSource`. `norms` is one
-    of `norms.MODES`. `progress` is told in words of every visit, of the part called `name`. Ranks that share the images
-    call everything together.
+    of `norms.MODES`. `progress` is called with a description of every visit, of the part called `name`. Ranks that
+    share the images call everything together.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a sound table comes to.
+    """The result of simulating a valid table.
 
     `order` is one order in which all actions can happen, `num_microbatches` how many each direction takes, and
     `peak_live` how many each rank keeps at most: forward done, backward (or weight) not yet, each stage counted.
@@ -167,7 +167,7 @@ def _circle(actions: Sequence[Action], table: Table) -> Iterator[tuple[int | Non
 
 @dataclass(frozen=True)
 class Costs:
-    """What each stage costs for one microbatch, on each of its ranks.
+    """The costs of each stage for one microbatch, on each of its ranks.
 
     `forward_seconds`, `backward_seconds` and `activation_bytes` (kept from forward to backward) have one entry a
     stage; `communication_seconds[s]` is a message between stages s and s + 1, either way. Where a schedule splits the

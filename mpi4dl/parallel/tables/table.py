@@ -1,4 +1,4 @@
-"""Who holds which stage, what can be done with it, and in which order every rank does it: the words of a schedule.
+"""The ranks of each stage, the actions on it, and their order on every rank: the terms of a schedule.
 
 A *table* gives each rank its actions in order. It is cut out of one order of all actions, so that ranks which work
 together on a stage (its tiles) come to every action in the same order, and no table made so can deadlock.
@@ -123,7 +123,7 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def precedence(rows: Iterable[Sequence[Action]], num_stages: int) -> dict[Action, list[Action]]:
-    """For every action what comes before it: what it needs, and what precedes it in each row that it stands in."""
+    """For every action the actions before it: those that it needs, and its predecessor in each row that has it."""
     before: dict[Action, list[Action]] = {}
     for row in rows:
         for action in row:

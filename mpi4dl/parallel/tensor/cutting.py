@@ -4,8 +4,8 @@
     parameters(), optimizer  the part, (out / N, in): a leaf like any other
 
 Rules for tensors that are spread do the rest: a linear layer whose outputs are cut makes features that are cut; one
-whose inputs are cut sums over the ranks. What a model does in between (views as heads, attention, activations)
-goes by global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.expert`).
+whose inputs are cut sums over the ranks. The calls of a model in between (views as heads, attention, activations) use
+global shapes. Layers of experts see their part as it is, and tokens come to them (`parallel.expert`).
 """
 
 import math
@@ -29,7 +29,7 @@ from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """What one rank has of a parameter: a box of it, once each dim that is cut is opened, as `Cut` says."""
+    """One rank's part of a parameter: a box of it, once each dim that is cut is opened, as `Cut` says."""
 
     opened: tuple[int, ...]
     box: tuple[Interval, ...]

@@ -54,7 +54,7 @@ class Period:
         self.between: deque[float] = deque(maxlen=LONGEST_SAMPLE)
 
     def line(self) -> str:
-        """What there is to say in one line."""
+        """The report in one line."""
         said = f"{self.requests:,} requests, {self.cancelled:,} cancelled, {self.refused:,} refused"
         if self.tokens:
             said += f"; {self.tokens:,} tokens, {self.tokens / self.busy_seconds:,.1f} tokens/s"
@@ -230,7 +230,7 @@ def explain_errors(app: FastAPI) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most. `max_tokens`: of one answer; None: as many as the context has room for."""
+    """The limits of a server. `max_tokens`: of one answer; None: as many as the context has room for."""
 
     context: int
     max_batch: int = 16
@@ -326,7 +326,7 @@ class Admission:
             choice = Continuation(reply, index)
 
             def hear(event: Event, choice: Continuation = choice) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is over, and with it whoever waited
+                with contextlib.suppress(RuntimeError):  # the loop is over, and with it all waiting tasks
                     loop.call_soon_threadsafe(self._take, choice, event, time.perf_counter())
 
             try:
@@ -363,6 +363,6 @@ class Admission:
         self._batcher.cancel(choice.number)
 
     def cancel_all(self) -> None:
-        """Cancel whatever is under way; who waits for it is told so."""
+        """Cancel all running requests, and report that to their clients."""
         for choice in self._under_way:
             self._batcher.cancel(choice.number)

@@ -252,7 +252,7 @@ class StreamExtras(BaseModel):
 
 
 class Asked(BaseModel):
-    """What completions and chats have in common."""
+    """Common fields of completions and chats."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -270,7 +270,7 @@ class Asked(BaseModel):
 
     @property
     def tokens_asked(self) -> int | None:
-        """How many tokens are wanted at most, if that was said."""
+        """The limit of tokens, if the request has one."""
         return self.max_tokens
 
     @property
@@ -478,7 +478,7 @@ class EventStream(Response):
 OPEN_PATHS = ("/health",)
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 DEFAULT_TOKENS = 16  # of a completion that does not say how many, as OpenAI's
-NEXT_TURN = "\nuser:"  # a model that was never taught to chat goes on with the other side
+NEXT_TURN = "\nuser:"  # a model without training on chats continues with the other side
 ASK_FOR_TOKEN = {"WWW-Authenticate": "Bearer"}
 CLIENT_GONE = 499  # nobody reads it: for the count
 
@@ -539,7 +539,7 @@ def host_of(header: str) -> str:
 
 
 def chat_prompt(messages: Sequence[ChatMessage]) -> str:
-    """The text that a model goes on with as the assistant: "role: content" on a line for each message."""
+    """The prompt that a model continues as the assistant: "role: content" on a line for each message."""
     return "".join(f"{message.role}: {message.text}\n" for message in messages) + "assistant: "
 
 

@@ -1,7 +1,7 @@
 """Convolution on tiles, transposed or not, in 1, 2 and 3 dims; overlapped with its halo; with cut channels.
 
-What is saved for the backward pass is the activation itself, which its producer keeps alive anyway, and the strips that
-came from the neighbours: the input with its halo lives only while a convolution runs, if at all.
+The backward pass needs only the activation itself, which its producer keeps alive anyway, and the strips that came from
+the neighbours. The input with its halo lives only while a convolution runs, if at all.
 """
 
 import math
@@ -360,7 +360,7 @@ class Later(Protocol):
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution by one `Way`. What is saved for backward is the tile itself and the strips that came.
+    """A convolution by one `Way`. It saves the tile itself and the strips that came.
 
     With `later`, weight and bias come without a graph of their own, and backward tells `later` how to compute their
     gradients. `anchor` is then any tensor that requires a gradient, of which it gets none: it makes this a part of the

@@ -49,7 +49,7 @@ class _Gradient:
         return wrap(share, self.layout.narrow)
 
     def part(self, whole: Tensor, share: Tensor) -> Tensor:
-        """What goes on from this rank of a whole gradient that a hook returned, instead of its share."""
+        """The part of a gradient that a hook returned with which this rank continues, instead of its share."""
         layout = self.layout.narrow
         if whole.shape != layout.global_shape(tuple(share.shape)):
             shape = layout.global_shape(tuple(share.shape))

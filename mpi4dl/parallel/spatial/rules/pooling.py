@@ -197,7 +197,7 @@ class _Pooling:
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
-        """What PyTorch's kernel is told, of max pooling, or of average pooling over whole windows."""
+        """The arguments of PyTorch's kernel, for max pooling, or for average pooling over whole windows."""
         kernel, stride, dilation = (
             [getattr(w, name) for w in self.windows] for name in ("kernel", "stride", "dilation")
         )

@@ -1,4 +1,4 @@
-"""What all sliding windows share; fold and unfold.
+"""Common parts of sliding windows; fold and unfold.
 
 Windows slide along the last dims of a tensor: one of sequences, two of images, three of volumes.
 """
