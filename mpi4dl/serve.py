@@ -157,7 +157,7 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
 
 
 def _token(file: str | None) -> str | None:
-    """What requests must bear, without white space around it; None: nothing. Raises ConfigError, OSError."""
+    """The token that requests must have, without white space around it; None: no token. Raises ConfigError, OSError."""
     where, token = file or TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
     if file is not None:
         try:

@@ -162,7 +162,7 @@ def publish(sweep: Sweep, results: Results) -> None:
 
 
 def title(sweep: Sweep, rows: list[dict[str, Any]], cores: int) -> str:
-    """What the plans train, on how many cores and threads, and how they are measured."""
+    """The title of a sweep: the training, cores and threads, and how it is measured."""
     config = sweep.config()
     options = ", ".join(f"{name} {value}" for name, value in config.model.model_options.items())
     size = " x ".join(map(str, config.data.image_size))

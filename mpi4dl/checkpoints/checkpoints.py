@@ -53,7 +53,7 @@ Values = tuple[StorageLayout, list[Shard]]
 
 
 class _Known(NamedTuple):
-    """What the rank that holds the beginning of a value tells the others; of a parameter, with the optimizer's slots.
+    """The description of a value by the rank that holds its beginning; of a parameter, with the optimizer's slots.
 
     `whole` are the slots that are not one number for each element.
     """
@@ -367,7 +367,7 @@ class Checkpoints:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What all ranks alike find wrong with a checkpoint becomes a Refusal."""
+    """An error of a checkpoint that all ranks find becomes a Refusal."""
     try:
         yield
     except (Damaged, Unreadable) as problem:

@@ -79,7 +79,7 @@ class Machine:
         return found[key]
 
     def optional(self, read: "Callable[[Machine], T]") -> T | None:
-        """What `read` makes of it; None if it is null."""
+        """The result of `read`; None if it is null."""
         return None if self.plain is None else read(self)
 
 
@@ -141,7 +141,7 @@ DEEPEST = MOST_LEVELS // 4  # each level of a dict without text keys takes three
 
 
 def encode(value: Any, levels: int = DEEPEST) -> Any:
-    """What `json.dumps` takes. Raises ValueError for what has no such form, such as a function."""
+    """The value in a form that `json.dumps` takes. Raises ValueError for what has no such form, such as a function."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, int) and abs(value) > LARGEST:
@@ -243,7 +243,7 @@ def _is_like(found: Any, expected: Any) -> bool:
 
 
 def _kind(value: Any) -> str | None:
-    """What of values may take each other's place."""
+    """The kind of a value: values of one kind may replace each other."""
     if value is None:
         return None
     if isinstance(value, Tensor):

@@ -69,7 +69,7 @@ class Learned(NamedTuple):
 
 
 def learned(engine: Kept) -> list[Any]:
-    """What this rank's norms have learned, in `engine`."""
+    """The halo prefetches of this rank's norms, in `engine`."""
     found = []
     for place, part in engine.held.parts.items():
         names = {id(value): name for name, value in part.module.named_parameters()}
@@ -85,7 +85,7 @@ def _encoded(tiling: Tiling) -> list[Any]:
 
 
 class Foreseen:
-    """What a rank's norms had learned; `set` tells those of an engine. Raises Damaged if `node` does not hold such."""
+    """Saved halo prefetches of a rank's norms; `set` restores them. Raises Damaged if `node` does not hold such."""
 
     def __init__(self, node: Machine) -> None:
         self.norms = [_read(*norm.items(4)) for norm in node.items()]

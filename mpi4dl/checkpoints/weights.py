@@ -243,7 +243,7 @@ def few(names: list[str]) -> str:
 def match(theirs: Shapes, ours: Shapes, ties: Mapping[str, str] | None = None) -> Matching:
     """Match the names of a file to those of a model, of which `ties` are those of the same value as another one.
 
-    What all names of one side have in front, such as "module." or "model.", is left out: that by which most match.
+    A prefix of all names of one side, such as "module." or "model.", is left out: the one by which most match.
     """
     ties = ties or {}
     dropped, by_dropping = _prefix(theirs, ours)
@@ -268,7 +268,7 @@ def match(theirs: Shapes, ours: Shapes, ties: Mapping[str, str] | None = None) -
 
 
 def _prefix(longer: Iterable[str], shorter: Shapes) -> tuple[str, int]:
-    """What stands in front of most names that are others otherwise, and of how many; nothing is preferred."""
+    """The prefix of most names that differ otherwise, and their number; no prefix is preferred."""
     votes: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
@@ -381,7 +381,7 @@ def _require(stored: WeightSource, matching: Matching, held: LocalStages, strict
 
 
 def _wanted(held: LocalStages, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
-    """What this rank is the first to hold."""
+    """The values that this rank is the first to hold."""
     parameters = {name for same in held.names_of.values() for name in same}
     for together in held.together:
         for name, p in together.parameters if together.comm.rank == 0 else ():

@@ -164,7 +164,7 @@ def plan_retiling(rank: int, have: Tiling, want: Tiling) -> ExchangePlan:
 
 
 def _meetings(rank: int, mine: Box, parts: Sequence[Sequence[Interval]]) -> tuple[Slab, ...]:
-    """What `rank` has in common with each other one, whose box has one of the `parts` of each axis."""
+    """The overlaps of `rank` with each other rank, whose box has one of the `parts` of each axis."""
     shape = GridShape(*map(len, parts))
     along = []
     for interval, others in zip(mine, parts, strict=True):
@@ -207,7 +207,7 @@ def shape_of(box: Box, dims: Sequence[int | None], shape: Sequence[int]) -> list
 
 
 class Like(NamedTuple):
-    """What tensors of an exchange are: this shape, but for their dims of axes."""
+    """The form of the tensors of an exchange: this shape, except for their dims of axes."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -222,7 +222,7 @@ class Like(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What was posted to arrive: the strips, one for each slab of the plan's, and the wait for them."""
+    """Posted receives: the strips, one for each slab of the plan's, and the wait for them."""
 
     strips: list[Tensor]
     pending: Pending

@@ -46,7 +46,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class Leaving(SystemExit):
-    """What `sys.exit` raises in the main thread: it ends all ranks if Python ends by it, and nobody catches it.
+    """The exception that `sys.exit` raises in the main thread. Uncaught, it ends all ranks.
 
     Python asks for the code without any frame of Python around only then.
     """
@@ -60,7 +60,7 @@ class Leaving(SystemExit):
 
 @dataclass(frozen=True)
 class Python:
-    """What Python does at its ways out without a guard, in the process that the guard is of: no child that it forks."""
+    """Python's own functions at its exits, without the guard, in the process of the guard, not in a forked child."""
 
     process: int
     show: Callable[..., Any]

@@ -9,11 +9,11 @@ NCCL has no tags: of two ranks, the first that one sends is the first that the o
 thing after the other. So what goes by it must stand in one order, of all calls on all communicators, in which each rank
 makes those that it takes part in: of those that are not complete the first then has all its ranks in it, and there is
 no circle. Ranks that share a stage make their calls in such an order ("Order" and "A table cannot deadlock" in
-docs/explanation/design-decisions.md). What stages hand on does not: two of them send to each other at once, and post
-receives ahead of time. Nor do the second phases of our own all-reduces, which start when the first are found to be
-complete, nor sums over both directions of GEMS, whose ranks end their stages in opposite orders. So the call decides,
-both ends of which are one, `Messenger.iexchange(collective=True)`, on a communicator that is `ordered`; nothing about a
-message does, its size least of all.
+docs/explanation/design-decisions.md). Values between stages have no such order: two stages send to each other at once,
+and post receives ahead of time. Nor do the second phases of our own all-reduces, which start when the first are found
+to be complete, nor sums over both directions of GEMS, whose ranks end their stages in opposite orders. So the call
+decides, both ends of which are one, `Messenger.iexchange(collective=True)`, on a communicator that is `ordered`;
+nothing about a message does, its size least of all.
 
 Groups are connected where communicators are made, by all of their ranks: in a first message, NCCL would keep a host
 that others wait for. A group takes memory of the GPU, and most communicators never sum a gradient. So messages, which
@@ -141,7 +141,7 @@ class Groups:
         return made[-1]
 
     def sums(self, comm: Peers, ranks: tuple[int, ...]) -> "Summing":
-        """What sums by a group that it has alone: a new one, or one that was given up. Collective over `comm`.
+        """A summing object with a group of its own: a new one, or one that was given up. Collective over `comm`.
 
         The ranks of `comm`, which are these `ranks` of all, may find at different times that nobody sums any more.
         """
@@ -185,7 +185,7 @@ class Nccl:
         return Works([group._end_coalescing()])
 
     def sums(self, comm: Peers) -> "Summing":
-        """What sums over the ranks of `comm`, which are these. Collective over them."""
+        """A summing object for the ranks of `comm`, which are these. Collective over them."""
         return self._groups.sums(comm, self.ranks)
 
 

@@ -59,13 +59,13 @@ class Pending:
 
     @classmethod
     def of_phases(cls, node: Node, phases: "Iterator[Pending]") -> "Pending":
-        """What is complete when the last of `phases` is; each starts when the iterator is asked for it."""
+        """A request that is complete when the last of `phases` is. Each phase starts when the iterator yields it."""
         driven = Phases(node, phases)
         return cls(node, [driven], deliveries=[driven.stream.join])
 
     @classmethod
     def all(cls, node: Node, parts: "Sequence[Pending]") -> "Pending":
-        """What is complete when all parts are."""
+        """A request that is complete when all parts are."""
         if len(parts) == 1:
             return parts[0]
         joined = cls(node, parts)

@@ -20,7 +20,7 @@ class Request(Protocol):
 
 
 class Driven(Protocol):
-    """Something that a rank has to move forward, whatever it waits for. What goes wrong is for who waits for it."""
+    """Something that a rank has to move forward, whatever it waits for. Errors are raised in the wait."""
 
     def advance(self) -> None: ...
 

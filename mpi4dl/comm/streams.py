@@ -49,7 +49,7 @@ class Nowhere:
         return nullcontext()
 
     def mark(self) -> None:
-        """What has been put here by now is what `join` is for."""
+        """Remember the work that was queued so far, for `join`."""
 
     def join(self) -> None:
         """Let what is put on the current stream come after it."""
@@ -85,7 +85,7 @@ def here() -> Nowhere:
 class StagingBuffers:
     """Where tensors of one GPU meet the host: the stream of transfers, and the pinned buffers that it reuses.
 
-    What C does is numbered: once the host has seen one number, it knows that all before it is done.
+    Operations of C are numbered: once the host has seen a number, all operations before it are done.
     """
 
     def __init__(self, device: torch.device) -> None:

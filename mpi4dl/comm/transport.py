@@ -99,7 +99,7 @@ class Messenger:
         """Start to send these pieces to their ranks, and to receive those from theirs.
 
         Both ends name the same pieces, by their sizes in bytes, in the same order. Tensors may be views of any strides.
-        What a rank sends to itself is copied at once. `heard(rank)` is told where what arrives came from.
+        Pieces of a rank to itself are copied at once. `heard(rank)` is called with the source of each message.
 
         `collective`: both ends make one call for what they send and receive, and all ranks make these calls in one
         order, as `nccl` says.
@@ -127,7 +127,7 @@ class Messenger:
         return self._post(leaving, arriving, tag, heard)
 
     def _copy_own(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """What goes to others and comes from them, once this rank has what it sends itself."""
+        """The pieces to and from other ranks, after this rank has copied its own."""
         own = [x for peer, x in sends if peer == self.rank]
         for into, x in zip([x for peer, x in receives if peer == self.rank], own, strict=True):
             into.detach().copy_(x.detach().view(into.shape))

@@ -82,7 +82,7 @@ class Augmentation:
                 raise ValueError(f"{name}={strength}: a strength must be in [0, 1]; 0 leaves the colours alone")
 
     def draw(self, seed: int, epoch: int, index: int, repeat: int = 0) -> Variation:
-        """What happens to sample `index` in `epoch`, where it comes for the `repeat`-th time, from 0 on.
+        """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0.
 
         It is the same on every rank, in every order.
         """
@@ -189,7 +189,7 @@ class Mixup:
         return Blend(share, tuple(random.permutation(len(indices)).tolist()))
 
     def labels(self, labels: torch.Tensor, blend: Blend) -> torch.Tensor:
-        """What is to be learnt of the mixed batch: floating point, (N, classes) where labels were classes."""
+        """The labels of the mixed batch: floating point, (N, classes) where labels were classes."""
         if labels.dim() == 1 and not labels.is_floating_point():
             labels = F.one_hot(labels, self.num_classes)
         whole = labels.to(torch.get_default_dtype())

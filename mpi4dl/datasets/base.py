@@ -122,10 +122,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> Any:
-        """What is to be learnt of image `index`: its class, as an index into `classes`, and then opens no file; or a
-        number or several, as a sequence, array or tensor; or a mask, of two dims or more: (..., height, width) of the
-        image as it is read, which is shown cropped, resized and flipped with it. A mask may also be an object with
-        `size` and `read`, as an image, whose boxes are integers (rows, columns).
+        """The label of image `index`: its class, as an index into `classes`, without opening a file; or a number or
+        several, as a sequence, array or tensor; or a mask, of two dims or more: (..., height, width) of the image as it
+        is read, which is shown cropped, resized and flipped with it. A mask may also be an object with `size` and
+        `read`, as an image, whose boxes are integers (rows, columns).
 
         Raises:
             BadImage: there is a file of it, and it cannot be opened.

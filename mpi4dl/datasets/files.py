@@ -105,7 +105,7 @@ def _reader(path: Path, magic: bytes) -> Image:
 
 
 class _ImageFile:
-    """What a reader made of a file; its errors are `BadImage`, with the name of the file."""
+    """A file opened by a reader; its errors are `BadImage`, with the name of the file."""
 
     def __init__(self, path: Path, image: Image) -> None:
         self._path, self._image = path, image

@@ -106,7 +106,7 @@ class File(NamedTuple):
 
 
 class OtherFile(DatasetError):
-    """What a path leads to is not what was listed."""
+    """The file at a path is not the listed one."""
 
 
 class ListedFiles:

@@ -42,9 +42,9 @@ class _State(Generic[T]):
 class Prefetcher(Generic[T]):
     """Iterate over compute(0), compute(1), ..., compute(count - 1), up to `depth` of them ahead of the consumer.
 
-    What `compute` raises is raised again in the consumer when that item's turn comes, and ends the iteration. Leave it
-    early with `close`. The threads are daemons that do not keep this object alive: one that is forgotten stops them as
-    well, and so does the interpreter's exit.
+    An error of `compute` is raised in the consumer at the turn of that item, and ends the iteration. Leave it early
+    with `close`. The threads are daemons that do not keep this object alive: one that is forgotten stops them as well,
+    and so does the interpreter's exit.
     """
 
     def __init__(self, compute: Callable[[int], T], count: int, num_workers: int, depth: int) -> None:

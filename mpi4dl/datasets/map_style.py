@@ -159,8 +159,8 @@ _UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders rais
 class OwnDataset:
     """A dataset of the user's; a sample without a name is called by its number.
 
-    What its labels are for is `task` of the user's, or what a label looks like: an integer is a class, integers of 0
-    and 1 are multilabel, floating point is to be estimated, and two dims or more are a mask.
+    The task is the dataset's `task`, or follows from the form of a label: an integer is a class, integers of 0 and 1
+    are multilabel, floating point is to be estimated, and two dims or more are a mask.
 
     Raises:
         DatasetError: it lacks a part of what `base.Dataset` names, has no samples, or gives something else for them.
@@ -350,7 +350,7 @@ class _OwnImage:
 
     @property
     def digest(self) -> int:
-        """What ranks compare of a whole sample; -1 of an image that is read box by box."""
+        """The checksum of a whole sample that ranks compare; -1 for an image that is read box by box."""
         return int(getattr(self._found, "digest", -1))
 
     def read(self, *space: Interval) -> Values:

@@ -160,7 +160,7 @@ def _reachable(parts: Sequence[Any]) -> list[Any]:
 
 
 def _within(one: Any) -> list[Any]:
-    """What an object of the user's consists of, or its code names."""
+    """The parts of an object of the user's, and the names in its code."""
     if isinstance(one, types.ModuleType):
         return []
     if isinstance(one, types.FunctionType):

@@ -48,7 +48,7 @@ class _Child:
             raise DatasetError(f"{library} cannot be used here: {missing}")
 
     def ask(self, path: Path, wanted: Any) -> tuple[dict[str, Any], bytearray]:
-        """What the program says, and the bytes behind it; "error" is in the answer if there are none.
+        """The answer of the program, and the bytes behind it; the answer has "error" if there are none.
 
         Raises EOFError, OSError or ValueError if the process died over it.
         """
@@ -69,7 +69,7 @@ class _Child:
 
 
 def ask(library: str, path: Path, wanted: Any = None) -> tuple[dict[str, Any], bytearray]:
-    """What this thread's child says of a file, and the bytes that go with it; see `child_program.py`.
+    """The answer of this thread's child about a file, and the bytes behind it; see `child_program.py`.
 
     Raises:
         BadImage: the file cannot be opened or decoded, or the process died over it.

@@ -79,7 +79,7 @@ def open(
 
 
 def _otherwise(images: Named) -> str:
-    """What can be done instead of setting images aside by a hash."""
+    """Remedies if images cannot be set aside by a hash."""
     if isinstance(images, LabelledFolder):
         return f"say which are for what in a column `split` of {TABLE}: train or val"
     return "name them x_test, y_test" if isinstance(images, ArrayDataset) else "make folders train and val"

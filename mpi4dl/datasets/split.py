@@ -35,7 +35,7 @@ class Subset:
 
     @property
     def values(self) -> str | None:
-        """What values of volumes are read as; None of images."""
+        """The form in which values of volumes are read; None for images."""
         return getattr(self.whole, "values", None)
 
     @property

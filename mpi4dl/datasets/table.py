@@ -150,7 +150,7 @@ def _decoded(path: Path) -> str:
 
 
 def _delimiter(path: Path, text: str) -> str:
-    """What separates the columns: what gives one of file names. Raises DatasetError."""
+    """The delimiter of the columns: the one that gives a column of file names. Raises DatasetError."""
     first = next((line for line in text.split("\n") if line.strip()), "").rstrip("\r")
     if re.fullmatch(r"sep=[,;\t]", first):  # as Excel has it
         return first[-1]
@@ -277,7 +277,7 @@ class _Columns:
             )
 
     def _number(self, text: str) -> float | None:
-        """What a text says as a number of float32; None if it is none."""
+        """A text as a number of float32; None if it is none."""
         if text.casefold() in _TRUTH:
             return _TRUTH[text.casefold()]
         if not _NUMBER.fullmatch(text):
@@ -401,14 +401,14 @@ class _Columns:
         return classes, lambda line: places[line.values[name]]
 
     def _folded(self, text: str) -> str:
-        """What is equal of two ways to write one class: case, spaces, and how a number is written."""
+        """The normal form of a class name: without differences of case, spaces and the form of numbers."""
         number = self._number(text)
         if number is not None and len(text) < _EXACT_DIGITS:
             return repr(number)
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
     def numbers(self, task: str) -> Callable[[_Line], Label]:
-        """What makes numbers of a line, one of each column. Raises DatasetError."""
+        """A function that makes numbers of a line, one of each column. Raises DatasetError."""
         self._require_one_decimal_mark()
 
         def label(line: _Line) -> Label:

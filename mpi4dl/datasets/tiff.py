@@ -42,7 +42,8 @@ class Unsupported(Exception):
 
 
 def colouring(page: Any, num_planes: int, ome: str | None) -> Callable[[Samples], Pixels]:
-    """What makes RGB bytes of samples (h, w, n) of a page, of which `num_planes` like it are the colours, or just 1.
+    """A function that makes RGB bytes of samples (h, w, n) of a page, of which `num_planes` like it are the colours, or
+    just 1.
 
     `ome` is the file's OME-XML.
 
@@ -194,7 +195,7 @@ class _Tiff:
                 raise BadImage(path, f"{found}: it is damaged")
 
     def _meaning(self, ome: str | None) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
-        """What a pixel is that the file leaves out, and what makes pixels of samples (rows, columns, samples)."""
+        """The value of missing pixels, and a function that makes pixels of samples (rows, columns, samples)."""
         try:
             return np.full(3, WHITE, np.uint8), colouring(self._pages[0], len(self._pages), ome)
         except ValueError as error:

@@ -161,10 +161,10 @@ _ROUNDED = 16  # pixels that may differ in the last bits, or 1 in 100: loops ove
 class Pointwise:
     """A function of the pixels of a box, (rows, columns, channels), that makes as many of them.
 
-    It is called with uint8, or float32 whose range is 0 to 1, of any box, and gives either. What it makes of a pixel
-    must follow from this pixel alone: a convolution, a histogram or a resize looks at others, which are on other ranks.
-    With a second argument it gets a random generator, which is the same for all boxes of a sample in an epoch, and None
-    in validation: the same numbers must be drawn for a box of any size.
+    It is called with uint8, or float32 whose range is 0 to 1, of any box, and gives either. Each output pixel must
+    follow from the same input pixel alone: a convolution, a histogram or a resize reads others, which are on other
+    ranks. With a second argument it gets a random generator, which is the same for all boxes of a sample in an epoch,
+    and None in validation: the same numbers must be drawn for a box of any size.
 
         def darker(pixels, random):
             return pixels if random is None else (pixels * random.uniform(0.8, 1.0)).astype(pixels.dtype)
@@ -301,7 +301,7 @@ class View:
             raise ValueError(f"mean={self.mean}, std={self.std}: one of each per channel, and every std above 0")
 
     def variation(self, index: int, epoch: int, repeat: int = 0) -> Variation:
-        """What happens to sample `index` in `epoch`, where it comes for the `repeat`-th time, from 0 on."""
+        """The augmentation of sample `index` in `epoch`, at its `repeat`-th occurrence, counted from 0."""
         return self.augmentation.draw(self.seed, epoch, index, repeat) if self.augmentation else Variation()
 
     def key(self, epoch: int, repeat: int = 0) -> tuple[int, ...]:
@@ -356,7 +356,7 @@ class View:
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
 
     def mask(self, mask: npt.NDArray[Any] | MaskImage, variation: Variation | None = None) -> npt.NDArray[Any]:
-        """What an image's mask, (..., height, width) of the image, is beside the varied image: (..., *size).
+        """The mask (..., height, width) of an image, transformed like the image: (..., *size).
 
         It is cropped, resized and flipped with its image; resizing takes the nearest value, since a mean of two classes
         is none of them. Where a crop reaches beyond the image, integers are -100, which PyTorch's losses ignore, and

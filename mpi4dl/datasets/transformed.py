@@ -233,7 +233,7 @@ class _Reading:
         out.zero_()
 
     def shown(self, labels: Sequence[Any]) -> list[torch.Tensor]:
-        """Labels as they are beside the images: masks as a view shows them. What cannot be read has no meaning."""
+        """Labels as they are beside the images: masks as a view shows them. Unreadable images have no meaning."""
         found: list[torch.Tensor | None] = []
         for position, label in enumerate(labels):
             shown = label

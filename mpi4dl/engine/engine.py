@@ -61,7 +61,7 @@ class Started(Protocol):
 
 
 class Known(NamedTuple):
-    """What this rank alone knows of the model and the optimizer: why it cannot train them, and what must be alike."""
+    """This rank's findings about the model and the optimizer: errors, and values that must agree over ranks."""
 
     problem: str | None
     facts: dict[str, Any]
@@ -69,7 +69,7 @@ class Known(NamedTuple):
 
 
 def known_of_model(given: Started, manner: OptimizerTraits | None, turns: bool) -> Known:
-    """What `agree_on_model` compares. No other rank is asked."""
+    """The values that `agree_on_model` compares. No other rank is asked."""
     held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
     description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
@@ -327,7 +327,7 @@ class Engine(Values):
     def images(self, part: Part, tile: Tile, microbatch: Microbatch, size: Size) -> Tensor | StreamedImages:
         """A tile, such as (n, C, h, w), of images of `size` on the engine's device, as part of the whole microbatch.
 
-        What is streamed stays where it is.
+        Streamed images stay where they are.
         """
         if self.held.stream is not None and part.stage == 0:
             samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])

@@ -83,7 +83,7 @@ def evaluate(
     metrics: Mapping[str, Any],
     measured: Callable[[Any, Any], Any],
 ) -> Evaluation:
-    """What `Engine.evaluate` gives."""
+    """The result of `Engine.evaluate`."""
     comm, summed = engine.comm, engine.loss if isinstance(engine.loss, SummedLoss) else None
     found = Found(Measures(metrics, measured), summed is not None and summed.whole_batch)
     engine.executor.drawn = 0
@@ -229,7 +229,7 @@ class OutputFeed(InputFeed):
 def predict(
     engine: Computing, batches: Iterable[Any], size: Size | None, of: Callable[[Any], Tensor]
 ) -> Iterator[BatchOutputs]:
-    """What `Engine.predict` gives."""
+    """The result of `Engine.predict`."""
     comm = engine.comm
     first = 0
     for given in batches:

@@ -133,7 +133,7 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
 
 
 def allocator_of(config: Config, device: str) -> Allocator:
-    """Who gives out memory there, as the flags choose it."""
+    """The allocator there, by the flags."""
     if device.startswith("cuda"):
         return OF_TENSORS
     return HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
@@ -284,7 +284,7 @@ def told_before(config: Config, engine: Engine, num_classes: int, channels: int)
 def _looked_at(
     config: Config, engine: Engine, num_classes: int, channels: int, places: Sequence[NodeMemory]
 ) -> tuple[list[str], str | None]:
-    """What rank 0 finds: remarks, and why the run is refused, if so."""
+    """The findings of rank 0: remarks, and the reason of a refusal, if any."""
     remarks: list[str] = []
     check = config.parallel.memory_check
     large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
@@ -343,7 +343,7 @@ class MemoryNeed:
         return look_ahead(config, self.plan, self.num_classes, self.channels, **shared, device=self.device)
 
     def on_place(self, place: NodeMemory, needs: Sequence[int]) -> int:
-        """What all ranks there need together; `needs` are those of the ranks of one replica."""
+        """The memory of all ranks there together; `needs` are those of the ranks of one replica."""
         return sum(needs[rank % len(needs)] for rank in self.ranks[place])
 
     @property
@@ -369,7 +369,7 @@ class MemoryNeed:
         )
 
     def remedies(self) -> Iterator[str]:
-        """What fits instead, in words, each of which was counted."""
+        """Remedies that fit, in words; each was counted."""
         config, training = self.config, self.config.training
         again = replace(config, training=replace(training, recompute=True))
         tries = [(config, "")]

@@ -132,7 +132,7 @@ def _state(
 
 
 def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int) -> Share:
-    """What a rank of one replica has, which keeps so many bytes of activations at most."""
+    """The memory of a rank of one replica, with at most this many bytes of activations."""
     parameters = gradients = passing = optimizer = gathered = summed = 0
     held = sorted({stage for _, stage in plan.held_by(rank)})
     for stage, state in [(number, state) for number in held for state in stages[number]]:

@@ -111,7 +111,7 @@ def plan_flags(plan: Plan) -> dict[str, str]:
 
 
 class _Way(NamedTuple):
-    """What stages take of memory, and atoms of time, with something to save memory or without."""
+    """Memory of stages and time of units, with or without a saving of memory."""
 
     memory: tuple[StageBytes, ...]
     prices: StageCosts
@@ -296,7 +296,8 @@ class Estimator:
 
 
 def beside_seconds(plan: Plan, stage: int, state: StateBytes, byte_seconds: float) -> float:
-    """What a step takes on a rank of a stage beside its table: gradients and parameters that travel, and the optimizer.
+    """The time of a step on a rank of a stage besides its table: messages of gradients and parameters, and the
+    optimizer.
 
     Of n ranks each sends (n - 1) / n of all bytes in every reduce-scatter and every all-gather. ZeRO 2 sums gradients
     after each microbatch, and ZeRO 3 gathers parameters before each forward and backward too.

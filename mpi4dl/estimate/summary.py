@@ -277,7 +277,7 @@ class PlanSummary:
         return replace(found, costs=costs, work=work, simulation=simulation)
 
     def bytes_of_ranks(self, offloaded: bool = False) -> list[int]:
-        """What each rank of a replica needs in all; `offloaded`: its masters and optimizer state are elsewhere."""
+        """The memory of each rank of a replica in all; `offloaded`: its masters and optimizer state are elsewhere."""
         found = []
         for rank, kept in enumerate(activations_of(self.plan, self.simulation.peak_bytes, self.bytes)):
             part = share(self.plan, rank, self.states, kept)
@@ -326,7 +326,7 @@ def overview(
     styles: Styles | None = None,
     recompute: bool = False,
 ) -> PlanSummary:
-    """What training the model `name`, which `build()` makes, would be by this plan, with batches of shape `image`.
+    """The summary of training the model `name`, which `build()` makes, by this plan, with batches of shape `image`.
 
     `clockwork` times atoms on `device`, if `balance` is "auto"; else nothing is allocated, and a rank is assumed to
     compute so many GFLOP per second. A plan of one stage needs no model that can be traced. With `optimizer`, which
@@ -429,7 +429,7 @@ def memory_of_stages(
     styles: Styles | None = None,
     recompute: bool = False,
 ) -> tuple[StageBytes, ...]:
-    """What stages take of the memory of each rank: on its tiles, or if that cannot be seen, in even parts."""
+    """Memory of stages on each rank: on its tiles, or where that is unknown, in even parts."""
     sizes = sharers(plan)
     if cuttable is not None:
         count = count_atoms if clockwork is None else clockwork.bytes
@@ -454,7 +454,7 @@ def sharers(plan: Plan) -> list[int]:
 
 
 def samples_in_words(image: Sequence[int]) -> str:
-    """What samples of such a batch are."""
+    """A description of the samples of such a batch."""
     size = " x ".join(map(str, space_of(image)))
     return f"samples of {size} tokens" if of_tokens(image) else f"images of {size} px"
 

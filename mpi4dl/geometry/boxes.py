@@ -265,14 +265,14 @@ def _narrow(tiling: Tiling) -> Tiling:
 
 @lru_cache(maxsize=4096)
 def _boxes_of(tiling: Tiling, rank: int) -> tuple[Box, Box]:
-    """What a rank owns, and what it holds."""
+    """The boxes that a rank owns and holds."""
     places = list(zip(tiling.splits, tiling.grid.coordinates(rank), strict=True))
     return Box(*(split.owned(part) for split, part in places)), Box(*(split.held[part] for split, part in places))
 
 
 @lru_cache(maxsize=4096)
 def _boxes(tiling: Tiling) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
-    """What every rank owns, and what every rank holds."""
+    """The boxes that every rank owns and holds."""
     ranks = range(tiling.grid.size)
     return tuple(tiling.owned(rank) for rank in ranks), tuple(tiling.held(rank) for rank in ranks)
 
@@ -294,7 +294,7 @@ def suffices(have: Tiling, want: Tiling) -> bool:
 
 @lru_cache(maxsize=4096)
 def widest(a: Tiling, b: Tiling) -> Tiling:
-    """What each rank holds by either of two tilings of the same cuts, and whatever is between, within the whole."""
+    """The hull of what each rank holds by two tilings of the same cuts, within the whole."""
     return Tiling(tuple(_widest(one, other) for one, other in zip(a.splits, b.splits, strict=True)))
 
 

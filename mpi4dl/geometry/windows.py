@@ -151,7 +151,7 @@ def _most(limit: int, suffices: Callable[[int], bool]) -> int:
 
 
 class AxisPlan(NamedTuple):
-    """What one axis of an operator's output looks like, and which input rows each part computes it from."""
+    """One axis of an operator's output, and the input rows from which each part computes it."""
 
     output: Split
     needed: tuple[Interval, ...]

@@ -37,7 +37,7 @@ from mpi4dl.training.stopping import Patience
 
 
 class Seen(NamedTuple):
-    """What came of a batch: `errors` say by index which images cannot be read; `outputs` are those of the others,
+    """The result of a batch: `errors` say by index which images cannot be read; `outputs` are those of the others,
     whose `indices` and `labels` are these. None if there are no others.
     """
 
@@ -138,7 +138,8 @@ class SeeingModel:
         return (*known[:count], *(str(number) for number in range(len(known), count)))
 
     def see(self, images: Named, of: Callable[[Any], Tensor]) -> Iterator[Seen]:
-        """What the model makes of images, batch by batch, in order; `of(outputs)` is what is wanted of it. Collective.
+        """The outputs of the model for images, batch by batch, in order; `of(outputs)` selects the wanted values.
+        Collective.
 
         Raises Refusal on all ranks for what is no image's fault.
         """

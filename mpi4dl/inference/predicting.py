@@ -104,7 +104,7 @@ class Predicting:
         self.remarks += [f"{counted(already, 'image')} done before"] if already else []
 
     def _about(self, where: str, images: Named) -> Record:
-        """What all lines have in common, which must be the same where they are added to. On rank 0; raises OSError."""
+        """Common values of all lines, which must be the same in a file that is continued. On rank 0; raises OSError."""
         model = self.model
         files = [model.weights, *([model.average] if model.average is not None else [])]
         return {

@@ -92,7 +92,7 @@ def is_undefined(outputs: Tensor) -> bool:
 
 
 def answer(task: str, classes: Sequence[str], outputs: Tensor, label: Any = None) -> Record:
-    """What outputs of one image, those of `Task.predictions`, say; `label` is a tensor if there is one."""
+    """The answer from the outputs of one image, those of `Task.predictions`; `label` is a tensor if there is one."""
     values = outputs.double().reshape(-1).tolist()
     true = None if label is None else label.reshape(-1).tolist()
     if task == "classify":

@@ -113,7 +113,7 @@ def _family(name: str) -> str:
 
 
 def takes(name: str) -> Takes:
-    """What a model of this name takes: all but some of our own take images."""
+    """The kind of inputs of a model of this name: all but some of our own take images."""
     return OWN_MODELS[name].takes if name in OWN_MODELS else "images"
 
 
@@ -162,7 +162,7 @@ def build(name: str, num_classes: int | None = None, **options: object) -> nn.Mo
 def require_known(name: str) -> None:
     """Raises ValueError for a name that is none of ours or of torchvision's, and for models that are not built.
 
-    What timm and segmentation_models_pytorch have, they find out when they build it.
+    timm and segmentation_models_pytorch check their names when they build.
     """
     if name in OWN_MODELS or name.startswith((TIMM, SMP)):
         return

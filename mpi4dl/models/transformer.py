@@ -32,8 +32,8 @@ class Past(Protocol):
         """The position of each token in its own sequence: (N, T), int64."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What queries (N, H, T, D) see of their own sequences: of all tokens before, and of these keys and values
-        (N, K, T, D), which are remembered.
+        """Attention of queries (N, H, T, D) to their own sequences: to all tokens before, and to these keys and values
+        (N, K, T, D), which are stored.
         """
 
 
@@ -109,8 +109,8 @@ class Attention(nn.Module):
 
     `num_kv_heads` keys and values are shared by groups of heads (None: each head has its own). With `causal` no token
     sees later ones; with document ids (N, T) none sees another document. `rotary` turns queries and keys by their
-    positions. `dropout` is of the attention weights and of the output. Who generates text sets `past`, which then
-    answers for what was computed before.
+    positions. `dropout` is of the attention weights and of the output. Text generation sets `past`, the cache of keys
+    and values.
 
     Raises:
         ValueError: `hidden` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`; `rotary` and heads
@@ -239,7 +239,7 @@ class TransformerBlock(nn.Module):
 
 
 def through(blocks: Iterable[nn.Module], x: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
-    """What blocks make of x, one after the other, and the sum of their penalties; None if none has any."""
+    """The output of the blocks for x, one after the other, and the sum of their penalties; None if none has any."""
     total = None
     for block in blocks:
         if not block.penalized:

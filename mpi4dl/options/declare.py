@@ -161,7 +161,7 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(config_type: type, topic: str, usage: str, description: str) -> str:
-    """What `--help TOPIC` prints. Raises ConfigError for a topic that is no group of options."""
+    """The text of `--help TOPIC`. Raises ConfigError for a topic that is no group of options."""
     sections = {section: _first_line(found) for section, found in sections_of(config_type).items()}
     if topic in sections:
         return _parser(config_type, usage, sections[topic], topic).format_help()
@@ -451,7 +451,7 @@ NAMED = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 
 def spelling(config_type: type) -> Callable[[str], str]:
-    """What spells those options of a config that a message names as flags."""
+    """A function that writes options of a config in a message as flags."""
     names = frozenset(options_of(config_type))
 
     def flag(found: re.Match[str]) -> str:

@@ -402,7 +402,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def _pairs(value: Any, sign: str) -> list[tuple[str, str]]:
-    """What stands on both sides of the last sign of each piece."""
+    """Key and value of each piece, split at its last separator."""
     pieces = [piece.rpartition(sign) for piece in _patterns(value)]
     if not all(left.strip() and right.strip() for left, _, right in pieces):
         raise ValueError

@@ -128,7 +128,7 @@ def _taken_by(made: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def blaming(option: str, part: Any, *ours: type[Exception]) -> Iterator[None]:
-    """What the user's code raises in here becomes a ConfigError that names the line, once; but for what is `ours`."""
+    """An error of the user's code becomes a ConfigError that names the line, once; errors that are `ours` stay."""
     passed: tuple[type[Exception], ...] = (ConfigError, Refusal, *ours)
     try:
         yield

@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _state_of(value: Any) -> Callable[[], Any] | None:
-    """What puts a generator back to its state; None if this is no generator."""
+    """A function that restores the state of a generator; None if this is no generator."""
     if isinstance(value, torch.Generator):
         drawn = value.get_state()
         return lambda: value.set_state(drawn)

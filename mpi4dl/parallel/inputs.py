@@ -76,7 +76,7 @@ class Microbatch(NamedTuple):
         return tuple(stop - start for start, stop in pairwise(self.cuts))
 
     def without(self, positions: Collection[int]) -> "Microbatch":
-        """What is left of it in the batch from which these samples were taken out."""
+        """The rest of it in the batch without these samples."""
         return self._replace(cuts=tuple(cut - sum(position < cut for position in positions) for cut in self.cuts))
 
 

@@ -372,7 +372,7 @@ def results(runs: Sequence[FoundRun]) -> Iterator[dict[str, Any]]:
 
 
 def _comparable(run: FoundRun, metric: str, higher: bool) -> tuple[Any, ...]:
-    """What is equal of runs whose values of a metric can be compared; its direction comes last."""
+    """A key that is equal for runs with comparable values of a metric; its direction comes last."""
     losses = ("training.loss", "training.loss_options", "learning.class_weights", "learning.label_smoothing")
     of_loss = tuple(run.options.get(name, "") for name in losses) if metric == "loss" else ()
     return run.task, *of_loss, higher

@@ -158,7 +158,7 @@ def _class_of(column: str | None) -> str | None:
 
 
 def _images(rows: Sequence[Mapping[str, str]]) -> tuple[tuple[Judged, ...], list[str]]:
-    """What is judged, and of what is not, why. Masks are judged by how like they are, as by a probability."""
+    """Images with labels, and the reasons for those without. The similarity of masks counts like a probability."""
     found, left_out = [], []
     for row in rows:
         image, label, prediction = (row.get(column) or "" for column in ("image", "label", "prediction"))
@@ -324,7 +324,7 @@ def _read(path: Path, name: str) -> FoundRun:
     remarks: list[str] = []
 
     def read(file: str, parse: Callable[[bytes], Any], otherwise: Any, why: str = "") -> Any:
-        """What a file of the run holds; `otherwise`, with a remark, where it cannot be read."""
+        """The content of a file of the run; `otherwise`, with a remark, where it cannot be read."""
         try:
             return parse(read_regular(path / file))
         except FileNotFoundError:
@@ -475,7 +475,7 @@ def finite(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def not_finite(run: FoundRun) -> list[str]:
-    """What to say of numbers that are none."""
+    """The warning about values that are not finite."""
     found = []
     for phase in ("train", "validation"):
         for metric in run.metrics(phase):

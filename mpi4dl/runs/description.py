@@ -142,7 +142,7 @@ class Description:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What weights say."""
+        """The metadata of weights."""
         return {ABOUT: self.text}
 
     def config(self, where: str, trusted: bool, asked: bool = False, **instead: Any) -> Config:

@@ -225,7 +225,7 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold: infinity and not-a-number as text."""
+    """The value in a form that JSON can hold: infinity and not-a-number as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

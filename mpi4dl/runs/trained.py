@@ -92,7 +92,7 @@ def find_weights(comm: Communicator, source: Path, average: bool = True) -> Foun
 
 
 def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Description, bool]:
-    """What weights are of, as they say themselves, or the run that they lie in; and whether this user signed that.
+    """The description of the model of weights, from their metadata or their run; and whether this user signed it.
 
     Rank 0 reads it for all. Collective. Raises Refusal on all ranks.
     """

@@ -78,7 +78,7 @@ def _commit() -> str | None:
 
 
 def _busy_seconds() -> float:
-    """What all cores of this machine have worked since it started; 0 where the system does not tell."""
+    """The busy time of all cores of this machine since its start; 0 where the system does not report it."""
     with suppress(OSError):
         user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
         return (user + nice + system + sum(interrupts)) / TICKS
@@ -86,5 +86,5 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """What this process, and those of its children that have ended, have worked."""
+    """The busy time of this process, and of its children that have ended."""
     return sum(os.times()[:4])

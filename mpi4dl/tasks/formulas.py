@@ -34,7 +34,7 @@ class SummedLoss(Protocol):
         """The sum of each term, over these samples."""
 
     def weights(self, targets: Any) -> Sequence[float]:
-        """What each term is divided by: added up over a batch."""
+        """The divisor of each term, summed over a batch."""
 
 
 class BatchLoss:

@@ -87,7 +87,7 @@ class Cox(BatchLoss):
 
     @staticmethod
     def _without_part(risk: Tensor, number: Tensor, at_risk: Tensor, num_times: int) -> Tensor:
-        """What log(at risk) changes by if of d events at one time the i-th is compared without i / d of all d."""
+        """The change of log(at risk) if the i-th of d events at one time is compared without i / d of all d."""
         count = torch.bincount(number, minlength=num_times)
         first = (count.cumsum(0) - count)[number]
         part = (torch.arange(len(number), device=number.device) - first) / count[number].to(risk.dtype)

@@ -32,7 +32,7 @@ def is_light(maker: Any) -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt. `loss` is None for the task's own, the name of one, or a function of outputs and targets.
+    """A task. `loss` is None for the task's own, the name of one, or a function of outputs and targets.
 
     `num_classes`: how many classes, labels or numbers are predicted. `loss_options` are those of losses by name;
     `auxiliary` is what auxiliary heads count by beside the main one, None: as is customary.
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def usual_metrics(self) -> tuple[str, ...]:
-        """What `--metrics auto` measures."""
+        """The metrics of `--metrics auto`."""
         return tuple(name for name in self.metric_names if name != "confusion")
 
     @property

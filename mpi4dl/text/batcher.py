@@ -101,7 +101,7 @@ class TextStream:
         return self._take(self._tokenizer.decode(self._undecoded), last=False)
 
     def end(self) -> str:
-        """What was held back, as it is: no more tokens come."""
+        """The held-back text, as it is: no more tokens come."""
         return self._take(self._tokenizer.decode(self._undecoded), last=True)
 
     def _take(self, text: str, last: bool) -> str:
@@ -173,7 +173,7 @@ class Running:
         return self.num_cached < self.num_prompt
 
     def next_portion(self, chunk: int) -> TokenPortion:
-        """What the model is to be given next: at most `chunk` tokens, of a prompt always the same ones."""
+        """The next tokens for the model: at most `chunk` tokens, of a prompt always the same ones."""
         start = self.num_cached
         tokens = tuple(self.tokens[start : start + chunk])
         stop = start + len(tokens)
@@ -449,7 +449,7 @@ class Batcher:
             self.comm.broadcast(whole[NOTE_BYTES:])
 
     def _hear(self) -> list[TokenPortion] | None:
-        """What rank 0 says."""
+        """The message of rank 0."""
         note = self.comm.broadcast(torch.empty(NOTE_BYTES, dtype=torch.uint8))
         length = int.from_bytes(note[:LENGTH_BYTES].numpy().tobytes(), "little")
         rest = LENGTH_BYTES + length - NOTE_BYTES

@@ -36,7 +36,7 @@ OUTPUTS = 16  # of which PyTorch takes multiples, in 4 bits
 
 
 class Quantized(Tensor):
-    """What stands for a tensor of floating point, and can be used by the functions of `uses` alone."""
+    """A replacement of a floating-point tensor, for the functions of `uses` alone."""
 
     uses: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
 
@@ -248,7 +248,7 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> LocalSta
 
 
 def open_batcher(comm: Communicator, trained: Trained, ranks: Ranks, batching: Batching) -> Batcher:
-    """What generates text by the trained model. Collective. Raises Refusal, on all ranks, as what it calls."""
+    """The batcher of the trained model. Collective. Raises Refusal, on all ranks, as what it calls."""
     return Batcher(
         hold_trained(comm, trained, ranks),
         comm,

@@ -105,7 +105,7 @@ class Look(NamedTuple):
 
 
 class PagedStep:
-    """What all layers need to know of the step under way: `positions` of its tokens, and how this rank's row looks."""
+    """The data of the current step for all layers: `positions` of its tokens, and how this rank's row looks."""
 
     def __init__(self, sizes: PageSizes, row: int, device: torch.device) -> None:
         self.sizes, self.row, self.device = sizes, row, device
@@ -182,7 +182,7 @@ class LayerCache:
 
 
 def attended(queries: Tensor, keys: Tensor, values: Tensor, look: Look) -> Tensor:
-    """What queries (H, n, D) see of keys and values (K, length, D): (H, n, D). Heads that share keys ask together."""
+    """Attention of queries (H, n, D) to keys, values (K, length, D): (H, n, D). Heads that share keys run together."""
     shape, groups = queries.shape, queries.shape[0] // keys.shape[0]
     together = queries.reshape(keys.shape[0], groups * shape[1], shape[2])
     mask = look.mask if look.mask is None or groups == 1 else look.mask.repeat(groups, 1)

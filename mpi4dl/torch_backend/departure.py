@@ -90,7 +90,7 @@ class Departures:
         self._begun[group] = num_begun
 
     def gone(self) -> dict[int, Notice]:
-        """What those that have left told, by rank."""
+        """The notices of ranks that have left, by rank."""
         from mpi4py import MPI
 
         now = time.monotonic()
@@ -192,7 +192,7 @@ __all__ = ["Departed", "Mismatch", "TimedOut"]
 
 
 class TimedOut(TimeoutError, dist.DistBackendError):
-    """Other ranks did not come to a call in time. What they do later still arrives: it may be waited for again."""
+    """Other ranks did not come to a call in time. Their later messages still arrive: another wait is possible."""
 
 
 class Departed(ConnectionError, dist.DistBackendError):
@@ -203,7 +203,7 @@ class Departed(ConnectionError, dist.DistBackendError):
 
 
 def within(limit: timedelta, complaint: Callable[[], str], alarm: Callable[[], None]) -> Callable[[float], None]:
-    """What a wait of `Node.wait` is to look at now and then: its time, and `alarm`, which raises if it is pointless.
+    """The regular check of `Node.wait`: its time, and `alarm`, which raises if the wait is pointless.
 
     Raises:
         TimedOut: it took longer than `limit`.

@@ -309,8 +309,8 @@ class MpiGroup(NamedGroup):
     def shutdown(self) -> None:
         """Complete what is under way and give the communicators back to MPI, which has few of them.
 
-        What others did not come to in time is not waited for again; it keeps its buffers as long as this rank is there.
-        A receive that nobody answers is given up.
+        Operations that others did not join in time are not waited for again; they keep their buffers until this rank
+        ends. A receive that nobody answers is given up.
         """
         self._give_up_receives()
         if not any(work.late or work.exception() for work in self.under_way):

@@ -35,7 +35,7 @@ ENVELOPE_BYTES = 256
 
 
 class Envelope(NamedTuple):
-    """Who writes, under which tag of the user's, what, and under which tag of MPI's it comes."""
+    """Sender, tag of the user, content, and tag of MPI of a message."""
 
     source: int
     tag: int

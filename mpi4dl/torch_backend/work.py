@@ -45,7 +45,7 @@ CALL_TAG = 32764
 
 
 class Agreement(Pending):
-    """What other ranks say of the call that this rank makes, `call`, and then its `data`.
+    """The announcements of other ranks about this rank's call, `call`, and then its `data`.
 
     It is ready when both have arrived; what MPI says of data that do not belong together is not looked at.
     """

@@ -165,7 +165,7 @@ class Images(NamedTuple):
         """Images are no text."""
 
     def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
-        """What reads the boxes of a rank of both; they report what they cannot read. Raises ValueError as Loader."""
+        """The loaders of a rank's boxes of both; they report unreadable images. Raises ValueError as Loader."""
         views, data = build_views(config, self.training.channels, self.fit), config.data
         common: dict[str, Any] = {"seed": config.training.seed, "num_workers": data.num_workers}
         common |= {"on_bad_image": "report", "lazy": config.visits}
@@ -225,8 +225,8 @@ def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pai
 def shared(comm: Communicator, open_pair: Callable[[], Pair]) -> Pair:
     """The training and validation images that `open_pair` finds on rank 0, on all ranks. Collective.
 
-    Files are listed once, and each rank takes the print of some, by which all know them again. What is in memory is
-    read by each rank, and compared.
+    Files are listed once, and each rank takes the print of some, by which all know them again. Each rank reads data in
+    memory, and all compare it.
     """
     kinds = (datasets.DatasetError, OSError)
     pair: Pair | None = None
@@ -321,7 +321,7 @@ def read_as_trained(pair: Pair, values: str | None) -> None:
 
 
 def unlike_values(images: Any, trained_on: str | None) -> str | None:
-    """What is other of the values of volumes than in training, which recorded them as `trained_on`, in one sentence."""
+    """The difference of values of volumes from the training's, recorded as `trained_on`, in one sentence."""
     values = getattr(images, "values", None)
     if None not in (values, trained_on) and values != trained_on:
         return (
@@ -458,7 +458,7 @@ class Texts:
     channels: int = 0
 
     def loaders(self, config: Config, training: BoxesOf, validation: BoxesOf) -> tuple[Loader, Loader]:
-        """What reads this rank's tokens of both. Raises ValueError as Loader."""
+        """The loaders of this rank's tokens of both. Raises ValueError as Loader."""
         data, seed = config.data, config.training.seed
         return (
             Loader(

@@ -54,7 +54,7 @@ class Origin(NamedTuple):
 
 
 def find_origin(comm: Communicator, config: Config) -> Origin:
-    """What `resume` and `run_folder` of rank 0 ask for. Collective. Raises Refusal for what is not there."""
+    """The origin by `resume` and `run_folder` of rank 0. Collective. Raises Refusal for what is not there."""
     found = None
     with comm.together((ConfigError, OSError)):
         found = _find(config, datetime.now()) if comm.rank == 0 else None

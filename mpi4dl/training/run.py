@@ -310,7 +310,7 @@ class TrainingRun:
         return there.metrics_bytes
 
     def state(self) -> dict[str, Any]:
-        """What `go_on` needs, beside the engine's state."""
+        """The state for `go_on` besides the engine's."""
         scheduler = self.schedule.scheduler
         return {
             "epoch": self.epoch,

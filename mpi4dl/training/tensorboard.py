@@ -166,7 +166,7 @@ class Showing:
             self._images = self._seen(tiles, microbatch)
 
     def measured(self, outputs: Any, targets: Any) -> Any:
-        """What `Task.measured` gives; the first outputs are remembered. Collective over the ranks that have them."""
+        """The result of `Task.measured`; the first outputs are stored. Collective over the ranks that have them."""
         if self._shows and self._found is None:
             self._found = self._of(outputs, targets)
         return self._task.measured(outputs, targets)
@@ -335,10 +335,10 @@ def modules_of(engine: Engine) -> Iterator[tuple[str, int, int]]:
 
 
 def purposes_of(engine: Engine, peak_bytes: int, on_disk: bool = False) -> dict[str, int]:
-    """What this rank's memory is for, in bytes, once steps were made; of the peak the rest is activations' and others'.
+    """The memory of this rank by purpose, in bytes, after some steps; the rest of the peak is activations and others.
 
-    Storages count once, whole: flat buckets too. Gradients are those that stay until the step. What the optimizer has
-    on disk is none of the memory.
+    Storages count once, whole: flat buckets too. Gradients are those that stay until the step. The optimizer's state on
+    disk does not count.
     """
     held, optimizer = engine.held, engine.optimizer
     kept: list[Tensor] = [*held.parameters(), *held.buffers()]

@@ -67,8 +67,8 @@ class MaskedTokenDataset:
 
     15 % of each sample's positions are chosen, rounded and at least one, so that all samples have as many targets. Of
     these each becomes, by chance, the mask token (80 %), any other token of the stream's vocabulary (10 %: any alike,
-    so rarely the same), or stays (10 %). The mask is one more token, the last of this dataset's `vocabulary`. What is
-    chosen follows from (seed, epoch, index), whichever interval is read.
+    so rarely the same), or stays (10 %). The mask is one more token, the last of this dataset's `vocabulary`. The
+    choice follows from (seed, epoch, index), for every interval.
 
     Devlin et al. 2018, "BERT", section 3.1, https://arxiv.org/abs/1810.04805.
 

@@ -198,7 +198,7 @@ class TokenStream:
 
 
 def split_documents(file: TokenFile, fraction: float, seed: int = 0) -> tuple[TokenStream, TokenStream]:
-    """What trains and what validates: of the documents about `fraction`, by a hash of `seed` and their names.
+    """Documents for training and validation: about `fraction` validate, by a hash of `seed` and their names.
 
     A new document moves no other, and all of a document is in one part.
 

@@ -67,7 +67,8 @@ DAY_SECONDS = 86_400.0
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file to write, which takes the name `path` at the end; an error leaves what was there.
 
-    Several processes may do so at once: the last one's file stays. What killed ones left is removed after a day.
+    Several processes may do so at once: the last one's file stays. Files that killed processes left are removed after a
+    day.
 
     Raises:
         DatasetError: the file cannot be written.

@@ -62,7 +62,7 @@ class StageCosts:
 
     @property
     def matrix(self) -> list[list[float]]:
-        """What each atom costs in all on each stage, as `partition` takes it."""
+        """The total cost of each unit on each stage, as `partition` takes it."""
         return [[sum(self._seconds(atom)) for atom in column] for column in self.columns]
 
     def of_stages(self, counts: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -104,7 +104,7 @@ class Profiler:
         return found
 
     def bytes(self, cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
-        """What atoms take of a rank's memory at a site: counted once, and remembered."""
+        """Memory of units on a rank at a site: counted once, and cached."""
         facts = {"what": "bytes", **_facts(cuttable, site), **versions()}
         known = self.remembered.get(facts)
         if known is not None:
@@ -114,7 +114,7 @@ class Profiler:
         return found
 
     def link(self, num_ranks: int) -> tuple[Link, str]:
-        """What the last job found here; assumed if there was none, or where `link_of` would, of so many ranks."""
+        """The link that the last job measured here; assumed if there was none, or where `link_of` assumes it."""
         known = None if num_ranks > cores() else self.remembered.get(LINK)
         return (ASSUMED, "assumed") if known is None else (Link(*known), "as in the last job")
 
@@ -164,7 +164,7 @@ def timed_prices(
     link: tuple[Link, str] | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
-    """What atoms take on this machine, each on the tiles that it would have. Raises RuntimeError and the like."""
+    """Times of units on this machine, each on the tiles of its stage. Raises RuntimeError and the like."""
     sites = sites_of(cuttable, plan, image, styles)
     different = dict.fromkeys(sites)
     columns: Mapping[Site, Column] = {
@@ -180,7 +180,7 @@ def timed_prices(
 def counted_prices(
     cuttable: Cuttable, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS
 ) -> StageCosts:
-    """What atoms would take if a rank made so many GFLOP a second, and nothing but FLOPs took time."""
+    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time."""
     flops = count_flops(cuttable, shape_only(cuttable.model, image))
     columns = []
     for stage in range(plan.num_stages):
@@ -235,7 +235,7 @@ def measured_prices(
     clock: Clock | None = None,
     styles: Styles | None = None,
 ) -> StageCosts:
-    """What atoms take on each stage, the mean of its ranks. Collective; the same on all ranks."""
+    """Times of units on each stage, the mean of its ranks. Collective; the same on all ranks."""
     crowded = bool(comm.all_reduce(torch.tensor([comm.node.oversubscribed]).int(), "max"))
     link = ASSUMED if crowded else measure_link(comm, device)  # with too few cores a message waits for one
     if clock is None:
@@ -294,7 +294,7 @@ def groups_of(cuttable: Cuttable) -> tuple[Group, ...]:
 
 
 def groups_in(cuttable: Cuttable, counts: Sequence[int]) -> tuple[Group, ...]:
-    """What is run again as a whole, of stages of so many atoms: the blocks of a single stage, or each stage."""
+    """The groups of units that recomputation runs again as a whole: the blocks of a single stage, or each stage."""
     return groups_of(cuttable) if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
 
 

@@ -72,7 +72,7 @@ def _attention(
 
 
 class AtomBytes(NamedTuple):
-    """What an atom takes of a rank's memory for a microbatch, in bytes.
+    """The memory of a unit on a rank for a microbatch, in bytes.
 
     `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
     by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
@@ -89,7 +89,7 @@ class AtomBytes(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """What a stage takes of a rank's memory, in bytes: `kept` for each microbatch under way, `working` once.
+    """The memory of a stage on a rank, in bytes: `kept` for each microbatch under way, `working` once.
 
     Kept is also what the stage before handed on. Its gradients are there while the stage works; so is what is handed
     on, which others may not have received yet, with its gradients. The largest tensor has `largest` bytes.
@@ -103,7 +103,7 @@ class StageBytes(NamedTuple):
 
 
 def count_atoms(cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
-    """The bytes of every atom at a site, with the last one the loss of tokens. What two keep counts for the first."""
+    """The bytes of every unit at a site, with the last one the loss of tokens. Shared tensors count for the first."""
     grid, model = imagined(site), cuttable.model
     empty = shapes_of(model)
     saved = SavedTensors(empty.values())
@@ -169,7 +169,7 @@ def _made_up(known: KnownValues, leaf: Any) -> Any:
 
 
 def _on_meta(leaf: Any) -> Any:
-    """What the next atom receives of an atom that ran on the CPU."""
+    """The inputs of the next unit from a unit that ran on the CPU."""
     if isinstance(leaf, SpatialTensor):
         return SpatialTensor(_on_meta(leaf.local), leaf.layout)
     return leaf.detach().to("meta").requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -184,7 +184,7 @@ def _with_loss(outputs: Any) -> Any:
 
 
 def stage_bytes(atoms: Sequence[AtomBytes], before: AtomBytes | None, is_last: bool) -> StageBytes:
-    """What a stage of these atoms takes, to which the atom `before` them hands what they need.
+    """The memory of a stage of these units, whose inputs come from the unit `before` them.
 
     While an atom computes, forward or backward, only those before it are kept of the same microbatch.
     """

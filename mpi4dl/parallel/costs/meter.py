@@ -94,7 +94,7 @@ class KnownValues(TorchDispatchMode):
     """Meta tensors that follow from numbers alone have values within it, so that a forward may look at them.
 
     A mask is made of positions, which are made of sizes: `torch.arange(n) < n`. Such tensors, of up to `MOST_VALUES`
-    elements, are computed on the CPU too. What follows from parameters or inputs has a shape alone.
+    elements, are computed on the CPU too. Values that depend on parameters or inputs have only a shape.
 
         values of     torch.arange, torch.full, ..., and of what is computed of such tensors
         no values of  parameters, inputs, random numbers, and what is computed of them
@@ -203,7 +203,7 @@ class KnownValues(TorchDispatchMode):
         return shape
 
     def _forget(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What is written has values no more, because what is written there has none."""
+        """Written tensors lose their values, because the written ones have none."""
         for argument, x in zip(function._schema.arguments, args, strict=False):
             if isinstance(x, Tensor) and x.is_meta and argument.alias_info is not None and argument.alias_info.is_write:
                 self._values.pop(x.untyped_storage()._cdata, None)

@@ -90,7 +90,7 @@ def cut_at(site: Site, stage: Stage, grid: Grid) -> Stage:
 
 
 class AtomSeconds(NamedTuple):
-    """What an atom takes on one rank, and what it exchanges there in its forward pass; backward, the same again.
+    """The time of a unit on one rank, and its exchanges in its forward pass; the backward pass has the same again.
 
     `handed_bytes` are those of all that is needed behind it, on this rank.
     """
@@ -106,7 +106,7 @@ Column = tuple[AtomSeconds, ...]  # of all atoms, at one site
 
 
 def clock_on(device: torch.device) -> Clock:
-    """What tells how long this process works: on one thread of a CPU, others that compute beside it do not count."""
+    """A clock of this process's work: on one thread of a CPU, other processes do not count."""
     if device.type == "cuda":
 
         def synchronized() -> float:
@@ -150,7 +150,7 @@ def time_column(
 
 
 class _Timed(NamedTuple):
-    """What atoms took at one size: all of them once, after a pass to warm up, which was repeated."""
+    """Times of units at one size: all of them once, after a repeated pass to warm up."""
 
     site: Site
     column: Column
@@ -195,7 +195,7 @@ def _half(site: Site) -> Site | None:
 
 
 def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: int) -> AtomSeconds:
-    """What an atom takes for so many pixels, by what it took for few and for more of them."""
+    """The time of a unit for a number of pixels, extrapolated from two smaller numbers."""
 
     def along(x: float, y: float) -> float:
         slope = max(0.0, (y - x) / (large - small))
@@ -248,7 +248,7 @@ def _time(
 
 
 def _counts(grid: Grid) -> dict[str, int]:
-    """What was exchanged so far; of ranks that exist, whose clock sees that, nothing."""
+    """The exchanges so far; nothing for ranks that exist, whose clock includes them."""
     return dict(grid.comm.counts) if isinstance(grid.comm, DryRunCommunicator) else {}
 
 
@@ -260,7 +260,7 @@ def imagined(site: Site) -> DryRunGrid:
 
 
 def input_at(site: Site, grid: Grid, model: nn.Module, device: torch.device) -> Tensor:
-    """What the model is given there, with made-up values."""
+    """The inputs of the model there, with made-up values."""
     if site.plain:
         return made_up(model, site.image, site.image, device)
     layout = even_layout(grid, site.image)
@@ -278,7 +278,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def as_received(leaf: Any) -> Any:
-    """What the next atom receives."""
+    """The inputs of the next unit."""
     if isinstance(leaf, SpatialTensor):
         return SpatialTensor(as_received(leaf.local), leaf.layout)
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
@@ -299,7 +299,7 @@ def cache_folder() -> Path:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What seconds depend on, beside what is computed."""
+    """The machine and versions on which times depend."""
     if device.type == "cuda":
         where: Any = torch.cuda.get_device_name(device)
     else:
@@ -326,7 +326,7 @@ class Remembered:
     folder: Path
 
     def get(self, facts: Mapping[str, Any]) -> Any:
-        """What was kept for just these facts; None if nothing is."""
+        """The cached entry for these facts; None if there is none."""
         try:
             known = json.loads(self._file(facts).read_text())
             return known["value"] if known["facts"] == _plain(facts) else None

@@ -122,7 +122,7 @@ class _End(torch.autograd.Function):
 def through(
     x: Tensor, chosen: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, work: Work, pieces: int = 1
 ) -> Tensor:
-    """What `work` makes, on the rank that has them, of the experts chosen for tokens x (M, C): their sums (M, C).
+    """The results of the experts chosen for tokens x (M, C), computed by `work` on their ranks: their sums (M, C).
 
     `owners` (E + 1,) are the ranks of `comm` that have the experts, `NOBODY` for those that none of them has. On each,
     `work` is given all k choices of a token, those of other ranks too. The tokens go in so many pieces. Collective.
@@ -251,7 +251,7 @@ class Residence:
 
 
 class _Nothing(torch.autograd.Function):
-    """What experts make that nobody chose: zeros, and of their parameters too, as they are of one process.
+    """The result of experts without tokens: zeros, and zero gradients of their parameters, as in one process.
 
     Without a graph behind it this rank would not take part when gradients travel back.
     """
@@ -291,7 +291,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
 
 
 def _on_grid(work: Work, x: Any, chosen: Any, weights: Any, grid: Grid) -> Tensor:
-    """What `work` makes of the tokens that this rank has, added up over those who have the same ones."""
+    """The result of `work` for the tokens of this rank, summed over the ranks with the same tokens."""
     features = grid.features
     spread = [with_all_features(t) if features is not None and _has(t, features) else t for t in (x, chosen, weights)]
     parts, layout = spread, Layout.of_copies(grid)

@@ -128,8 +128,8 @@ def count_flops(cuttable: Cuttable, *inputs: Any) -> Costs:
 def count_bytes(cuttable: Cuttable, *inputs: Any) -> Costs:
     """Bytes that training keeps for each atom: parameters, and what autograd saves of the forward pass.
 
-    What two atoms save counts for the first, and so does a tied parameter. Nothing is computed, but in atoms that look
-    at values.
+    Tensors that two units save count for the first, and so does a tied parameter. Nothing is computed, but in atoms
+    that look at values.
     """
     saved = SavedTensors()
 

@@ -115,7 +115,7 @@ class Watch:
             return None
 
     def keep(self) -> Callable[[], None]:
-        """What sets the value again to what it is now."""
+        """A function that restores the present value."""
         value, holder = self._at(self.names, self.place), self._at(self.names[:-1], self.place)
         contents = value.copy() if isinstance(value, list | dict | set | deque) else None
 
@@ -366,7 +366,7 @@ def _look(
 
 
 def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ...], Any]:
-    """What a name and attributes behind it lead to, as far as nothing but a look tells."""
+    """The object behind a name and attributes, as far as a look without calls finds it."""
     try:
         value = place[first] if isinstance(place, dict) else getattr(place, first)
     except (AttributeError, KeyError, ValueError):
@@ -384,7 +384,7 @@ def _follow(place: Any, first: str, names: Sequence[str]) -> tuple[tuple[str, ..
 
 
 def written_by_all(modules: Sequence[nn.Module], within: bool = True) -> CodeAccess:
-    """What the code of these modules reads and writes, and of all `within` them."""
+    """Reads and writes of the code of these modules, and of all `within` them."""
     found = CodeAccess()
     every = {id(each): each for outer in modules for each in (outer.modules() if within else (outer,))}
     for module in every.values():

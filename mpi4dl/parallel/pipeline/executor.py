@@ -143,7 +143,7 @@ class BatchSource(Protocol):
     def microbatches(self) -> Sequence[Microbatch]: ...
 
     def kind(self, microbatch: Microbatch) -> Any:
-        """What is equal for microbatches whose values have the same shapes; known on all ranks."""
+        """A key that is equal for microbatches whose values have the same shapes; known on all ranks."""
 
     def images(self, part: Part, microbatch: Microbatch) -> Any:
         """The images as the first stage takes them: a tensor, or what it streams."""
@@ -162,7 +162,7 @@ class Live:
 
 
 class Parameters(Protocol):
-    """What is done about a stage's parameters and their gradients while it works."""
+    """The hooks of a stage's parameters and their gradients while it works."""
 
     def there(self, stage: int) -> AbstractContextManager[None]:
         """The context of every action of a stage: its parameters are there."""

@@ -415,7 +415,7 @@ def stage_prices(
     clockwork: Profiler | None,
     styles: Styles | None,
 ) -> StageCosts:
-    """What atoms cost on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
+    """Costs of units on each stage: found by rank 0, or by all ranks, and the same on all of `comm`. Collective."""
     how = balance if isinstance(balance, str) else "auto"
     if comm is None:
         return prices_for(cuttable, plan, image, how, device, clockwork, styles=styles)
@@ -434,7 +434,7 @@ def stage_prices(
 def costs_by(
     balance: str | Sequence[int], cuttable: Cuttable, plan: Plan, image: tuple[int, ...], prices: StageCosts
 ) -> list[list[float]]:
-    """What `partition` weighs: seconds, or the bytes that training keeps."""
+    """The costs for `partition`: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
     kept = costs.count_bytes(cuttable, shape_only(cuttable.model, image))

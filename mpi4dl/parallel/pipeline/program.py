@@ -120,7 +120,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a receiver must know of a tensor. `shape` is that of the whole image, on a SpatialTensor too.
+    """The description of a tensor for its receiver. `shape` is that of the whole image, on a SpatialTensor too.
 
     Nothing requires a gradient where none are recorded; PyTorch says so even there of a view of a parameter.
     """

@@ -93,7 +93,7 @@ class Cuttable:
         return Stage(self._recipe(bounds[index], bounds[index + 1], index, len(counts)), self.model)
 
     def part(self, first: int, end: int) -> Recipe:
-        """What atoms `first` to `end` - 1 do, of whom the values that are alive behind them come out, or the result."""
+        """Units `first` to `end` - 1 as a program; it returns the values that are alive behind them, or the result."""
         return self._recipe(first, end, first, first + 1 if end == len(self) else len(self))
 
     def check(self, counts: Sequence[int]) -> None:
@@ -320,7 +320,7 @@ class Cuttable:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tensors have in common that are one in memory, on the meta device too."""
+    """A key of the storage that tensors share, on the meta device too."""
     if nn.parameter.is_lazy(tensor):
         return id(tensor)
     try:
@@ -373,12 +373,12 @@ def shapes_of(model: nn.Module) -> dict[int, Tensor]:
 
 
 def image_dtype(model: nn.Module) -> torch.dtype:
-    """What images this model takes: the first real type of its parameters."""
+    """The dtype of the model's images: the first real type of its parameters."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def sample_dtype(model: nn.Module, shape: tuple[int, ...]) -> torch.dtype:
-    """What samples of this shape are made of: (N, T) are tokens to models that look up embeddings, all else images."""
+    """The dtype of samples of this shape: (N, T) are tokens to models that look up embeddings, all else images."""
     of_tokens = len(shape) == 2 and any(isinstance(module, nn.Embedding) for module in model.modules())
     return torch.int64 if of_tokens else image_dtype(model)
 

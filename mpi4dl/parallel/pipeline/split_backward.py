@@ -26,7 +26,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
 class Postponed(NamedTuple):
-    """What a call of a layer has left to do: `gradients(*held)` are those of these parameters (None: not asked for)."""
+    """Deferred gradients of a layer's call: `gradients(*held)` are those of these parameters (None: not asked for)."""
 
     parameters: tuple[nn.Parameter | None, ...]
     gradients: Callable[..., tuple[Tensor | None, ...]]
@@ -56,7 +56,7 @@ class WeightGradients:
         torch.autograd.backward(outputs, gradients)  # gradients of the inputs, and of all other parameters
         weights.compute()  # gradients of the weights
 
-    What waits: the gradients of weight and bias of convolutions, transposed ones too, and of `F.linear`, on tiles too,
+    The queue of gradients of weight and bias of convolutions, transposed ones too, and of `F.linear`, on tiles too,
     where weight and bias are parameters themselves. All else has its gradient after backward, as ever: other operators,
     weights that are computed from parameters, images without a batch, layers under a checkpoint or another hook on
     saved tensors, and those that a function of PyTorch calls inside, such as `F.multi_head_attention_forward`. Queued

@@ -71,7 +71,7 @@ class Looked:
 
 
 class Opening(Protocol):
-    """What makes the first calls of a stage in another way."""
+    """A replacement of the first calls of a stage."""
 
     def __call__(self, stage: "Stage", *values: Any) -> tuple[int, dict[str, Any]]:
         """How many calls it made, and the values that are alive then."""

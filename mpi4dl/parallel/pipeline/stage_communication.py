@@ -46,7 +46,7 @@ class Joint(NamedTuple):
 
 
 def take_apart(x: Tensor) -> tuple[list[Tensor], Joint | None]:
-    """What crosses of x, and how x is made of it; x itself if it has no flat dims."""
+    """The tensors that travel for x, and how x is made of them; x itself if it has no flat dims."""
     if not isinstance(x, SpatialTensor) or not x.layout.flat:
         return [x], None
     flats = x.layout.flat
@@ -103,7 +103,7 @@ class StageMessage(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What the previous stage handed on: its values, and the tensors in them that gather gradients."""
+    """The values of the previous stage, and the tensors in them that gather gradients."""
 
     values: tuple[Any, ...]
     leaves: list[Tensor]
@@ -142,7 +142,7 @@ def landing(
 
 
 def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: int) -> ExchangePlan:
-    """What the rank at `place` among `ends` does: the ranks that own the tensor, then those that need it."""
+    """The exchange of the rank at `place` among `ends`: the ranks that own the tensor, then those that need it."""
     nowhere = Box(*(Interval(0, 0) for _ in tiling.splits))
     held = (*tiling.all_owned, *(nowhere,) * len(needed))
     plan = plan_exchange(place, held, held, (*(nowhere,) * tiling.grid.size, *needed), tiling.whole)
@@ -154,7 +154,7 @@ def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: 
 
 
 class Announcement(NamedTuple):
-    """What the values are, how their tensors are made of those that cross, and where these lie where they were made.
+    """The form of the values, how their tensors are made of those that travel, and the layouts of these at the source.
 
     `specs`, `tilings` and `dims` are of the tensors that cross; the header's are of the values.
     """
@@ -175,7 +175,7 @@ class Transfer(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
+    """The exchanges for one kind of microbatch: how to move each tensor, and its layout at the target."""
 
     announcement: Announcement
     transfers: tuple[Transfer, ...]

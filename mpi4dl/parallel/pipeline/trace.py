@@ -346,7 +346,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _inputs(forward: Callable[..., Any]) -> list[str]:
-    """What a model is called with: inputs without a default value, or the first one where all have one."""
+    """The inputs of a model: those without a default value, or the first one where all have one."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     named: list[inspect.Parameter] = []
     for parameter in parameters:
@@ -416,7 +416,7 @@ class _Reading:
         self._scanned: dict[str, dict[Any, Watch]] = {}
 
     def globals(self, whole: Collection[str]) -> list[Watch]:
-        """What the code of all opened modules reads of globals."""
+        """The globals that the code of all opened modules reads."""
         found: dict[Any, Watch] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for path in opened_paths(self.model, lambda module, path: path in whole or not _opens(module)):
@@ -432,8 +432,8 @@ class _Reading:
     def record(self, whole: Collection[str], training: bool, inner: bool) -> _Record:
         """Trace the model in one mode, with all modules in it in the mode `inner`; and leave all as it was.
 
-        What it draws by `rand` is chosen: it may draw, such as to leave out layers with a probability of zero, but must
-        do the same with all numbers.
+        `rand` returns chosen numbers: the model may draw, such as to leave out layers with a probability of zero, but
+        must do the same for all numbers.
         """
         record, draws = self._drawing(whole, training, inner, {})
         for scope in sorted(draws.uniform, key=len, reverse=True):
@@ -656,7 +656,7 @@ def _call(forms: Forms, i: int | None, j: int | None) -> Call:
 
 
 def _names(nodes: list[fx.Node], scopes: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
-    """What each value is called: as the module that makes it, or as fx calls it inside the opened module."""
+    """The name of each value: the module that makes it, or its name by fx inside the opened module."""
     names: dict[fx.Node, str] = {}
     uses: Counter[str] = Counter()
     for node in nodes:
@@ -668,7 +668,7 @@ def _names(nodes: list[fx.Node], scopes: Mapping[fx.Node, str]) -> dict[fx.Node,
 
 
 def _other_path(training: _Record, evaluation: _Record) -> _Untraceable:
-    """What to say of two records that differ, and should not."""
+    """The error about two records that differ, and should not."""
     for here, there in zip_longest(training.nodes, evaluation.nodes):
         found = [
             ("nothing", "", None)

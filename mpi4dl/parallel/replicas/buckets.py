@@ -112,7 +112,7 @@ class BucketLayout:
         return slice(self.cuts[number][self.rank], self.cuts[number][self.rank + 1])
 
     def spans(self, number: int, part: slice | None = None) -> Iterator[Span]:
-        """What of which parameters lies in a part of a bucket (None: in all of it), in the order of the bucket."""
+        """The intervals of parameters in a part of a bucket (None: in all of it), in the order of the bucket."""
         bucket = self.buckets[number]
         begin, end = (0, bucket.length) if part is None else (part.start, part.stop)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):

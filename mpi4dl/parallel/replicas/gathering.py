@@ -158,7 +158,7 @@ class Gatherer:
             self._free(number)
 
     def pack(self, value: Tensor) -> Any:
-        """What the graph keeps of a value: of a parameter where it was."""
+        """The saved form of a value in the graph: for a parameter, its place."""
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
             return value
         number = self._addresses.get(value.untyped_storage().data_ptr())

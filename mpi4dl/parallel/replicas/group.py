@@ -54,7 +54,7 @@ class Alone:
         """Passes differ in nothing."""
 
     def end_pass(self) -> None:
-        """What a pass computed is where it belongs."""
+        """Finish the sums of a pass."""
 
     def finish(self, hooked: Sequence[bool] = ()) -> bool:
         """Hooks have seen all that there is, whichever there are."""
@@ -105,7 +105,7 @@ class Alone:
 
 
 class WaitingHook:
-    """What autograd is to call in place of a hook. Outside of the reducer's steps it is the hook."""
+    """The function that autograd calls in place of a hook. Outside of the reducer's steps it is the hook."""
 
     def __init__(self, hook: Callable[[Tensor], Any], reducer: Reducer) -> None:
         self.hook = hook
@@ -245,7 +245,7 @@ def ask(hook: GradientHook, name: str, gradient: Tensor) -> Tensor:
 
 
 class ReplicaGroup:
-    """What learns of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
+    """The replicas of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
 
     That is what `learners` says. All others stay as they are.
 
@@ -485,7 +485,7 @@ class ReplicaGroup:
             self.reducer.change(changed)
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank owns; the shards of all ranks are each parameter once, without ZeRO too."""
+        """The shards of this rank; those of all ranks are each parameter once, without ZeRO too."""
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for number, pieces in enumerate(self.update.pieces):
             pieces_of = {piece.span.member: piece for piece in pieces}

@@ -126,7 +126,7 @@ class ReplicaGroups:
                     group.change_gradients(partial(self._change_whole, hook, others), scale)
 
     def _change_whole(self, hook: GradientHook, others: PartsOf, name: str, part: Tensor) -> Tensor:
-        """What a hook makes of this part of a gradient, having seen all of it."""
+        """This part of a gradient after a hook that sees the whole."""
         whole = part.new_zeros(others.shapes[name][0])
         flat, own = whole.view(-1), part.reshape(-1)
         runs = [*self._runs(name, 0, part.numel())]

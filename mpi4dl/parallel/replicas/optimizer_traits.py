@@ -55,7 +55,7 @@ def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepHooks:
-    """What is registered to be called before and after the steps of an optimizer, and of those within it."""
+    """The hooks before and after the steps of an optimizer, and of those within it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._members = family(optimizer)
@@ -193,7 +193,7 @@ def _is_like(plain: Sequence[_Moved], examples: "_Examples", ranks: Sequence[Seq
 
 
 class _Examples:
-    """What copies of an optimizer step on: for each group one parameter for each number of dims, two at least.
+    """Parameters for copies of an optimizer: for each group one parameter for each number of dims, two at least.
 
     `groups[i]` has their numbers, `models[n]` is the real parameter that one is like, None in a group that has none.
     They begin as `start`; each of the `series` has the gradients of some steps.
@@ -232,7 +232,7 @@ class _Examples:
 
 
 def _across(gradient: Tensor, weight: Tensor) -> Tensor:
-    """What of each row of a gradient is orthogonal to that of the weight."""
+    """The component of each row of a gradient orthogonal to that of the weight."""
     if gradient.dim() < 2:
         return gradient
     g, w = gradient.flatten(1), weight.flatten(1)
@@ -291,7 +291,7 @@ class _Trial:
 def _twin(examples: _Examples, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """A copy of the optimizer, and of those within it, for these parameters instead of their models.
 
-    What it keeps for real parameters is fitted to these; it has no hooks. Raises what copying raises.
+    Its state for real parameters is fitted to these; it has no hooks. Raises what copying raises.
     """
     optimizer = examples.optimizer
     members = family(optimizer)

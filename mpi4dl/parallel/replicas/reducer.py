@@ -124,7 +124,7 @@ class Reducer:
             self._next = 0
 
     def end_pass(self) -> None:
-        """What has not been summed of this pass is so now, where the pass has to."""
+        """Sum the rest of this pass, where the pass has to."""
         while self._next < len(self.layout.buckets):
             self._start_next()
         self._missing = []

@@ -113,7 +113,8 @@ NAMES = "param_names"  # of an optimizer that was made of named parameters
 
 @dataclass(frozen=True)
 class Portion:
-    """What the optimizer works on: `value` for the elements of `span`; the model has them in `target`, if elsewhere.
+    """A part that the optimizer works on: `value` for the elements of `span`; the model has them in `target`, if
+    elsewhere.
 
     It has the parameter's shape if it is a whole parameter, and one dim if it is a part of it.
     """
@@ -191,7 +192,7 @@ class Update:
                 group["params"] = values
 
     def _part(self, value: Any, parameter: nn.Parameter, piece: Portion) -> Any:
-        """What of the state with which some optimizers begin is a piece's."""
+        """A piece's part of the state with which some optimizers begin."""
         if not isinstance(value, Tensor):
             return value
         if value.shape != parameter.shape or not value.dim():

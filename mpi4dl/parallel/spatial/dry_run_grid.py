@@ -131,7 +131,7 @@ class HaloChoice:
 
     @property
     def computed_twice(self) -> float:
-        """What is computed more than by layer, of what is computed by layer: of FLOPs, or of bytes without any."""
+        """The computation beyond that by layer, as a share of it: in FLOPs, or in bytes without any."""
         if self.by_layer.flops:
             return self.chosen.flops / self.by_layer.flops - 1
         return (self.chosen.touched_bytes - self.by_layer.touched_bytes) / max(1, self.by_layer.touched_bytes)

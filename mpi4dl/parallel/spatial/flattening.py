@@ -95,7 +95,7 @@ def _as_it_is(layout: Layout, dim: int, size: int) -> Flat:
 def _factors(
     layout: Layout, shape: Sequence[int], dims: Iterable[int], ordinary: list[int]
 ) -> list[tuple[int | Flat | None, int]]:
-    """What these dims are made of, in order, with sizes: axes, ordinary entries, and flat dims that stay whole."""
+    """The factors of these dims, in order, with sizes: axes, ordinary entries, and flat dims that stay whole."""
     found: list[tuple[int | Flat | None, int]] = []
     for dim in dims:
         flat, axis, size = layout.flat_at(dim), layout.axis(dim), shape[dim]

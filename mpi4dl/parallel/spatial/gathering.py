@@ -57,7 +57,7 @@ def gathering() -> Iterator[None]:
     along height, width (and a batch that is cut) the sizes, of a spread operand, as that one is cut; another one, such
     as features of the whole image, stays whole on every rank, and so does what is computed of it alone: `shard_like`
     cuts it. Whoever writes in place writes into the tiles. Random numbers are those that one process would draw; ranks
-    whose generators differ all raise `NoRule`. What cannot be done on a copy, such as `data_ptr`, raises it as ever.
+    whose generators differ all raise `NoRule`. Calls that a copy cannot answer, such as `data_ptr`, still raise it.
 
     Each module and operator is named once in a `GatheredWarning`, with its bytes, by rank 0 of the grid. It holds for
     the process, since backward passes that recompute may run in another thread; those must come within it too.

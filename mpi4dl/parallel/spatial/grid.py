@@ -247,7 +247,7 @@ class Layout:
         return {}
 
     def known(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find()` finds of this layout, looked up if it was asked for before by this key.
+        """The result of `find()` for this layout, cached by this key.
 
         All that an operator needs to know before it computes follows from the layout and its arguments.
         """

@@ -85,7 +85,7 @@ def _reach(layout: Layout, maps: Maps, fill: float, itself: tuple[int, ...]) -> 
 
 @lru_cache(maxsize=4096)
 def _plan(tiling: Tiling, maps: Maps, itself: tuple[int, ...]) -> tuple[Tiling, Tiling, bool, Tiling | None]:
-    """What each rank comes to hold of the input, the tiling of the output, and whether anything is exchanged.
+    """The input that each rank will hold, the tiling of the output, and whether anything is exchanged.
 
     And what ranks would have to hold of the input so that nothing had to be sent, if they do not.
     """

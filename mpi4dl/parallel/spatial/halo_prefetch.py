@@ -34,7 +34,7 @@ Holding = dict[Tiling, Tiling]  # what is to be held, by what is owned
 
 
 class Provider(Protocol):
-    """Who made what a tensor was made of, pixel by pixel or window by window, and may be asked to let more be held."""
+    """The source of a tensor, pixel by pixel or window by window, which may hold more on request."""
 
     def ask(self, tiling: Tiling) -> None:
         """From the next step on, let the tensor be held as this tiling, of its cuts, says."""
@@ -48,7 +48,7 @@ class Waiting(Protocol):
 
 
 class HaloPrefetch:
-    """What is to be held on one grid. With `steps` somebody says where one step ends and the next begins.
+    """The boxes to hold on one grid. With `steps` somebody says where one step ends and the next begins.
 
     With `everywhere` norms bring halos on CPUs too. `visits`: whatever runs, also within a backward pass, is a whole
     forward pass and does as the one before it did.
@@ -138,7 +138,7 @@ class HaloPrefetch:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a norm made, known by its weight, or the images, known by their grid.
+    """The output of a norm, identified by its weight, or the images, identified by their grid.
 
     Ranks own of it what `tiling` says.
     """
@@ -154,7 +154,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class OfWindows:
-    """What windows made, as `output`, of a tensor that ranks hold as `tiling` says."""
+    """The output of windows over a tensor that ranks hold by `tiling`."""
 
     provider: Provider
     tiling: Tiling

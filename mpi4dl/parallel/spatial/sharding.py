@@ -57,8 +57,8 @@ def shard(image: Tensor, grid: Grid) -> SpatialTensor:
 def shard_like(x: Tensor, like: Tensor) -> Tensor:
     """Spread a tensor that every rank has whole as `like` is spread; both have the same number of dims.
 
-    Along the axes that `like` has cut, x has its size, such as (N, other channels, H, W); ValueError otherwise. What is
-    spread already is cut anew. If `like` is plain, so is the result.
+    Along the axes that `like` has cut, x has its size, such as (N, other channels, H, W); ValueError otherwise. A
+    spread tensor is cut anew. If `like` is plain, so is the result.
     """
     if not isinstance(like, SpatialTensor):
         return halo.gather(x)

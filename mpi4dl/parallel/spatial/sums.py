@@ -45,7 +45,7 @@ def add_up(y: Tensor, layout: Layout, axes: Sequence[int]) -> Tensor:
 
 
 def _exchange(shared: Layout) -> Exchange:
-    """What brings to each rank along the axis of features all that they share of one dim, once dims are opened."""
+    """The exchange that gathers one dim over the axis of features, once dims are opened."""
     grid, features = shared.grid, shared.grid.axes[-1]
     have = Tiling((shared.tiling.splits[features],))
     whole = (Interval(0, have.size[0]),) * grid.shape[features]

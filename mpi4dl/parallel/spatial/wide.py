@@ -66,7 +66,7 @@ def outline_of(x: SpatialTensor, grid: Grid) -> SpatialTensor:
 
 
 def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool) -> RankWork:
-    """What the rank in the middle of the grid does in `run`; nobody chooses anything there.
+    """The work of the rank in the middle of the grid in `run`; nothing is chosen there.
 
     Where norms bring halos, it is what `run` does in its second step, when they know of which.
     """
@@ -124,7 +124,7 @@ class _Bare(nn.Module):
 
 
 class _Inputs(NamedTuple):
-    """What a block is called with: leaves, all of them spread, and how they are nested."""
+    """The inputs of a block: leaves, all of them spread, and how they are nested."""
 
     spread: Sequence[SpatialTensor]
     structure: Any
@@ -155,7 +155,7 @@ class _Inputs(NamedTuple):
         return max(tuple(split.size for split in x.layout.tiling.splits[1:]) for x in self.spread)
 
     def held(self, margin: int) -> list[Tiling]:
-        """What ranks hold with such a margin."""
+        """The boxes of ranks with such a margin."""
         size = self.size
         return [widest(x.layout.tiling, Given.like(x).held(margin, size)) for x in self.spread]
 
@@ -247,7 +247,7 @@ class _Rehearsal(NamedTuple):
         return run(self.outline, visits, list(map(Given.like, inputs.spread)), inputs.size, margin) is not None
 
     def work(self, inputs: _Inputs, margin: int, grid: Grid) -> RankWork:
-        """What the rank in the middle does with such a margin (0: by layer)."""
+        """The work of the rank in the middle with such a margin (0: by layer)."""
 
         def run_on(middle: Grid) -> Any:
             given = (outline_of(x, middle) for x in inputs.spread)

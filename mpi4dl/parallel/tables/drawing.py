@@ -196,7 +196,7 @@ def as_image(simulation: Simulation, scale: int = 2) -> Any:
 
 
 def legend(simulation: Simulation) -> list[tuple[str, str]]:
-    """What the colours of its actions mean: each with its name."""
+    """The colours of its actions, each with its name."""
     used = {(span.action.kind, span.action.direction) for row in simulation.rows for span in row}
     return [
         (colour, NAMES[kind] + (", mirrored copy" if direction else ""))

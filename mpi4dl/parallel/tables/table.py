@@ -112,7 +112,7 @@ class Placement:
 
 
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """What must be done before this action: whatever sends it its input, and its own stage's earlier part."""
+    """The actions before this one: the sender of its input, and its own stage's earlier part."""
     kind, _, stage, _ = action
     if kind == "forward":
         return (action._replace(stage=stage - 1),) if stage > 0 else ()

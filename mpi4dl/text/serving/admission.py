@@ -45,7 +45,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 class Period:
-    """What happened since the last report."""
+    """Counts since the last report."""
 
     def __init__(self) -> None:
         self.requests = self.cancelled = self.refused = self.tokens = 0
@@ -143,7 +143,7 @@ class ServingStatistics:
 
 
 class _UnderWay(Collector):
-    """What the batch says of itself when it is asked."""
+    """The state of the batch, read on request."""
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
@@ -188,7 +188,7 @@ class ApiError(Exception):
 
 
 def busy(message: str, status: int = 429, code: str | None = "queue_full") -> ApiError:
-    """What may be asked again soon."""
+    """An error after which clients may soon try again."""
     return ApiError(status, message, None, code, {"Retry-After": str(RETRY_SECONDS)})
 
 

@@ -40,7 +40,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Continued:
-    """What has come of one choice."""
+    """The text of one choice so far."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -83,11 +83,11 @@ class CompletionForm:
         return b"data: " + as_json({**told, "usage": usage} if tells_usage else told) + b"\n\n"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What the stream of a choice begins with, before there is any text."""
+        """The beginning of the stream of a choice, before there is any text."""
         return self.piece(index, Continued(self.echoes[index])) if self.echoes[index] else None
 
     def piece(self, index: int, new: Continued) -> dict[str, Any]:
-        """What is new of a choice."""
+        """The new text of a choice."""
         return self._choice(index, new.text, new)
 
     def _choice(self, index: int, text: str, found: Continued) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def usage_of(choices: Sequence[Continued], per_prompt: int) -> dict[str, int]:
 
 
 def _failure(event: Event) -> ApiError | None:
-    """What an event says that no text can."""
+    """The error of an event, if any."""
     if event.finish_reason == "cancelled":
         return busy("the server is stopping, and this request took too long for that", 503, "stopping")
     if event.finish_reason == "error":
@@ -244,7 +244,7 @@ RULES = {
 
 
 class StreamExtras(BaseModel):
-    """What a stream tells besides text."""
+    """Fields of a stream besides text."""
 
     model_config = ConfigDict(strict=True)
 
@@ -310,7 +310,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What one side said."""
+    """A message of one side."""
 
     model_config = ConfigDict(strict=True)
 
@@ -427,7 +427,7 @@ class ClientGone(Exception):
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """What `work` returns; it is cancelled if the client goes away first. The request's body must have been read.
+    """The result of `work`; it is cancelled if the client disconnects first. The request's body must have been read.
 
     Raises:
         ClientGone: it did.
@@ -484,7 +484,7 @@ CLIENT_GONE = 499  # nobody reads it: for the count
 
 
 class Authentication:
-    """What every request passes: its Host, and the token, if one is asked for; each response is counted.
+    """The checks of every request: its Host, and the token, if one is required; each response is counted.
 
     A page of any site can let a browser ask this server, once the site's name leads to this machine (DNS rebinding).
     Such a request has that name as its Host. So names are answered that are known; addresses need none.

@@ -183,7 +183,7 @@ def no_room() -> bytes:
 
 
 def address_of(peer: tuple[str, int] | None) -> str:
-    """What counts as one address."""
+    """The address by which connections are counted."""
     if peer is None:
         return ""
     try:

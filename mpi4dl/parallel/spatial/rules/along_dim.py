@@ -251,7 +251,7 @@ def _prefix(function: Any, indexed: bool) -> Callable[..., Any]:
         units = replace(layout, tiling=layout.tiling.replace(axis, Split.at(range(split.parts + 1))))
 
         def before(last: Tensor) -> Tensor:
-            """What the parts before this one, of those that have any pixels, came to."""
+            """The result of the parts before this one, of those that have any pixels."""
             every = gather_axes(SpatialTensor(last, units), (axis,))
             every = every.local if isinstance(every, SpatialTensor) else every
             every = every.index_select(dim, torch.tensor(begun, device=every.device))

@@ -126,7 +126,7 @@ class Ring(NamedTuple):
         return coming, self.comm.iexchange(leaving, arriving, tag, collective=True)
 
     def round(self, blocks: Sequence[Tensor], tag: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Whose blocks are here, and those blocks, one after the other, while the next ones travel."""
+        """The owner of the present blocks, and those blocks, one after the other, while the next ones travel."""
         owner, size = self.place, len(self.lengths)
         for step in range(size):
             coming, pending = self.onward(blocks, owner, tag) if step + 1 < size else ([], None)
@@ -215,7 +215,7 @@ def _has_kernel(q: Tensor) -> bool:
 
 
 def _ask(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """What one block answers, and the logarithm of the sum of each query's exponentials."""
+    """The attention to one block, and the logarithm of the sum of each query's exponentials."""
     if _has_kernel(q):
         alone = [x.contiguous().unsqueeze(0) for x in (q, k, v)]  # as the kernels take for granted
         y, sums = aten._scaled_dot_product_flash_attention_for_cpu(*alone, 0.0, causal, attn_mask=None, scale=scale)
@@ -414,7 +414,7 @@ def _weights(asking: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _added(flags: Tensor, like: Tensor) -> Tensor:
-    """What is added to scores of a mask: of flags, minus infinity where they are true."""
+    """The term that a mask adds to scores: for flags, minus infinity where they are true."""
     if flags.dtype != torch.bool:
         return flags
     return torch.zeros_like(flags, dtype=like.dtype).masked_fill(flags, float("-inf"))
@@ -518,7 +518,7 @@ def _differs(mask: Tensor | None, padding: Tensor | None) -> bool:
 
 
 def _merged_mask(mask: Tensor | None, padding: Tensor | None, num_heads: int, q: Tensor) -> Tensor | None:
-    """What is added to scores (batch, heads, queries, keys), of a mask (queries, keys), or one for each head of each
+    """The term added to scores (batch, heads, queries, keys), of a mask (queries, keys), or one for each head of each
     image, and of the keys (batch, keys) that are only padding.
     """
 

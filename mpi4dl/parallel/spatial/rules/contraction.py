@@ -216,7 +216,7 @@ def _product(function: Any) -> Callable[..., Tensor]:
 
 
 def _check(name: str, operands: Sequence[Tensor], labels: Sequence[Labels]) -> None:
-    """What PyTorch would refuse of the whole, parts might pass."""
+    """Parts might pass where PyTorch refuses the whole."""
     sizes: dict[Hashable, int] = {}
     for x, names in zip(operands, labels, strict=True):
         for size, label in zip(x.shape, names, strict=True):
@@ -256,8 +256,8 @@ for names, product in (("addmm", torch.mm), ("baddbmm", torch.bmm), ("addmv", to
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product with the last dim, the same for every pixel; over a last dim that is cut, the ranks' parts add up.
 
-    It may be cut in the input, or in the weight: then each rank takes its part of what it has whole. What is cut of the
-    weight's first dim is cut of the result.
+    It may be cut in the input, or in the weight: then each rank takes its part of what it has whole. A cut of the
+    weight's first dim is a cut of the result.
     """
     name = "torch.nn.functional.linear"
     pixels = [f"dim {i}" for i in range(input.dim() - 1)]

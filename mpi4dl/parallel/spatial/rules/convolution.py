@@ -70,7 +70,7 @@ class Way(Protocol):
         """The output, of this shape, and the strips."""
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """What waits for the gradient of x, whose strips travel from here on."""
+        """A wait for the gradient of x, whose strips travel from here on."""
 
     def of_parameters(
         self, gradient: Tensor, x: Tensor, strips: list[Tensor], weight: Tensor, mask: Mask
@@ -113,7 +113,7 @@ class Joined(NamedTuple):
 
 
 class Border(NamedTuple):
-    """What a strip does to the output: where, by which part of the kernel, and with how much around it."""
+    """The contribution of a strip to the output: its place, its part of the kernel, and its padding."""
 
     where: Cut
     taps: Cut
@@ -269,7 +269,7 @@ def gradients(gradient: Tensor, x: Tensor, weight: Tensor, options: ConvolutionO
 
 
 def own_channels(x: Tensor) -> Tensor:
-    """What this rank has of x's channels, as if these were all."""
+    """This rank's channels of x, as if these were all."""
     if not isinstance(x, SpatialTensor):
         return x
     layout = x.layout

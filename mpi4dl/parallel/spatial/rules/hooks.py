@@ -66,7 +66,7 @@ class _Gradient:
         return held
 
     def seen_by(self, hook: Hook) -> Hook:
-        """What autograd is to call on this rank so that `hook` sees the whole."""
+        """The function for autograd on this rank with which `hook` sees the whole."""
 
         def run(share: Tensor) -> Tensor | None:
             changed = hook(self.whole(share))

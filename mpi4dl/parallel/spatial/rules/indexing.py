@@ -591,8 +591,8 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 @register(Tensor.__setitem__)
 def setitem(input: Tensor, index: Any, value: Any) -> None:
-    """Writing to what the same index reads, if that is a view; and a number, where a mask says so. What is spread is
-    gathered into a plain tensor.
+    """Writing to what the same index reads, if that is a view; and a number, where a mask says so. A plain tensor gets
+    the spread values gathered.
     """
     if not isinstance(input, SpatialTensor):
         whole, value = pytree.tree_map_only(Tensor, gather_whole, (index, value))

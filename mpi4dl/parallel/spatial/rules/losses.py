@@ -34,7 +34,7 @@ def reduce_pixels(pixels: Tensor, reduction: str) -> Tensor:
 
 
 def _reduction(options: dict[str, Any]) -> str:
-    """What the options ask for, the older two among them, which are set to None."""
+    """The reduction by the options, the older two among them, which are set to None."""
     found = asked(options.get("size_average"), options.get("reduce"), options["reduction"])
     options |= {old: None for old in ("size_average", "reduce") if old in options}
     return found

@@ -93,7 +93,7 @@ def numbers(x: Tensor) -> Any:
 
 
 def merged(of_ranks: Tensor, shares: Shares, count: int, eps: float, weight: Tensor | None) -> Tensor:
-    """What a norm of `count` numbers a channel needs to know, from each rank's `sums_around`, (ranks, 3, C).
+    """The moments for a norm of `count` numbers a channel, from each rank's `sums_around`, (ranks, 3, C).
 
     In float64, (5, C): the mean, the biased and the unbiased variance, the slope, weight / sqrt(variance + eps), and
     what the slope is for the mean, -slope / count. By the formula of Chan, Golub and LeVeque (1979).
@@ -169,12 +169,12 @@ class Norm:
 
     @cached_property
     def exchange(self) -> Exchange | None:
-        """What brings the strips of the input that this rank is to normalize for what follows."""
+        """The exchange of strips of the input that this rank normalizes for the next layers."""
         layout, output = self.layout, self.output
         return None if output.tiling == layout.tiling else layout.exchange_to(output.tiling)
 
     def own(self, x: Tensor) -> Tensor:
-        """What this rank owns of x."""
+        """The owned part of x."""
         layout = self.layout
         return narrow(x, layout.dims, layout.held, layout.owned) if layout.wide else x
 
@@ -317,7 +317,7 @@ class _Round:
         return strips
 
     def gather(self, collect: Callable[[Communicator, Tensor], Tensor]) -> list[Tensor]:
-        """What all who share each norm told, (ranks, *); `collect` finds it where they are many, or the norm alone."""
+        """Statistics of all ranks of each norm, (ranks, *); `collect` finds them for many ranks, or one norm."""
         pending = None
         if self._sends or self._receives:
             pending = self._comm.iexchange(self._sends, self._receives, self._tag, collective=True)
@@ -336,7 +336,7 @@ def _gathered(comm: Communicator, mine: Tensor) -> Tensor:
 
 
 def _reduced(comm: Communicator, mine: Tensor) -> Tensor:
-    """What adds up to the sum over the ranks; for few ranks in one order, with others or alone."""
+    """Terms of the sum over the ranks; for few ranks in one order, with others or alone."""
     return comm.all_gather(mine) if comm.size <= FEW else comm.all_reduce(mine.clone())[None]
 
 
@@ -370,7 +370,7 @@ def _applied(
 
 
 def _parts(norm: Norm, gradient: Tensor, x: Tensor, strips: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """What this rank owns of the gradient, to be changed, and of x; then the strips of both."""
+    """The owned parts of the gradient, to be changed, and of x; then the strips of both."""
     if norm.exchange is None:
         return [(gradient.contiguous(), x)]
     own = norm.within(gradient, norm.output.owned).clone(memory_format=torch.contiguous_format)

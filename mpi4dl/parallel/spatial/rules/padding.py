@@ -115,7 +115,7 @@ def _check_limit(amount: int, limit: int, size: int, mode: str) -> None:
 def _at_edges(
     x: SpatialTensor, amounts: Mapping[int, tuple[int, int]], mode: str, value: float | None
 ) -> Tensor | None:
-    """What PyTorch's own operator makes of each part at the edges of the image, if no part shows rows of another."""
+    """PyTorch's own operator on each part at the edges of the image, if no part needs rows of another."""
     constant, layout, local = mode == "constant", x.layout, x.local
     ndim = local.dim()
     count = len(amounts) if constant else max(len(amounts), ndim - 2)  # of the last dims

@@ -348,7 +348,7 @@ DRAWN_WHOLE = 1 << 24  # so many numbers at most: 64 MiB in float32, for a momen
 
 
 def _generator(layout: Layout, rank: int, seed: int, device: torch.device) -> torch.Generator:
-    """What the tile of a rank is drawn from, alike for ranks that hold copies."""
+    """The generator of a rank's tile, the same for ranks that hold copies."""
     place = 0
     for axis, (dim, coordinate) in enumerate(zip(layout.dims, layout.grid.shape.coordinates(rank), strict=True)):
         place = place * layout.grid.shape[axis] + (coordinate if dim is not None else 0)

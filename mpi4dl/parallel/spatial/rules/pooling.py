@@ -177,7 +177,7 @@ MEANS = {2: (aten.avg_pool2d, aten.avg_pool2d_backward), 3: (aten.avg_pool3d, at
 
 @dataclass(frozen=True)
 class _Pooling:
-    """What is pooled in each window, its maximum or its mean, and where it is to be.
+    """A pooling: the maximum or the mean of each window, and the place of its output.
 
     A dim that is not cut is the operator's `own`, as is its `padding` there. The input with its halo begins at
     `corner`, and the output is of this `shape`. With `places` the index of each maximum is asked for.
@@ -467,7 +467,7 @@ def _output_size(x: Tensor, asked: Any, count: int) -> tuple[int, ...]:
 
 
 def _mine(x: SpatialTensor, count: int) -> list[Interval]:
-    """What this rank owns along each of the last dims."""
+    """The owned interval along each of the last dims."""
     sizes = zip(axes_of(x, count), x.shape[-count:], strict=True)
     return [Interval(0, pixels) if axis is None else x.layout.owned[axis] for axis, pixels in sizes]
 
@@ -485,7 +485,7 @@ def _bins(x: SpatialTensor, size: Sequence[int]) -> list[Tensor]:
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
-    """What to add up in: not in 16 bits, as PyTorch does not either."""
+    """The dtype of sums: not 16 bits, as in PyTorch."""
     return torch.float32 if x.itemsize < 4 else x.dtype
 
 

@@ -194,7 +194,7 @@ Dims = int | Sequence[int] | None
 
 
 def _of_all_parts(x: SpatialTensor, dims: Sequence[int], result: Tensor) -> Tensor:
-    """What the parts came to, on all ranks: along each reduced axis one entry for every part that has any pixels.
+    """The results of the parts, on all ranks: along each reduced axis one entry for every part that has any pixels.
 
     `result` is this rank's, with one entry along each of `dims`.
     """
@@ -314,7 +314,7 @@ LOWER = 1 << 31  # places from -LOWER to LOWER - 1 go into half an integer
 
 
 def worst(x: Tensor, maximum: bool) -> Any:
-    """What every value of x is at least as good as."""
+    """The worst value: every value of x is at least as good."""
     if x.is_floating_point():
         return float("-inf") if maximum else float("inf")
     if x.dtype == torch.bool:

@@ -198,15 +198,15 @@ class Resampling:
 
     @property
     def backward(self) -> "Resampling":
-        """What PyTorch's backward takes for it: the nearest rows that the quick kernel would have found."""
+        """The rows for PyTorch's backward: the nearest ones that the quick kernel would have found."""
         return replace(self, kernel="quick")
 
     @cached_property
     def period(self) -> tuple[int, int] | None:
         """After so many input rows and so many output rows all weights repeat; None if that takes many rows.
 
-        What begins at a multiple of the first is resampled as the whole is, but for the rows that its edge changes.
-        Only of modes that have PyTorch's own operators to gain by it.
+        A part that begins at a multiple of the first is resampled as the whole is, except for the rows that its edge
+        changes. Only of modes that have PyTorch's own operators to gain by it.
         """
         if self.align_corners or self.antialias or self.mode in ("cubic", "area"):
             return None

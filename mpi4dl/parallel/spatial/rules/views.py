@@ -75,8 +75,8 @@ def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
 def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
     """x in another shape of the whole: dims that become one carry their axes together, and part again.
 
-    What ranks then have is a view of what they had, but where an axis is cut within what is to be one entry, such as
-    the windows of a transformer: first its cuts are moved. Where one of one pixel went among dims of one cannot be
+    The result is a view of local data, unless an axis is cut within one new entry, such as a window of a transformer:
+    first its cuts are moved. Where one of one pixel went among dims of one cannot be
     told: it is gathered, which is one pixel. A dim of several axes that becomes dims of other sizes than theirs is cut
     anew. All are gathered where an axis would begin within a dim.
     """

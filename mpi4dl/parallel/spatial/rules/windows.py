@@ -36,7 +36,7 @@ def hashable(value: Any) -> Any:
 def check_image(x: Tensor, function: str, count: int = 2, each_channel: bool = False) -> SpatialTensor:
     """x, if windows along its last `count` dims are along axes of space, and no other dim is one; refuse it otherwise.
 
-    A batch that is cut is the first dim. What treats `each_channel` alone takes those that ranks share too.
+    A batch that is cut is the first dim. An operator on `each_channel` alone also takes channels that ranks share.
     """
     if not isinstance(x, SpatialTensor):
         raise refusal(function, "an argument other than the input is a SpatialTensor")
@@ -66,7 +66,7 @@ def _axes_of(dims: Dims, ndim: int, count: int) -> tuple[int | None, ...]:
 
 
 def slide(x: SpatialTensor, windows: Sequence[AxisMap], fill: float = 0.0) -> tuple[HaloPlan, tuple[bool, ...]]:
-    """What windows that slide along the last dims reach, and whether each is left to the operator itself.
+    """The reach of windows that slide along the last dims, and whether the operator itself handles each.
 
     An axis that is not cut is: there the operator adds its own padding, and nothing is copied.
     """
