@@ -259,7 +259,7 @@ class ArrayMask:
         self._array: Any = np.lib.format.open_memmap(self._temporary, "w+", dtype=np.dtype(dtype), shape=shape)
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
-        """What stands there."""
+        """The values there."""
         self._array[where] = rows
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
 
 
 def _counted(probabilities: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """What counts. Targets (N, classes) of probabilities, as of mixed samples, become the most probable class."""
+    """Targets that count, and their probabilities. Targets (N, classes), as of mixed samples, become classes."""
     targets = targets.argmax(1) if targets.dim() == 2 else targets.long()
     counts = targets != ignore_index
     return probabilities[counts], targets[counts]

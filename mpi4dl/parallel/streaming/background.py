@@ -169,7 +169,7 @@ def _linear(called: _Called) -> bool:
 
 
 def _along(position: int, default: Any = None) -> Check:
-    """What works along one dim, or several."""
+    """A check for operators along one dim, or several."""
     return lambda called: called.leads() and called.apart(called.argument(position, "dim", default))
 
 
@@ -219,7 +219,7 @@ def _undropped(called: _Called) -> bool:
 
 
 def _anyhow(called: _Called) -> bool:
-    """What it makes says whether it has the axes still."""
+    """Allowed; its result shows whether it still has the axes."""
     return called.leads()
 
 
@@ -314,7 +314,7 @@ class BareTiles:
         return route.spares and every and all(y.layout.dims[axis] is not None for y in made for axis in route.cut)
 
     def kind(self, tile: int, read: Tensor) -> Hashable:
-        """What tiles like this one have in common; None if it shows something, or lies at a border."""
+        """A key that equal tiles share; None if the tile shows something, or lies at a border."""
         route = self.route
         given, margin, size = route.givens[0], route.rehearsed.margin, route.size
         assert given.tiling is not None

@@ -35,7 +35,7 @@ KNOWN = 64  # routes that are remembered before all are forgotten: bags of patch
 
 @dataclass
 class Segments:
-    """What each segment of a module does, and batch norms by which of `norms.MODES`.
+    """The program of each segment of a module, and the mode of batch norms, one of `norms.MODES`.
 
     Without recipes it is all of the module, which need not be traceable.
     """
@@ -55,7 +55,7 @@ class Segments:
         size: tuple[int, ...],
         progress: Progress = quietly,
     ) -> Any:
-        """What the last segment returns, of what the first is given: images of `size`."""
+        """The result of the last segment, for images of `size` as inputs of the first."""
         parts = self._parts_of(module)
         found: tuple[Any, ...] = (source,)
         for number, (part, route) in enumerate(zip(parts, self._route(parts, given, visits, grid, size), strict=True)):
@@ -189,7 +189,7 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class StreamedImages:
-    """What the first stage of a plan is given: images of `size` to be read by visits, on the ranks of `grid`.
+    """The inputs of the first stage of a plan: images of `size` that visits read, on the ranks of `grid`.
 
     `source` is this rank's tile of each image, a tensor, or an `ImageSource` of the samples that it works on. `samples`
     says how the ranks share the batch. `progress` is called at every visit.
@@ -225,14 +225,14 @@ class Leading:
         return done, dict(zip(self.segments.recipes[-1].outputs, found, strict=True))
 
     def words(self, names: Sequence[str]) -> str:
-        """What is streamed, of a stage whose atoms have these names."""
+        """A description of the streamed part, of a stage whose units have these names."""
         tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.recipes)
         many = f" in {segments} segments" if segments > 1 else ""
         return f"each rank visits {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
 
 
 def _as_given(images: StreamedImages) -> Any:
-    """What the first segment takes."""
+    """The inputs of the first segment."""
     source, grid, samples = images.source, images.grid, images.samples
     if not isinstance(source, Tensor):
         whole = torch.Size((samples.size, *source.shape[1:2], *images.size))

@@ -41,7 +41,7 @@ class CannotStream(ValueError):
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What streaming a part takes: the `margin` around tiles, in pixels of the images.
+    """The needs of a streamed part: the `margin` around tiles, in pixels of the images.
 
     `num_rounds` are those of its forward pass, `learned` what its norms are to know, and `outputs` what it returned, on
     the meta device. `tilings` are those of all that it makes on its way.
@@ -57,7 +57,7 @@ class Rehearsed:
 class _Rehearsing(Visitors):
     """Nobody answers: on shapes nothing depends on it.
 
-    What other tiles ask of each other is not enough for this one either, so that all find the same margin.
+    A margin that is too small for other tiles is too small for this one, too, so all find the same margin.
     """
 
     def iexchange(
@@ -157,7 +157,7 @@ def begin(grid: VisitedGrid, learned: Learned) -> None:
 
 
 def shape_of(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
-    """What the visit of this grid is given, on the meta device."""
+    """The inputs of the visit of this grid, on the meta device."""
     if given.tiling is None:
         return torch.empty(given.shape, dtype=given.dtype, device="meta")
     layout = given.layout(grid, margin, size)
@@ -219,10 +219,10 @@ class Route:
         return given.layout(grid, self.rehearsed.margin, self.size)
 
     def box(self, given: Given, tile: int) -> Box:
-        """What the visit of a tile reads of images."""
+        """The box of images that the visit of a tile reads."""
         return given.box(tile, self.rehearsed.margin, self.size)
 
     def of_rank(self, given: Given, grid: Grid) -> Layout:
-        """What all visits of a rank hold together."""
+        """The boxes that all visits of a rank hold together."""
         any_visit = self.grid(self.visits.own[0], Script())
         return self.visits.of_ranks(self.layout(given, any_visit), grid)

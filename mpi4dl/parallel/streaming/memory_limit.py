@@ -38,7 +38,7 @@ READ_AHEAD = 2  # tiles: the one that is visited next, and what it is made of wh
 
 
 class SegmentNeeds(NamedTuple):
-    """What streaming one segment takes.
+    """The needs of one streamed segment.
 
     `margin` in pixels of the images. `visit_bytes` is the most that a visit has at a time, with what it was given, but
     for images, of which `read_bytes` are there, for it and the next one. All visits of a rank together are given
@@ -68,7 +68,7 @@ class SegmentNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamNeeds:
-    """What streaming the first atoms of a stage takes: `bounds[j]` to `bounds[j + 1]` are those of segment j.
+    """The needs of streaming the first units of a stage: `bounds[j]` to `bounds[j + 1]` are those of segment j.
 
     `spread`: several ranks have parts of the images, and what is handed on is copied with a margin.
     """
@@ -84,7 +84,8 @@ class StreamNeeds:
         return self.segments[0].margin
 
     def stage(self, column: Sequence[AtomBytes], stop: int, rest: StageBytes | None = None) -> StageBytes:
-        """What a rank of the first stage has, of the first `stop` atoms; `column` are all atoms' on its part.
+        """The memory of a rank of the first stage, for the first `stop` units; `column` are those of all units on its
+        part.
 
         `rest` is what the atoms take that are not streamed, if they take something else than that column says.
         """
@@ -105,10 +106,10 @@ class StreamNeeds:
         return StageBytes(given + rest.kept, most - given - rest.kept)
 
     def column(self, column: Column, flops: Sequence[float]) -> Column:
-        """What atoms take on a rank, if those take so much that are not streamed, and compute so many FLOPs in all.
+        """Times of units on a rank, from those of units that are not streamed, and from FLOPs in all.
 
-        Streamed atoms repeat themselves for margins, by their FLOPs, and for rounds; messages take no time. What Python
-        takes for each visit is not in that.
+        Streamed atoms repeat themselves for margins, by their FLOPs, and for rounds; messages take no time. They do not
+        include the time of Python for each visit.
         """
         found = list(column)
         for segment, (first, end) in zip(self.segments, pairwise(self.bounds), strict=True):
@@ -139,7 +140,7 @@ class StreamNeeds:
         return replace(self, segments=tuple(map(larger, self.segments)))
 
     def without_visits(self) -> "StreamNeeds":
-        """What is there whatever visits take."""
+        """The memory besides visits."""
         return replace(self, segments=tuple(each._replace(read_bytes=0, visit_bytes=0) for each in self.segments))
 
     def prices(self, prices: StageCosts, flops: Sequence[float]) -> StageCosts:
@@ -156,7 +157,7 @@ class StreamNeeds:
 
 
 def needs_of(leading: Leading, model: nn.Module, grid: GridShape, image: Sequence[int]) -> StreamNeeds:
-    """What a rank takes that visits images of this shape (N, C, H, W), on a grid of ranks.
+    """The needs of a rank that visits images of this shape (N, C, H, W), on a grid of ranks.
 
     Raises:
         CannotStream: a segment needs the whole image at once.
@@ -211,7 +212,7 @@ def _segment(
 
 
 def local_part_held(value: Tensor) -> Tensor:
-    """What a rank, or a visit, has of a tensor, with its margin."""
+    """The part of a tensor on a rank, or in a visit, with its margin."""
     found = getattr(value, "local", value)
     assert isinstance(found, Tensor)
     return found
@@ -252,7 +253,7 @@ A_FEW = 8  # up to so many tiles along an axis all numbers are tried, and four o
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is fixed of streaming: see `StreamOptions`. `segments`: None for any number."""
+    """The given options of streaming: see `StreamOptions`. `segments`: None for any number."""
 
     until: str | None = None
     norms: str = "exact"
@@ -344,7 +345,8 @@ def _first(
 ) -> Visiting | None:
     """The first of these that fits, if all behind one that fits do.
 
-    What takes too much by some factor needs at least as many times more visits: leaps are that long, and then halved.
+    Memory that is too large by a factor needs at least that factor of more visits: steps have that length, and are then
+    halved.
     """
     low, high, found = -1, 0, None
     while found is None:

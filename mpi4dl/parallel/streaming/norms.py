@@ -53,7 +53,7 @@ class Moments:
 
 
 class RunningUpdate(NamedTuple):
-    """What a norm's running statistics are, and how fast they follow."""
+    """The running statistics of a norm, and their momentum."""
 
     running_mean: Tensor
     running_var: Tensor | None

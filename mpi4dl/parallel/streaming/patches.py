@@ -205,7 +205,7 @@ def _forward(bags: Bags, forward: Any, images: Any) -> Tensor:
 
 
 def _as_source(images: StreamedImages, num_samples: int) -> ImageSource:
-    """What any patch of this rank's samples can be read from. Raises ValueError if there is no such thing."""
+    """The source of all patches of this rank's samples. Raises ValueError if there is no such thing."""
     source = images.source
     whole = torch.Size((num_samples, *source.shape[1:2], *images.size))
     if isinstance(source, Tensor) and source.shape == whole:

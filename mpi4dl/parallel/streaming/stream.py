@@ -34,7 +34,7 @@ from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, Scri
 
 
 class Input:
-    """What a part takes: `values`, of which this rank holds what all its visits need, and the gradient of that."""
+    """The inputs of a part: `values`, of which this rank holds the parts that its visits need, and their gradient."""
 
     def __init__(self, values: Tensor | ImageSource, given: Given, layout: Layout | None) -> None:
         self.values, self.given, self.layout = values, given, layout
@@ -42,7 +42,7 @@ class Input:
 
     @classmethod
     def of(cls, x: Tensor | ImageSource, given: Given, route: Route, grid: Grid) -> "Input":
-        """What visits need beside what this rank owns comes from the other ranks."""
+        """Other ranks send the parts that visits need and this rank does not own."""
         if given.tiling is None or not isinstance(x, Tensor):
             return cls(x, given, None)
         layout = route.of_rank(given, grid)
@@ -51,11 +51,11 @@ class Input:
         return cls(x, given, layout)
 
     def read(self, route: Route, tile: int) -> Tensor | None:
-        """What is read for the visit of a tile, if this is a source."""
+        """The pixels for the visit of a tile, if this is a source."""
         return None if isinstance(self.values, Tensor) else self.values.read(route.box(self.given, tile))
 
     def of_visit(self, grid: VisitedGrid, route: Route, device: torch.device, read: Tensor | None) -> Tensor:
-        """What the visit of this grid is given, apart from any graph: a copy, which layers may overwrite.
+        """The inputs of the visit of this grid, apart from any graph: a copy, which layers may overwrite.
 
         `read` is what was read for it.
         """
@@ -336,7 +336,7 @@ class Streaming:
                 yield tile, found
 
     def _told_by_all(self, told: dict[int, Told], problem: Exception | None) -> dict[int, Told]:
-        """What the visits of all ranks told.
+        """The contributions of the visits of all ranks.
 
         Raises on all of them:
             Refusal: one could not read an image.
@@ -369,7 +369,7 @@ class Streaming:
 
 
 class _Visit(NamedTuple):
-    """What became of a visit: what it `told`, if it was suspended, or what its norms saw.
+    """The result of a visit: its contribution `told`, if it was suspended, or the statistics of its norms.
 
     `additive`: only the sum of what all tiles tell matters. `made` is what may be compared with what another one made.
     """
@@ -406,7 +406,7 @@ def _put(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _autocast_now(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes the context of autocast that there is now."""
+    """A function that makes the present context of autocast."""
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)

@@ -31,7 +31,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor
 class ImageSource(Protocol):
     """Images of which any box can be read, as often as it is asked for: (samples, channels, *space).
 
-    `shape` is that of the whole batch, such as (N, C, H, W). What is read has the values of the whole image there.
+    `shape` is that of the whole batch, such as (N, C, H, W). It reads the values of the whole image there.
     """
 
     @property
@@ -129,7 +129,7 @@ def _joined(split: Split, count: int) -> Split:
 
 @dataclass(frozen=True)
 class Given:
-    """What a part of a model is given: a tensor of this shape, of which tiles own what `tiling` says (None: all)."""
+    """An input of a part of a model: a tensor of this shape, of which tiles own boxes by `tiling` (None: all)."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -138,13 +138,13 @@ class Given:
 
     @classmethod
     def like(cls, y: Tensor) -> "Given":
-        """What was made by visits, on the meta device."""
+        """The result of visits, on the meta device."""
         if isinstance(y, SpatialTensor):
             return cls(y.shape, y.dtype, y.layout.tiling.narrow, y.layout.dims)
         return cls(y.shape, y.dtype, None, ())
 
     def box(self, tile: int, margin: int, size: Sequence[int]) -> Box:
-        """What the visit of a tile reads of images: of all samples, if they are not shared out."""
+        """The box that the visit of a tile reads: of all samples, if they are not shared out."""
         box = self.held(margin, size).held(tile)
         return box if self.dims[BATCH] is not None else Box(Interval(0, self.shape[0]), *box.space)
 
@@ -183,7 +183,7 @@ class Collected:
         self.part(y.layout.grid.rank, self.local).copy_(owned(y).detach())
 
     def part(self, tile: int, local: Tensor) -> Tensor:
-        """What the visit of a tile owns of this rank's part, or of a gradient of it."""
+        """The owned box of a tile's visit within this rank's part, or a gradient of it."""
         wanted = self._of_tiles.tiling.owned(tile)
         return narrow(local, self.layout.dims, self.layout.owned, wanted)
 
@@ -193,7 +193,7 @@ class Collected:
 
 
 def owned(y: SpatialTensor) -> Tensor:
-    """What this tile owns of y's local part, a view."""
+    """The owned box of this tile in y's local part, a view."""
     found, layout = y.local, y.layout
     for dim, wanted, held in zip(layout.dims, layout.owned, layout.held, strict=True):
         if dim is not None:
@@ -249,7 +249,7 @@ class Script:
         self.position = 0
 
     def told_by_all(self, told: Told, additive: bool) -> Sequence[Told]:
-        """What every tile told in the round that this visit has come to. Raises `Suspended` if it is not known."""
+        """The contributions of all tiles to the present round of this visit. Raises `Suspended` if it is not known."""
         if self.position == len(self.rounds):
             raise Suspended(told, additive)
         self.position += 1
@@ -257,7 +257,7 @@ class Script:
 
 
 class Turn:
-    """Whose visit it is: of which pass of images. Several may be under way, as microbatches are."""
+    """The pass of images to which a visit belongs. Several may be under way, as microbatches are."""
 
     def __init__(self) -> None:
         self.script = Script()
@@ -292,7 +292,7 @@ class Visitors(Communicator):
         return self.ranks[peer]
 
     def told(self, mine: Told, additive: bool = False) -> list[Told]:
-        """What the members tell in the round that this visit has come to, in their order."""
+        """The contributions of the members to the present round of this visit, in their order."""
         everywhere = self.turn.script.told_by_all(mine, additive)
         return [everywhere[rank] for rank in self.ranks]
 
