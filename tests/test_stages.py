@@ -29,6 +29,7 @@ from tests.short_runs import (
     batch_of,
     build,
     check,
+    label,
     model_of,
     optimizer_of,
     plain,
@@ -75,10 +76,6 @@ def everything() -> Iterator[Any]:
             for j, where in enumerate([(1, ""), (2, ""), *slicings]):
                 always = (where == chosen and task is not AMOEBANET) or (task is RESNET and (i + j) % 4 == 0)
                 yield pytest.param(task, combination(name, *where), marks=[] if always else pytest.mark.exhaustive)
-
-
-def label(value: object) -> str:
-    return value.describe().replace(", ", "-") if isinstance(value, Plan) else str(value)
 
 
 @pytest.mark.parametrize(("task", "plan"), list(everything()), ids=label)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpi4dl.checkpoints.checkpoints import Checkpoints
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
+from tests import short_runs
 from tests.pool.ranks import Ranks
-from tests.short_runs import ATTENDING, DROPPING, UNUSED, Task, assert_like, batch_of, build, check, tiles_of, train
+from tests.short_runs import ATTENDING, DROPPING, UNUSED, Task, assert_like, check, check_going_on, label, train
 
 # Buckets so small that there are many, and that parameters are cut.
 SMALL = Task("small_resnet", (32, 24), batch=16, model_options=(("num_filters", 4),), num_steps=5)
@@ -62,16 +62,58 @@ def test_training_equals_plain_pytorch(ranks: Ranks, plan: Plan, optimizer: str,
     check(ranks, replace(SMALL, optimizer=optimizer).with_engine(**options, offload=offload), plan)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+class Recomputing(nn.Module):
+    """A model that runs a part of itself again in backward, with a parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))
+        self.last = nn.Linear(12, 3)
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, x.flatten(1), use_reentrant=False)) + self.empty.sum()
+
+
+class Scaled(nn.Module):
+    """Beside a matrix, a number, and parameters with one element or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1))
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(1) + self.shift) * self.scale + self.empty.sum()
+
+
+STAGES_DATA = PLANS["stages-data"]
+FURTHER = [
+    *((ATTENDING.with_engine(bucket_bytes=500), Plan(data=2, zero=zero)) for zero in range(4)),
+    *((replace(SMALL, optimizer="Adafactor"), Plan(data=4, zero=zero)) for zero in (1, 2, 3)),
+    *(
+        (SMALL.with_engine(bucket_bytes=1000, recompute=True, clip_norm=0.1), replace(plan, zero=zero))
+        for plan in (Plan(data=2), STAGES_DATA)
+        for zero in (2, 3)
+    ),
+    (Task(Recomputing, (2, 2), batch=2).with_engine(bucket_bytes=100), Plan(zero=3)),
+    *((UNUSED.with_engine(bucket_bytes=40, clip_norm=0.5), Plan(((1, 2),), zero=zero)) for zero in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("task", "plan"), FURTHER, ids=label)
+@pytest.mark.sample(6)
+def test_transformers_whole_parameters_recomputed_blocks_and_idle_ones(ranks: Ranks, task: Task, plan: Plan) -> None:
+    """Attention takes the parameters of a module that is never called; Adafactor needs whole ones."""
+    check(ranks, task, plan)
+
+
+@pytest.mark.parametrize("zeros", [(0, 1), (1, 3), (3, 0)], ids=str)
 @pytest.mark.sample(1)
-def test_a_transformer(ranks: Ranks, zero: int) -> None:
-    """Its attention takes the parameters of a module that is never called."""
-    check(ranks, ATTENDING.with_engine(bucket_bytes=500), Plan(data=2, zero=zero))
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_parameters_that_play_no_part_are_left_alone(ranks: Ranks, zero: int) -> None:
-    check(ranks, UNUSED.with_engine(bucket_bytes=40, clip_norm=0.5), Plan(((1, 2),), zero=zero))
+def test_parameters_with_few_elements_are_saved_and_go_on(ranks: Ranks, tmp_path: Path, zeros: tuple[int, int]) -> None:
+    task = Task(Scaled, (2, 2), batch=2, optimizer="Adam").with_engine(bucket_bytes=100)
+    check_going_on(ranks, task, tmp_path, *((Plan(data=2, zero=zero), 1 + 2 * i) for i, zero in enumerate(zeros)))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -82,27 +124,13 @@ def test_random_numbers_are_those_of_training_without_zero(ranks: Ranks, zero: i
     assert_like(shared, repeated)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.sample(1)
-def test_an_optimizer_that_needs_whole_parameters_gets_them(ranks: Ranks, zero: int) -> None:
-    check(ranks, replace(SMALL, optimizer="Adafactor"), Plan(data=4, zero=zero))
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("plan", [Plan(data=2), Plan(((1, 1), (1, 1)), data=2, microbatches=2)], ids=str)
-@pytest.mark.sample(1)
-def test_recomputed_blocks_find_their_parameters(ranks: Ranks, plan: Plan, zero: int) -> None:
-    check(ranks, SMALL.with_engine(bucket_bytes=1000, recompute=True, clip_norm=0.1), replace(plan, zero=zero))
-
-
 def come_apart(comm: Communicator, zero: int) -> list[str]:
     """What the check says before and after one rank changes one weight, or, under ZeRO 3, a buffer."""
-    model, optimizer = build(SMALL)
-    engine = Engine(model, Plan(data=comm.size, zero=zero), optimizer, F.cross_entropy, comm=comm)
-    images, targets = batch_of(SMALL, 0)
-    engine.step(tiles_of(images, engine), targets, SMALL.size)
+    engine = short_runs.engine_of(comm, SMALL, Plan(data=comm.size, zero=zero))
+    short_runs.step(engine, SMALL, 0)
     engine.check_replicas()
     if comm.rank == 1:
+        model = engine.held.modules_of[0]
         (model.get_buffer if zero == 3 else model.get_parameter)(TOUCHED[zero == 3]).data[0] += 1e-9
     with pytest.raises(Refusal) as refused:
         engine.check_replicas()
@@ -119,19 +147,6 @@ def test_replicas_that_have_come_apart_are_found(ranks: Ranks, zero: int) -> Non
         assert said.startswith(f"replicas have come apart: {TOUCHED[zero == 3]} on ranks [1] of the 3")
 
 
-class Recomputing(nn.Module):
-    """A model that runs a part of itself again in backward, with a parameter of no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 12))
-        self.last = nn.Linear(12, 3)
-        self.empty = nn.Parameter(torch.empty(0, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.part, x.flatten(1), use_reentrant=False)) + self.empty.sum()
-
-
 def engine_of(
     comm: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer, zero: int, **options: Any
 ) -> Engine:
@@ -143,24 +158,6 @@ def images_of(step: int) -> Tensor:
 
 
 TARGETS = torch.tensor([0, 2])
-
-
-def train_alone(comm: Communicator) -> None:
-    torch.manual_seed(0)
-    model, plain = Recomputing().double(), Recomputing().double()
-    plain.load_state_dict(model.state_dict())
-    engine = engine_of(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3, bucket_bytes=100)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(2):
-        engine.step(images_of(step), TARGETS)
-        optimizer.zero_grad()
-        F.cross_entropy(plain(images_of(step)), TARGETS).backward()
-        optimizer.step()
-    torch.testing.assert_close(engine.gather_state(), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
-
-
-def test_one_rank_and_a_model_that_recomputes_by_itself(ranks: Ranks) -> None:
-    ranks(1).run(train_alone)
 
 
 def train_nothing(comm: Communicator, zero: int) -> float:
@@ -176,49 +173,6 @@ def train_nothing(comm: Communicator, zero: int) -> float:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_model_without_trained_parameters(ranks: Ranks, zero: int) -> None:
     assert ranks(2).run(train_nothing, zero) == [0.0, 0.0]
-
-
-class Scaled(nn.Module):
-    """Beside a matrix, a number, and parameters with one element or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 3)
-        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1))
-        self.empty = nn.Parameter(torch.empty(0, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.flatten(1) + self.shift) * self.scale + self.empty.sum()
-
-
-def go_on(comm: Communicator, folder: Path, zeros: tuple[int, int]) -> dict[str, Tensor] | None:
-    """Two steps, saved after the first one under one ZeRO stage and continued under another one."""
-    engine = None
-    for step, zero in enumerate(zeros):
-        torch.manual_seed(step)
-        model = Scaled().double()
-        engine = engine_of(comm, model, torch.optim.Adam(model.parameters(), lr=0.1), zero, bucket_bytes=100)
-        with Checkpoints(folder, comm) as checkpoints:
-            if step:
-                checkpoints.load(engine, checkpoints.newest() or folder)
-            engine.step([images_of(step)[comm.rank :][:1]], TARGETS, (2, 2))
-            checkpoints.save(engine, {})
-    assert engine is not None
-    return engine.gather_state()
-
-
-@pytest.mark.parametrize("zeros", [(0, 1), (1, 3), (3, 0)], ids=str)
-@pytest.mark.sample(1)
-def test_parameters_with_few_elements_are_saved_and_go_on(ranks: Ranks, tmp_path: Path, zeros: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    plain = Scaled().double()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(plain(images_of(step)), TARGETS).backward()
-        optimizer.step()
-    found = ranks(2).run(go_on, tmp_path, zeros)[0]
-    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 def build_twice(comm: Communicator, zero: int) -> list[str]:
@@ -268,7 +222,7 @@ def count(comm: Communicator, zero: int) -> str:
 def test_optimizers_that_count_their_steps_make_one_or_none(ranks: Ranks) -> None:
     assert ranks(2).run(count, 0) == ["0.5", "0.5"]
     for said in ranks(2).run(count, 2):
-        assert said.startswith("Counting counts its steps for all parameters together, but ZeRO")
+        assert said.startswith("Counting may step by all parameters together, but ZeRO")
 
 
 def overflow(comm: Communicator, zero: int) -> tuple[float, list[float]]:

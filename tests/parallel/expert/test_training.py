@@ -1,25 +1,21 @@
 """Five steps with experts on several ranks, and the same steps of the plain model in one process: they should agree."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpi4dl import models
-from mpi4dl.comm import Communicator
-from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
-from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.losses import token_loss
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_learnt_alike
+from tests.short_runs import Task, check
 
-VOCABULARY, LENGTH, BATCH, STEPS = 23, 8, 4, 5
+VOCABULARY, LENGTH = 23, 8
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "context": 16, "num_layers": 2, "num_heads": 4, "hidden": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "softmax": {"num_experts": 4, "ff_dim": 20, "z": 0.01},
@@ -51,7 +47,6 @@ SHORT += [("capacity", "experts 2, stages 2"), ("bias", "experts 2, context 2")]
 
 
 def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
     model = models.build("gpt", **{**SIZES, **MODELS[name]}).double()
     for module in model.modules():  # routers begin with scores that are almost even
         if isinstance(getattr(module, "bias", None), nn.Parameter):
@@ -61,51 +56,15 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(STEPS)]
-
-
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-2)
-
-
-def train_plain(model: nn.Module, loss_of: Callable[[Any, Tensor], Tensor], waves: int) -> list[float]:
-    """The losses of a plain loop, which takes each batch in so many microbatches."""
-    optimizer, losses = optimizer_of(model.parameters()), []
-    for batch in batches():
-        optimizer.zero_grad()
-        total = 0.0
-        for part in batch.chunk(waves):
-            loss = loss_of(model(part[:, :-1]), part[:, 1:]) / waves
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
-def compare(comm: Communicator, name: str, plan: Plan) -> None:
-    expected = build(name)
-    losses = train_plain(expected, token_loss, plan.num_microbatches)
-    if plan.num_stages == 1:
-        held = LocalStages.whole(build(name), plan, comm)
-    else:
-        atoms = Cuttable(build(name)).names
-        counts = (atoms.index("blocks.1"), len(atoms) - atoms.index("blocks.1"))
-        held = split(lambda: build(name), plan, comm, balance=counts, image=(BATCH, LENGTH))
-    engine = Engine(held, plan, optimizer_of(held.parameters()), token_loss, comm=comm)
-    for batch, loss in zip(batches(), losses, strict=True):
-        boxes = [each.box for each in engine.reads(BATCH, (LENGTH,))]
-        tiles = [batch[:, :-1][slice(*box.batch), slice(*box.space[0])] for box in boxes]
-        assert engine.step(tiles, batch[:, 1:], (LENGTH,)).loss == pytest.approx(loss, rel=EXACT)
-    assert_learnt_alike(engine, expected)
+def task_of(name: str) -> Task:
+    options = {"optimizer": "smooth AdamW", "tokens": VOCABULARY, "loss": token_loss, "num_steps": 5}
+    return Task(partial(build, name), (LENGTH,), 4, **options)
 
 
 @pytest.mark.parametrize(("name", "plan"), SHORT)
 @pytest.mark.sample(2)
 def test_five_steps(ranks: Ranks, name: str, plan: str) -> None:
-    ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])
+    check(ranks, task_of(name), PLANS[plan])
 
 
 def possible() -> Iterator[tuple[str, str]]:
@@ -118,4 +77,4 @@ def possible() -> Iterator[tuple[str, str]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "plan"), tuple(possible()))
 def test_five_steps_of_all(ranks: Ranks, name: str, plan: str) -> None:
-    ranks(PLANS[plan].num_ranks).run(compare, name, PLANS[plan])
+    check(ranks, task_of(name), PLANS[plan])

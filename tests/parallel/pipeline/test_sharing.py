@@ -3,24 +3,16 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mpi4dl import models
-from mpi4dl.checkpoints.checkpoints import Checkpoints
-from mpi4dl.comm import Communicator
-from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_learnt_alike
+from tests.short_runs import Task, check, check_going_on, words_loss
 
-VOCABULARY, LENGTH, BATCH, STEPS, CLIP = 23, 7, 8, 5, 0.5
-SIZES = {"vocabulary": VOCABULARY, "context": LENGTH, "num_layers": 2, "hidden": 24, "num_heads": 4}
+VOCABULARY = 23
 
 
 class Repeating(nn.Module):
@@ -40,65 +32,15 @@ class Repeating(nn.Module):
         return logits
 
 
-def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = Repeating() if name == "repeating" else models.build("gpt", None, **SIZES)
-    return model.double()
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(STEPS)]
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
-
-
 def halved(name: str, gradient: Tensor) -> Tensor:
     return gradient / 2 if "head" in name or "tokens" in name else gradient
 
 
-def plainly(name: str, options: dict[str, Any]) -> tuple[list[tuple[float, float]], nn.Module]:
-    model, found = build(name), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model(batch[:, :-1]), batch[:, 1:])
-        loss.backward()
-        for key, p in model.named_parameters():
-            if p.grad is not None and "gradient_hook" in options:
-                p.grad = options["gradient_hook"](key, p.grad)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), options.get("clip_norm", CLIP))
-        optimizer.step()
-        found.append((loss.item(), norm.item()))
-    return found, model
-
-
-def engine_of(comm: Communicator, name: str, plan: Plan, options: dict[str, Any]) -> Engine:
-    counts = {"gpt": {1: (5,), 2: (2, 3), 3: (1, 2, 2), 4: (1, 1, 1, 2)}, "repeating": {2: (6, 8)}}[name]
-    held = split(partial(build, name), plan, comm, balance=counts[plan.num_stages], image=(BATCH, LENGTH))
-    optimizer = torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2)
-    return Engine(held, plan, optimizer, loss_of, comm=comm, **{"clip_norm": CLIP, **options})
-
-
-def steps(engine: Engine, some: slice) -> list[tuple[float, float]]:
-    found = []
-    for batch in batches()[some]:
-        reads = engine.reads(BATCH, (LENGTH,))
-        tiles = [batch[:, :-1][slice(*each.box.batch), slice(*each.box.space[0])] for each in reads]
-        result = engine.step(tiles, batch[:, 1:], (LENGTH,))
-        found.append((result.loss, result.gradient_norm))
-    return found
-
-
-def train(comm: Communicator, name: str, plan: Plan, options: dict[str, Any]) -> None:
-    losses, expected = plainly(name, options)
-    engine = engine_of(comm, name, plan, options)
-    for ours, theirs in zip(steps(engine, slice(None)), losses, strict=True):
-        assert ours == pytest.approx(theirs, rel=EXACT)
-    assert_learnt_alike(engine, expected)
-
+build_gpt = partial(models.build, "gpt", None, vocabulary=VOCABULARY, context=7, num_layers=2, hidden=24, num_heads=4)
+GPT = Task(build_gpt, (7,), 8, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=5)
+GPT = GPT.with_engine(clip_norm=0.5, bucket_bytes=2000)
+REPEATING = replace(GPT, model=Repeating, balance=(6, 8))
+HOOKED = GPT.with_engine(clip_norm=0.5, gradient_hook=halved)
 
 TWO = Plan(((1,), (1,)), microbatches=2)
 PLANS = {
@@ -125,45 +67,31 @@ QUICK = ("1f1b", "tensor 2", "data 2, ZeRO 3", "GEMS")
 )
 @pytest.mark.sample(3)
 def test_tied_words(ranks: Ranks, name: str) -> None:
-    ranks(PLANS[name].num_ranks).run(train, "gpt", PLANS[name], {"bucket_bytes": 2000})
+    check(ranks, GPT, PLANS[name])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["1f1b", "data 2, ZeRO 2", "data 2, ZeRO 3", "GEMS"])
-def test_a_block_that_is_used_again(ranks: Ranks, name: str) -> None:
-    ranks(PLANS[name].num_ranks).run(train, "repeating", PLANS[name], {})
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        *((REPEATING, name) for name in ("1f1b", "data 2, ZeRO 2", "data 2, ZeRO 3", "GEMS")),
+        *((HOOKED, name) for name in ("1f1b", "data 2, ZeRO 1", "data 2, ZeRO 3")),
+    ],
+    ids=str,
+)
+def test_blocks_that_are_used_again_and_hooks_on_tied_gradients(ranks: Ranks, task: Task, name: str) -> None:
+    check(ranks, task, PLANS[name])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["1f1b", "data 2, ZeRO 1", "data 2, ZeRO 3"])
-def test_hooks_see_a_tied_gradient_once(ranks: Ranks, name: str) -> None:
-    ranks(PLANS[name].num_ranks).run(train, "gpt", PLANS[name], {"gradient_hook": halved})
-
-
-def go_on(comm: Communicator, begun: Plan, ended: Plan, folder: Path) -> None:
-    losses, expected = plainly("gpt", {})
-    with Checkpoints(folder, comm) as checkpoints:
-        engine = engine_of(comm, "gpt", begun, {})
-        steps(engine, slice(0, 2))
-        checkpoints.save(engine, {})
-        checkpoints.wait()
-        newest = checkpoints.newest()
-        assert newest is not None
-        engine = engine_of(comm, "gpt", ended, {})
-        checkpoints.load(engine, newest)
-    for ours, theirs in zip(steps(engine, slice(2, None)), losses[2:], strict=True):
-        assert ours == pytest.approx(theirs, rel=EXACT)
-    assert_learnt_alike(engine, expected)
-
-
-HANDED = {
-    "tensor to data": (replace(TWO, tensor=2), replace(TWO, data=2, zero=1)),
-    "ZeRO 3 to one stage": (replace(TWO, data=2, zero=3), Plan(((2,),), data=2)),
-    "one stage to ZeRO 2": (Plan(((2,),), data=2), replace(TWO, data=2, zero=2)),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HANDED)
-def test_a_checkpoint_goes_on_by_another_plan(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    ranks(4).run(go_on, *HANDED[name], tmp_path)
+@pytest.mark.parametrize(
+    ("begun", "ended"),
+    [
+        (replace(TWO, tensor=2), replace(TWO, data=2, zero=1)),
+        (replace(TWO, data=2, zero=3), Plan(((2,),), data=2)),
+        (Plan(((2,),), data=2), replace(TWO, data=2, zero=2)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_on_by_another_plan(ranks: Ranks, tmp_path: Path, begun: Plan, ended: Plan) -> None:
+    check_going_on(ranks, GPT, tmp_path, (begun, 2), (ended, 5))

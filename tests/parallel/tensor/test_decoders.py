@@ -2,23 +2,21 @@
 of their parameters by the plans that they carry.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks, RanksFailed
+from tests.short_runs import Task, check, words_loss
 
 import_torchvision()
 transformers = pytest.importorskip("transformers")
@@ -26,14 +24,9 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from tests.parallel.tensor.test_huggingface import (  # noqa: E402
-    assert_trains_alike,
-    optimizer_of,
-    precise,
-    train_plainly,
-)
+from tests.parallel.tensor.test_huggingface import precise  # noqa: E402
 
-VOCABULARY, LENGTH, BATCH, STEPS = 23, 7, 4, 2
+VOCABULARY = 23
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "head_dim": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False,
@@ -93,7 +86,6 @@ REFUSED = {("bloom", "tensor"): "autograd.Function"}  # whose GELU is a function
 
 
 def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
     kind = CONFIG_MAPPING[name]
     sizes = SIZES | DECODERS[name]
     config = kind(**{size: n for size, n in sizes.items() if not isinstance(getattr(kind, size, None), property)})
@@ -109,38 +101,19 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(1, VOCABULARY, (BATCH, LENGTH + 1), generator=generator) for _ in range(STEPS)]
-
-
-def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.logits.reshape(-1, outputs.logits.shape[-1]), targets.reshape(-1))
-
-
 @contextmanager
-def by_default(dtype: torch.dtype) -> Iterator[None]:
-    """Within this context tensors have this type by default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def exact(name: str) -> Iterator[None]:
+    """Within this context the model computes in float64 alone, and where it needs that, tensors are so by default."""
+    with precise(partial(build, name)):
+        torch.set_default_dtype(torch.float64 if name in OF_DEFAULT_TYPE else torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
-def train(comm: Communicator, name: str, way: str) -> None:
-    with precise(build(name)), by_default(torch.float64 if name in OF_DEFAULT_TYPE else torch.float32):
-        expected = build(name)
-        losses = train_plainly(expected, batches(), loss_of)
-        if way == "tensor":
-            plan = TENSOR
-            held = LocalStages.whole(build(name), plan, comm)
-            assert held.cutting.parameters
-        else:
-            plan = TWO_STAGES
-            held = split(partial(build, name), plan, comm, balance=way, image=(BATCH // 2, LENGTH))
-        assert_trains_alike(Engine(held, plan, optimizer_of(held), loss_of, comm=comm), batches(), losses, expected)
+def parts_of(engine: Engine) -> Callable[[], bool]:
+    return lambda: bool(engine.held.cutting.parameters)
 
 
 @pytest.mark.sample(3)
@@ -148,8 +121,8 @@ def train(comm: Communicator, name: str, way: str) -> None:
 def test_decoders(ranks: Ranks, name: str, way: str) -> None:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {name}")
-    if (name, way) in REFUSED:
-        with pytest.raises(RanksFailed, match=REFUSED[name, way]):
-            ranks(2).run(train, name, way)
-        return
-    ranks(2).run(train, name, way)
+    task = Task(partial(build, name), (7,), 4, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=2)
+    task = replace(task, within=partial(exact, name), balance="auto" if way == "tensor" else way)
+    with pytest.raises(RanksFailed, match=REFUSED[name, way]) if (name, way) in REFUSED else nullcontext():
+        outcomes = check(ranks, task, TENSOR if way == "tensor" else TWO_STAGES, parts_of)
+        assert outcomes[0].watched == (way == "tensor")

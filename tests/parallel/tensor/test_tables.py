@@ -5,25 +5,21 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl._torchvision import import_torchvision
-from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
-from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_learnt_alike
+from tests.short_runs import Task, check
 
 import_torchvision()
 
 from torchvision.models import SwinTransformer, VisionTransformer  # noqa: E402
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2  # noqa: E402
 
-BATCH, STEPS, CLASSES = 4, 2, 10
-SIZE = (16, 16)
+CLASSES, SIZE = 3, (16, 16)
 
 
 def vision_transformer() -> nn.Module:
@@ -56,7 +52,6 @@ PLANS = {"SwinTransformer, three ranks": Plan(((1, 1),), tensor=3)}
 
 
 def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
     model = MODELS[name]().double()
     for parameter in model.parameters():
         if not parameter.any():
@@ -68,23 +63,8 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(getattr(outputs, "logits", outputs), targets)
 
 
-def compare(comm: Communicator, name: str, plan: Plan) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, 3, *SIZE, generator=generator, dtype=torch.float64)
-    targets = torch.randint(CLASSES, (BATCH,), generator=generator)
-    plain = build(name)
-    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
-    held = LocalStages.whole(build(name), plan, comm)
-    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of, comm=comm)
-    for _ in range(STEPS):
-        expected.zero_grad()
-        loss = loss_of(plain(x), targets)
-        loss.backward()
-        expected.step()
-        (mine,) = engine.reads(BATCH, SIZE)
-        assert engine.step([x[slice(*mine.box.batch)]], targets, SIZE).loss == pytest.approx(loss.item(), rel=EXACT)
-    assert len(held.layouts) >= 12  # of both blocks: those of queries and outputs, and of the layers between
-    assert_learnt_alike(engine, plain)
+def names_of_parts(engine: Engine) -> Callable[[], set[str]]:
+    return lambda: set(engine.held.layouts)
 
 
 @pytest.mark.parametrize(
@@ -92,5 +72,6 @@ def compare(comm: Communicator, name: str, plan: Plan) -> None:
     [name if name == "VisionTransformer" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS],
 )
 def test_tables_of_vision_transformers(ranks: Ranks, name: str) -> None:
-    plan = PLANS.get(name, Plan(((1, 1),), tensor=2))
-    ranks(plan.num_ranks).run(compare, name, plan)
+    task = Task(partial(build, name), SIZE, loss=loss_of, num_steps=2)
+    outcomes = check(ranks, task, PLANS.get(name, Plan(((1, 1),), tensor=2)), names_of_parts)
+    assert len(outcomes[0].watched) >= 12  # of both blocks: those of queries and outputs, and of the layers between

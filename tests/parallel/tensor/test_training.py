@@ -1,26 +1,30 @@
 """The engine with parameters cut over ranks, alone and with all else, against plain PyTorch after five steps."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpi4dl import models
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
-from mpi4dl.geometry import Box
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
+from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.plan import Plan
-from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, Language, build
+from tests.parallel.tensor.test_cut_parameters import FUSED, GROUPED, HEADS, VOCABULARY, build
 from tests.pool.ranks import Ranks
-from tests.short_runs import EXACT, assert_close
+from tests.short_runs import Task, check, engine_of, step, words_loss
 
-STEPS, LENGTH, BATCH = 5, 7, 4
+LENGTH = 7
+LANGUAGE = Task(partial(build, HEADS), (LENGTH,), 4, "smooth AdamW", tokens=VOCABULARY, loss=words_loss, num_steps=5)
+LANGUAGE = replace(LANGUAGE, styles=tuple(FUSED.items()), balance=(4, 3))
+IN_STAGES = replace(LANGUAGE, model=partial(build, HEADS, tied=False))
+SHARING_KEYS = replace(LANGUAGE, model=partial(build, 3), styles=tuple(GROUPED.items()))
 ONE = Plan(((1,),))
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
@@ -46,67 +50,10 @@ WIDE = (
 )
 
 
-def batches(length: int = LENGTH) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator) for _ in range(STEPS)]
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
-
-
-def plainly(kv_heads: int, tied: bool, length: int) -> tuple[list[float], Language]:
-    model = build(kv_heads, tied)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
-    losses = []
-    for batch in batches(length):
-        optimizer.zero_grad()
-        loss = loss_of(model(batch[:, :-1]), batch[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
-
-
-def read(batch: Tensor, box: Box) -> Tensor:
-    return batch[slice(*box.batch), slice(*box.space[0])]
-
-
-def engine_of(comm: Communicator, plan: Plan, kv_heads: int, tied: bool, length: int = LENGTH) -> Engine:
-    styles = None if plan.tensor == 1 else FUSED if kv_heads == HEADS else GROUPED
-    if plan.num_stages == 1:
-        held = LocalStages.whole(build(kv_heads, tied), plan, comm, styles=styles)
-    else:
-        image = (BATCH, length)
-        held = split(lambda: build(kv_heads, tied), plan, comm, balance=(4, 3), image=image, styles=styles)
-    return Engine(held, plan, torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2), loss_of, comm=comm)
-
-
-def step(engine: Engine, batch: Tensor) -> float:
-    size = (batch.shape[1] - 1,)
-    tiles = [read(batch, each.box) for each in engine.reads(BATCH, size)]
-    return engine.step(tiles, batch[:, 1:], size).loss
-
-
-def train(comm: Communicator, plan: Plan, kv_heads: int, length: int) -> list[int]:
-    """Returns how many tokens a norm between layers saw of each microbatch."""
-    tied, seen = plan.num_stages == 1, []
-    losses, expected = plainly(kv_heads, tied, length)
-    engine = engine_of(comm, plan, kv_heads, tied, length)
-    for norm in (m for name, m in engine.held.named_modules() if name.endswith("blocks.0.between")):
-        norm.register_forward_pre_hook(lambda _, args: seen.append(getattr(args[0], "local", args[0]).shape[1]))
-    for batch, loss in zip(batches(length), losses, strict=True):
-        assert step(engine, batch) == pytest.approx(loss, rel=EXACT)
-    gradients, state = engine.gather_gradients(), engine.gather_state()
-    engine.check_replicas()
-    if comm.rank == 0:
-        assert state is not None
-        assert gradients is not None
-        for name, p in expected.named_parameters():
-            assert_close(state[name], p.detach(), EXACT, name)
-            assert gradients[name] is not None
-            assert_close(gradients[name], p.grad, EXACT, name)
-    return seen
+def task_for(plan: Plan) -> Task:
+    """Three ranks share three heads of keys, and stages no parameters."""
+    task = SHARING_KEYS if plan.tensor == 3 else LANGUAGE if plan.num_stages == 1 else IN_STAGES
+    return task if plan.tensor > 1 else replace(task, styles=())
 
 
 @pytest.mark.parametrize(
@@ -114,8 +61,15 @@ def train(comm: Communicator, plan: Plan, kv_heads: int, length: int) -> list[in
 )
 @pytest.mark.sample(2)
 def test_five_steps(ranks: Ranks, name: str) -> None:
-    plan, length = PLANS[name], LENGTH
-    ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
+    check(ranks, task_for(PLANS[name]), PLANS[name])
+
+
+def tokens_of_a_norm(engine: Engine) -> Callable[[], set[int]]:
+    """How many tokens the norm between the layers of the first block sees of each microbatch."""
+    seen = set()
+    for norm in (module for name, module in engine.held.named_modules() if name.endswith("blocks.0.between")):
+        norm.register_forward_pre_hook(lambda _, args: seen.add(getattr(args[0], "local", args[0]).shape[1]))
+    return lambda: seen
 
 
 SEQUENCES: dict[str, tuple[Plan, int, list[int]]] = {  # with how many tokens there are, and each rank has of them
@@ -138,10 +92,9 @@ SEQUENCES: dict[str, tuple[Plan, int, list[int]]] = {  # with how many tokens th
 def test_sequence(ranks: Ranks, name: str) -> None:
     """Ranks that share parameters share the tokens of what is between, and learn the same."""
     plan, length, shares = SEQUENCES[name]
-    plan = replace(plan, sequence=True)
-    seen = ranks(plan.num_ranks).run(train, plan, 3 if plan.tensor == 3 else HEADS, length)
-    assert [max(each, default=0) for each in seen] == shares
-    assert all(set(each) <= {share} for each, share in zip(seen, shares, strict=True))
+    task = replace(task_for(plan), size=(length,))
+    outcomes = check(ranks, task, replace(plan, sequence=True), tokens_of_a_norm)
+    assert [outcome.watched for outcome in outcomes] == [{share} - {0} for share in shares]
 
 
 class Moves(TorchDispatchMode):
@@ -159,7 +112,7 @@ class Moves(TorchDispatchMode):
 
 def move(comm: Communicator, plan: Plan) -> None:
     with Moves() as moves:
-        split(lambda: build(HEADS), plan, comm, balance=(5, 2), image=(BATCH, LENGTH), styles=FUSED, device="meta")
+        split(lambda: build(HEADS), plan, comm, balance=(5, 2), image=(4, LENGTH), styles=FUSED, device="meta")
     sizes = {tuple(p.shape) for name, p in build(HEADS).named_parameters() if "attention.qkv" in name}
     assert moves.shapes
     assert not sizes & moves.shapes
@@ -171,74 +124,47 @@ def test_no_device_has_the_whole_of_what_is_cut(ranks: Ranks, name: str) -> None
     ranks(PLANS[name].num_ranks).run(move, PLANS[name])
 
 
-GROUPED_GPT: dict[str, object] = {"num_kv_heads": 2, "activation": "swiglu", "positions": "rotary", "dropout": 0.2}
-OF_OURS: dict[str, tuple[str, dict[str, object], Plan]] = {
-    "GPT": ("gpt", GROUPED_GPT, PLANS["tensor 2, data 2, ZeRO 3"]),
-    "BERT": ("bert", {"dropout": 0.2}, PLANS["tensor 2"]),
-    "ViT": ("vit", {"image_size": 8, "in_channels": 1}, Plan(((1, 1),), tensor=2)),
-    **{f"GPT on context {n}": ("gpt", GROUPED_GPT, Plan(((n,),))) for n in (2, 4)},
-    **{f"BERT on context {n}": ("bert", {}, Plan(((n,),))) for n in (2, 4)},
+SIZES = {"hidden": 24, "num_heads": 4, "num_layers": 1}
+OF_WORDS = {"vocabulary": VOCABULARY, "context": LENGTH}
+GROUPED_GPT = {"num_kv_heads": 2, "activation": "swiglu", "positions": "rotary"}
+
+
+def of_ours(kind: str, **options: Any) -> Task:
+    """A model of the package, by the styles that it carries, whose dropout draws as in plain PyTorch."""
+    if kind == "vit":
+        return Task("vit", (8, 8), model_options=tuple((SIZES | {"image_size": 8} | options).items()))
+    model = partial(models.build, kind, None, **SIZES, **OF_WORDS, **options)
+    return Task(model, (LENGTH,), tokens=VOCABULARY, loss=words_loss)
+
+
+OF_OURS: dict[str, tuple[Task, Plan]] = {
+    "GPT": (of_ours("gpt", dropout=0.2, **GROUPED_GPT), PLANS["tensor 2, data 2, ZeRO 3"]),
+    "BERT": (of_ours("bert", dropout=0.2), PLANS["tensor 2"]),
+    "ViT": (of_ours("vit", dropout=0.2), Plan(((1, 1),), tensor=2)),
+    **{f"GPT on context {n}": (of_ours("gpt", dropout=0.2, **GROUPED_GPT), Plan(((n,),))) for n in (2, 4)},
+    **{f"BERT on context {n}": (of_ours("bert"), Plan(((n,),))) for n in (2, 4)},
 }
 QUICK = ("GPT", "BERT", "ViT", "BERT on context 4")
 
 
-def compare_tables(comm: Communicator, name: str, sequence: bool) -> None:
-    kind, options, plan = OF_OURS[name]
-    sizes = {"hidden": 24, "num_heads": 4, "num_layers": 1}
-    sizes |= {} if kind == "vit" else {"vocabulary": VOCABULARY, "context": LENGTH}
-
-    def build_it() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return models.build(kind, **sizes, **options).double()
-
-    generator = torch.Generator().manual_seed(1)
-    if kind == "vit":
-        size: tuple[int, ...] = (8, 8)
-        x = torch.randn(BATCH, 1, *size, generator=generator, dtype=torch.float64)
-        targets = torch.randint(10, (BATCH,), generator=generator)
-    else:
-        size = (LENGTH,)
-        x = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-        targets = x.roll(1, 1)
-
-    def loss_of_it(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-
-    plan, plain = replace(plan, sequence=sequence), build_it()
-    torch.manual_seed(5)  # of what is dropped
-    loss = loss_of_it(plain(x), targets)
-    loss.backward()
-    held = LocalStages.whole(build_it(), plan, comm)
-    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), loss_of_it, comm=comm)
-    (mine,) = engine.reads(BATCH, size)
-    torch.manual_seed(5)
-    tile = read(x, mine.box) if x.dim() == 2 else x
-    assert engine.step([tile], targets, size).loss == pytest.approx(loss.item(), rel=EXACT)
-    found = engine.gather_gradients()
-    for key, p in plain.named_parameters() if found is not None else ():
-        assert found is not None
-        assert_close(found[key], p.grad, EXACT, key)
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in OF_OURS]
+    ("name", "sequence"),
+    [
+        pytest.param(name, sequence, marks=[] if name in QUICK and not sequence else pytest.mark.exhaustive)
+        for name in OF_OURS
+        for sequence in ((False,) if "context" in name else (False, True))
+    ],
 )
-def test_our_models(ranks: Ranks, name: str) -> None:
-    ranks(OF_OURS[name][2].num_ranks).run(compare_tables, name, False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in OF_OURS if "context" not in name])
-def test_our_models_whose_tokens_are_shared(ranks: Ranks, name: str) -> None:
-    ranks(OF_OURS[name][2].num_ranks).run(compare_tables, name, True)
+def test_our_models(ranks: Ranks, name: str, sequence: bool) -> None:
+    task, plan = OF_OURS[name]
+    check(ranks, task, replace(plan, sequence=sequence))
 
 
 def refuse(comm: Communicator) -> list[str]:
     """What parts of parameters cannot be trained with."""
     plan, found = PLANS["tensor 2"], []
-    held = LocalStages.whole(build(HEADS), plan, comm, styles=FUSED)
     with pytest.raises(Refusal) as caught:
-        Engine(held, plan, torch.optim.Adafactor(held.parameters(), lr=0.1), loss_of, comm=comm)
+        engine_of(comm, replace(LANGUAGE, optimizer="Adafactor"), plan)
     found.append(str(caught.value))
     with pytest.raises(ValueError, match="mirrored copy of GEMS has whole parameters"):
         Plan(((1,), (1,)), tensor=2, bidirectional=1)
@@ -249,13 +175,10 @@ def refuse(comm: Communicator) -> list[str]:
 
 def draw_unlike(comm: Communicator) -> str:
     """What is said of ranks that share layers, and would drop other values of what each of them has whole."""
-    sizes = {"image_size": 8, "in_channels": 1, "hidden": 24, "num_heads": 4, "num_layers": 1, "dropout": 0.2}
-    plan = Plan(((1, 1),), tensor=2)
-    held = LocalStages.whole(models.build("vit", **sizes), plan, comm)
-    engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    engine = engine_of(comm, OF_OURS["ViT"][0], Plan(((1, 1),), tensor=2))
     torch.manual_seed(comm.rank)
     with pytest.raises(Refusal) as caught:
-        engine.step([torch.ones(2, 1, 8, 8)], torch.tensor([0, 1]), (8, 8))
+        step(engine, OF_OURS["ViT"][0], 0)
     return str(caught.value)
 
 
@@ -277,19 +200,19 @@ def tensors_in(objects: list[Any]) -> list[Tensor]:
 
 def collect(comm: Communicator, sequence: bool) -> list[tuple[int, ...]]:
     """The shapes of tensors that the steps left to the garbage collector."""
-    engine = engine_of(comm, replace(ONE, tensor=2, sequence=sequence), HEADS, True)
-    for batch in batches():
-        step(engine, batch)
+    engine = engine_of(comm, LANGUAGE, replace(ONE, tensor=2, sequence=sequence))
+    for number in range(5):
+        step(engine, LANGUAGE, number)
     gc.collect()
     gc.disable()
     before = {id(each) for each in tensors_in(gc.get_objects())}  # of tests that ran here before
     try:
-        for batch in batches():
-            step(engine, batch)
+        for number in range(5):
+            step(engine, LANGUAGE, number)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         left = [each for each in tensors_in(gc.garbage) if id(each) not in before]
-        return [tuple(each.shape) for each in left if each.numel() >= LENGTH * BATCH]
+        return [tuple(each.shape) for each in left if each.numel() >= LENGTH * LANGUAGE.batch]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
