@@ -26,11 +26,3 @@ NOT_TAKEN = (
     ValueError,
     copy.Error,
 )
-OF_THE_MACHINE = {"OutOfMemoryError", "AcceleratorError", "RecursionError"}
-NO_MEMORY = ("out of memory", "allocate memory", "alloc_failed")
-
-
-def is_of_the_machine(error: Exception) -> bool:
-    """Whether one of `NOT_TAKEN` is none: PyTorch says by a RuntimeError too that there is no memory, or no device."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & OF_THE_MACHINE) or any(words in str(error).lower() for words in NO_MEMORY)

@@ -41,7 +41,13 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, learners
 from mpi4dl.parallel.replicas.buckets import assemble, bucket_bytes_on
 from mpi4dl.parallel.replicas.groups import PartsOf, disagreement
-from mpi4dl.parallel.replicas.optimizer_traits import OptimizerTraits, backward_hook_in, manner_of, problem_with
+from mpi4dl.parallel.replicas.optimizer_traits import (
+    StepUnit,
+    backward_hook_in,
+    problem_with,
+    problem_with_unit,
+    step_unit,
+)
 from mpi4dl.parallel.replicas.update import as_one, home_for, options_of, stays
 from mpi4dl.parallel.spatial.wide import fetch_halos
 from mpi4dl.parallel.streaming.leading_part import StreamedImages
@@ -68,8 +74,8 @@ class Known(NamedTuple):
     learnt: list[frozenset[str]]  # the names of what may be trained, for each group of ranks that hold the same
 
 
-def known_of_model(given: Started, manner: OptimizerTraits | None, turns: bool) -> Known:
-    """The values that `agree_on_model` compares. No other rank is asked."""
+def known_of_model(given: Started, unit: StepUnit, turns: bool) -> Known:
+    """What `agree_on_model` compares. No other rank is asked."""
     held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
     description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
@@ -77,14 +83,10 @@ def known_of_model(given: Started, manner: OptimizerTraits | None, turns: bool) 
     named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
     holders = max(each.comm.size for each in held.together)
     problem = problem_with(optimizer, named, holders, given.plan.num_microbatches, given.plan.cuts_parameters)
-    if problem is None and manner is not None:
-        problem = manner.problem(name, turns)
-    if problem is None and manner is not None and given.plan.cuts_parameters and not manner.elementwise:
+    if problem is None:
         which = "tensor" if given.plan.tensor > 1 else "experts"
-        problem = (
-            f"under {which}({getattr(given.plan, which)}) ranks have parts of parameters, but {name} works on whole "
-            "ones: choose another optimizer"
-        )
+        parts = f"{which}({getattr(given.plan, which)})" if given.plan.cuts_parameters else None
+        problem = problem_with_unit(optimizer, unit, turns, parts)
     facts = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
     learnt = [frozenset(name for name, _ in learners(each.parameters, optimizer)) for each in held.together]
     return Known(problem, facts, learnt)
@@ -259,8 +261,9 @@ class Engine(Values):
                     lower_precision(module, self._dtype)
             learnt = learners(self.held.named_parameters(), optimizer)
             turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
-            manner = manner_of(optimizer) if turns or plan.num_stages > 1 or plan.cuts_parameters else None
-            known = known_of_model(self, manner, turns)
+            on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
+            unit: StepUnit = step_unit(optimizer) if on_parts else "element"
+            known = known_of_model(self, unit, turns)
         agree_on_model(
             self,
             known,
@@ -286,7 +289,7 @@ class Engine(Values):
         if recompute:
             recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
-        whole = bool(comm.all_reduce(torch.tensor([manner is not None and not manner.elementwise]).int(), "max"))
+        whole = bool(comm.all_reduce(torch.tensor([unit != "element"]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
         self._across: list[PartsOf | None] = []
         for stages, alike, parameters, zero, copies, across in self.held.together:

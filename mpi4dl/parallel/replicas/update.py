@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm.transport import LOW_PRECISION
 from mpi4dl.parallel.replicas.buckets import Span, laid_out, seen_as
+from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 
 # Where master weights and the optimizer's state live: on the device of the model, on the host, or on disk.
 
@@ -255,11 +256,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", NAMES)}
 
 
-# Several optimizers, each of some parameters, that make their steps together: one for what steps and what is kept.
-
-
-class Several(torch.optim.Optimizer):
-    """Optimizers of parameters of their own, whose groups and state are theirs and this one's at once.
+class MultiOptimizer(torch.optim.Optimizer):
+    """Optimizers of parameters of their own that step together, whose groups and state are theirs and this one's.
 
     Schedules and hooks of each go on as they were. Its class is named after theirs, such as SGD+AdamW. Raises
     ValueError if two of them have the same parameter.
@@ -271,7 +269,8 @@ class Several(torch.optim.Optimizer):
         for one in self.members:
             self.state.update(one.state)
             one.state = self.state
-        self.__class__ = type("+".join(type(one).__name__ for one in self.members), (Several,), {})
+        self.step_unit = max(map(step_unit, self.members), key=STEP_UNITS.index)
+        self.__class__ = type("+".join(type(one).__name__ for one in self.members), (MultiOptimizer,), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for one in self.members:
@@ -280,4 +279,4 @@ class Several(torch.optim.Optimizer):
 
 def as_one(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """One optimizer for all of them."""
-    return optimizers if isinstance(optimizers, torch.optim.Optimizer) else Several(optimizers)
+    return optimizers if isinstance(optimizers, torch.optim.Optimizer) else MultiOptimizer(optimizers)

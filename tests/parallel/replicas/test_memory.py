@@ -28,6 +28,7 @@ class Watched(torch.optim.Adam):
     """Calls `watch` in the middle of a step."""
 
     watch: Callable[[], None] | None = None
+    step_unit = "element"
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if Watched.watch is not None:
