@@ -64,6 +64,11 @@ def test_five_steps(ranks: Ranks, name: str) -> None:
     check(ranks, task_for(PLANS[name]), PLANS[name])
 
 
+def test_grouped_queries_of_a_rank_without_samples(ranks: Ranks) -> None:
+    """The validation ends with a batch of one sample."""
+    check(ranks, replace(SHARING_KEYS, styles=(), num_steps=1), replace(ONE, data=2))
+
+
 def tokens_of_a_norm(engine: Engine) -> Callable[[], set[int]]:
     """How many tokens the norm between the layers of the first block sees of each microbatch."""
     seen = set()

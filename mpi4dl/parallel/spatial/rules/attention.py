@@ -332,6 +332,8 @@ def scaled_dot_product_attention(
         )
         keys, values = (part_of(_with_all_tokens(x), beside, query.dim(), name) for x in alike)
         if 0 in own.shape:
+            if options.get("enable_gqa"):
+                keys, values = (x.repeat_interleave(own.shape[-3] // x.shape[-3], -3) for x in (keys, values))
             scores = own @ keys.mT  # so that backward sends this rank's share, nothing, to the others
             return (scores if mask is None or mask.dtype == torch.bool else scores + mask) @ values
         return F.scaled_dot_product_attention(own, keys, values, mask, 0.0, is_causal, **options)
