@@ -38,7 +38,7 @@ from mpi4dl.parallel.inputs import Microbatch, Read
 from mpi4dl.parallel.pipeline.executor import UNLIKE_DRAWS, Executor
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, learners
+from mpi4dl.parallel.replicas import GradientHook, ReadShard, ReplicaGroup, ReplicaGroups, Shard, Stepping, trainable
 from mpi4dl.parallel.replicas.buckets import assemble, bucket_bytes_on
 from mpi4dl.parallel.replicas.groups import PartsOf, disagreement
 from mpi4dl.parallel.replicas.optimizer_traits import (
@@ -88,7 +88,7 @@ def known_of_model(given: Started, unit: StepUnit, turns: bool) -> Known:
         parts = f"{which}({getattr(given.plan, which)})" if given.plan.cuts_parameters else None
         problem = problem_with_unit(optimizer, unit, turns, parts)
     facts = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
-    learnt = [frozenset(name for name, _ in learners(each.parameters, optimizer)) for each in held.together]
+    learnt = [frozenset(name for name, _ in trainable(each.parameters, optimizer)) for each in held.together]
     return Known(problem, facts, learnt)
 
 
@@ -259,7 +259,7 @@ class Engine(Values):
             if low_precision_weights and self._dtype is not None:
                 for module in self.held.modules_of.values():
                     lower_precision(module, self._dtype)
-            learnt = learners(self.held.named_parameters(), optimizer)
+            learnt = trainable(self.held.named_parameters(), optimizer)
             turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
             on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
             unit: StepUnit = step_unit(optimizer) if on_parts else "element"

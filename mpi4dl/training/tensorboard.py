@@ -345,12 +345,12 @@ def purposes_of(engine: Engine, peak_bytes: int, on_disk: bool = False) -> dict[
     updated: list[Tensor] = []
     gradients = 0
     for group in engine.groups:
-        for piece in (piece for bucket in group.update.pieces for piece in bucket):
-            size = piece.span.stop - piece.span.start
-            own = piece.value if piece.target is None else piece.target
+        for master in (master for bucket in group.update.masters for master in bucket):
+            size = master.segment.stop - master.segment.start
+            own = master.value if master.target is None else master.target
             kept.append(own.detach())
-            if piece.target is not None:
-                updated.append(piece.value.detach())
+            if master.target is not None:
+                updated.append(master.value.detach())
             gradients += size * own.element_size() if group.zero > 1 else 0
         if group.zero <= 1:
             gradients += sum(p.numel() * p.element_size() for p in group.parameters)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import even_cuts
@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
     length: int
 
 
-class Span(NamedTuple):
+class Segment(NamedTuple):
     """Elements [start, stop) of the flattened parameter `member`, which begin at `offset` in its bucket."""
 
     member: int
@@ -111,14 +111,28 @@ class BucketLayout:
         """The part of a bucket that this rank owns."""
         return slice(self.cuts[number][self.rank], self.cuts[number][self.rank + 1])
 
-    def spans(self, number: int, part: slice | None = None) -> Iterator[Span]:
-        """The intervals of parameters in a part of a bucket (None: in all of it), in the order of the bucket."""
+    def segments(self, number: int, part: slice | None = None) -> Iterator[Segment]:
+        """What of which parameters lies in a part of a bucket (None: in all of it), in the order of the bucket."""
         bucket = self.buckets[number]
         begin, end = (0, bucket.length) if part is None else (part.start, part.stop)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):
             start, stop = max(begin, offset), min(end, offset + self.lengths[member])
             if start < stop or (part is None and start == stop):
-                yield Span(member, start - offset, stop - offset, start)
+                yield Segment(member, start - offset, stop - offset, start)
+
+    def flatten(self, number: int, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The values of a bucket's parameters side by side, in new memory."""
+        like = parameters[self.buckets[number].members[0]]
+        flat = torch.empty(self.buckets[number].length, dtype=like.dtype, device=like.device)
+        for segment in self.segments(number):
+            flat[segment.place] = parameters[segment.member].detach().reshape(-1)
+        return flat
+
+    def point(self, number: int, parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+        """Let a bucket's parameters be views of this flat memory."""
+        for segment in self.segments(number):
+            p = parameters[segment.member]
+            p.data = flat[segment.place].view(p.shape)
 
 
 # Flat memory seen as a parameter, in the order in memory that the parameter itself has, such as channels last.

@@ -45,27 +45,18 @@ class Gatherer:
         self._last: tuple[int | None, int | None] = (None, None)
         self.bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(layout.buckets):
-            own, like = layout.own(number), self.parameters[bucket.members[0]]
-            flat = torch.empty(bucket.length, dtype=like.dtype, device=like.device)
-            for span in layout.spans(number):
-                p = self.parameters[span.member]
-                flat[span.place] = p.detach().reshape(-1)
-                self.bucket_of[id(p)] = number
-            self._parts.append(flat[own].clone())
+            part = layout.flatten(number, self.parameters)[layout.own(number)].clone()
+            self._parts.append(part)
             # Shapes stay to be seen; a value that is read while it is not there is no number.
-            nothing = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+            nothing = torch.full((), torch.nan, dtype=part.dtype, device=part.device)
             for i in bucket.members:
+                self.bucket_of[id(self.parameters[i])] = number
                 self._absent[i] = nothing.expand(self.parameters[i].shape)
                 self.parameters[i].data = self._absent[i]
 
     def part(self, number: int) -> Tensor:
         """This rank's part of a bucket, flat; it may be changed while no parameter is whole."""
         return self._parts[number]
-
-    def _point(self, number: int, flat: Tensor) -> None:
-        for span in self.layout.spans(number):
-            p = self.parameters[span.member]
-            p.data = flat[span.place].view(p.shape)
 
     def _start(self, number: int) -> tuple[int, Tensor, Pending]:
         part = self._parts[number]
@@ -100,7 +91,7 @@ class Gatherer:
         pending.wait()
         self._whole[number] = flat
         self._addresses[flat.untyped_storage().data_ptr()] = number
-        self._point(number, flat)
+        self.layout.point(number, self.parameters, flat)
         self._versions[number] = self._version(number)
 
     def expose(self, number: int) -> None:

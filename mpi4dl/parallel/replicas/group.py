@@ -19,83 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Shard, Span, State, seen_as
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Segment, Shard, State, seen_as
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
-from mpi4dl.parallel.replicas.reducer import AllReduce, Reducer, plan_layout
-from mpi4dl.parallel.replicas.update import Disk, Home, Portion, Update, is_like, make_piece
-
-# Gradients of parameters that one rank holds alone: they stay where autograd adds them up, and nothing is summed.
-#
-# A stage of a pipeline without tiles and replicas has such parameters. See `reducer` for those of several ranks.
-
-
-class Alone:
-    """The gradients of `parameters`, as a Reducer of one rank has them, without its hooks, buckets and copies.
-
-    `prepare()` before backward, `finish()` after it; passes in between add up. Then `used` says which parameters have
-    a gradient.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.used: list[bool] = []
-        self.idle: set[int] = set()  # no bucket is, as there are none
-
-    def prepare(self, accumulate: bool = True) -> None:
-        """Forget the gradients of the step before. Passes add up either way."""
-        for p in self.parameters:
-            p.grad = None
-
-    def wake(self, i: int) -> None:
-        """Autograd adds up the gradient of a parameter that is trained from now on like any other."""
-
-    def begin_pass(self, last: bool) -> None:
-        """Passes differ in nothing."""
-
-    def end_pass(self) -> None:
-        """Finish the sums of a pass."""
-
-    def finish(self, hooked: Sequence[bool] = ()) -> bool:
-        """Hooks have seen all that there is, whichever there are."""
-        for p in self.parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.to_dense()
-        self.used = [p.grad is not None for p in self.parameters]
-        return False
-
-    def use(self, used: Sequence[bool]) -> None:
-        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
-        for i, there in enumerate(used):
-            if there and not self.used[i]:
-                self.used[i], self.parameters[i].grad = True, torch.zeros_like(self.parameters[i])
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def squares(self) -> list[Tensor]:
-        """The sum of the squares of the gradients, if there are any."""
-        gradients = [gradient for gradient in self._gradients() if gradient.numel()]
-        if not gradients:
-            return []
-        return [torch.stack(torch._foreach_norm(gradients)).double().square().sum()]
-
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor."""
-        if factor != 1.0 and (gradients := self._gradients()):
-            torch._foreach_mul_(gradients, factor)
-
-    def clamp(self, limit: float) -> None:
-        """Limit each element of the gradients."""
-        for gradient in self._gradients():
-            gradient.clamp_(-limit, limit)
-
-    def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
-        """Replace each gradient by `by(i, gradient)`, from the first parameter on."""
-        for i, p in enumerate(self.parameters):
-            if p.grad is not None:
-                p.grad.copy_(by(i, p.grad))
-
+from mpi4dl.parallel.replicas.reducer import AllReduce, LocalGradients, Reducer, plan_layout
+from mpi4dl.parallel.replicas.update import Device, Disk, Master, Update, is_like, make_master
 
 # Hooks on the gradients of parameters: called when these are whole, not by autograd, which has one rank's part.
 #
@@ -104,8 +32,8 @@ class Alone:
 # afterwards  the hooks of `register_hook`, in their order, then those of `register_post_accumulate_grad_hook`
 
 
-class WaitingHook:
-    """The function that autograd calls in place of a hook. Outside of the reducer's steps it is the hook."""
+class DeferredHook:
+    """What autograd is to call in place of a hook. Outside of the reducer's steps it is the hook."""
 
     def __init__(self, hook: Callable[[Tensor], Any], reducer: Reducer) -> None:
         self.hook = hook
@@ -125,11 +53,11 @@ def _hooks_of(parameter: nn.Parameter) -> Iterator[tuple[dict[int, Any], int, An
                 yield hooks, key, hook
 
 
-def postpone(parameter: nn.Parameter, reducer: Reducer) -> bool:
+def defer_hooks(parameter: nn.Parameter, reducer: Reducer) -> bool:
     """Let the hooks on a gradient wait for `call_hooks`; returns whether there are any. Handles still remove them."""
     found = [*_hooks_of(parameter)]
     for hooks, key, hook in found:
-        hooks[key] = WaitingHook(hook.hook if isinstance(hook, WaitingHook) else hook, reducer)
+        hooks[key] = DeferredHook(hook.hook if isinstance(hook, DeferredHook) else hook, reducer)
     return bool(found)
 
 
@@ -149,13 +77,16 @@ def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
                     f"a hook on the gradient of {name} steps, or takes the gradient away: leave that to the optimizer"
                 )
             gradient = result
-        if not isinstance(gradient, Tensor) or gradient.shape != parameter.shape:
-            what = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            raise ValueError(
-                f"a hook on the gradient of {name}, of shape {tuple(parameter.shape)}, returned {what}: return a "
-                "tensor of the same shape, or None"
-            )
+        _require_gradient(gradient, parameter, f"a hook on the gradient of {name}")
     return gradient
+
+
+def _require_gradient(found: Any, like: Tensor, hook: str) -> None:
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"{hook}, of shape {tuple(like.shape)}, returned {what}: return a tensor of the same shape, or None"
+        )
 
 
 # An exponential moving average of what a rank's optimizer works on, for evaluations: the EMA of weights.
@@ -166,16 +97,16 @@ def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 SLOT = "weight_average"  # as which checkpoints have it, beside the state of the optimizer
 
 
-class Average:
-    """The averages of pieces of parameters, which live in `home`.
+class WeightAverage:
+    """The averages of masters of parameters, which live in `home`.
 
     As torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay), the first update copies.
     """
 
-    def __init__(self, pieces: Iterable[Sequence[Portion]], decay: float, home: Home) -> None:
+    def __init__(self, masters: Iterable[Sequence[Master]], decay: float, home: Device) -> None:
         self.decay, self.home = decay, home
-        self._pieces = [piece for some in pieces for piece in some]
-        self._of: dict[int, Tensor] = {}  # by the id of a piece's value
+        self._masters = [master for some in masters for master in some]
+        self._of: dict[int, Tensor] = {}  # by the id of a master's value
 
     @property
     def values(self) -> list[Tensor]:
@@ -185,44 +116,44 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights of a step that was made."""
-        known = [piece for piece in self._pieces if id(piece.value) in self._of]
-        for piece in self._pieces:
-            if id(piece.value) not in self._of:
-                self._of[id(piece.value)] = self.home.place(piece.value.detach().clone())
+        known = [master for master in self._masters if id(master.value) in self._of]
+        for master in self._masters:
+            if id(master.value) not in self._of:
+                self._of[id(master.value)] = self.home.place(master.value.detach().clone())
         if known:
-            averages = [self._of[id(piece.value)] for piece in known]
-            torch._foreach_lerp_(averages, [piece.value.detach() for piece in known], 1 - self.decay)
+            averages = [self._of[id(master.value)] for master in known]
+            torch._foreach_lerp_(averages, [master.value.detach() for master in known], 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """The weights become the average, and the average the weights; nothing happens before the first update."""
-        for piece in self._pieces:
-            if id(piece.value) in self._of:
-                average = self._of[id(piece.value)]
-                weights = piece.value.detach().clone()
-                piece.value.copy_(average)
+        for master in self._masters:
+            if id(master.value) in self._of:
+                average = self._of[id(master.value)]
+                weights = master.value.detach().clone()
+                master.value.copy_(average)
                 average.copy_(weights)
 
-    def of(self, piece: Portion) -> dict[str, Tensor]:
-        """The average of a piece by `SLOT`, if there is one yet."""
-        found = self._of.get(id(piece.value))
+    def of(self, master: Master) -> dict[str, Tensor]:
+        """The average of a master by `SLOT`, if there is one yet."""
+        found = self._of.get(id(master.value))
         return {} if found is None else {SLOT: found}
 
     @torch.no_grad()
-    def load(self, piece: Portion, value: Tensor | None) -> None:
+    def load(self, master: Master, value: Tensor | None) -> None:
         """Go on from an average, or, without one, begin with the next update."""
         if value is None:
-            self._of.pop(id(piece.value), None)
+            self._of.pop(id(master.value), None)
         else:
-            like = torch.empty_like(piece.value)
-            self._of[id(piece.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
+            like = torch.empty_like(master.value)
+            self._of[id(master.value)] = self.home.place(like.copy_(value.to(like.device).view(like.shape)))
 
 
 ReadShard = Callable[[str, int, int], tuple[Tensor, State]]
 GradientHook = Callable[[str, Tensor], Tensor | None]
 
 
-def learners(
+def trainable(
     parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
     """Those of `parameters` that are trained, or may be later: the optimizer has them, though they are frozen."""
@@ -235,19 +166,14 @@ def ask(hook: GradientHook, name: str, gradient: Tensor) -> Tensor:
     """The gradient that a hook makes of this one. Raises ValueError if it is none."""
     result = hook(name, gradient)
     result = gradient if result is None else result
-    if not isinstance(result, Tensor) or result.shape != gradient.shape:
-        what = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(
-            f"gradient_hook got the gradient of {name}, of shape {tuple(gradient.shape)}, but returned {what}: return "
-            "a tensor of the same shape, or None"
-        )
+    _require_gradient(result, gradient, f"gradient_hook for the gradient of {name}")
     return result
 
 
 class ReplicaGroup:
     """The replicas of some `parameters`, by name, which the ranks of `comm` hold with the same values. Collective.
 
-    That is what `learners` says. All others stay as they are.
+    That is what `trainable` says. All others stay as they are.
 
     `zero` is the ZeRO stage, which cuts no parameter if it is to keep them `whole`. With ZeRO 3, each of `copies` sets
     of ranks, of which rank r belongs to number r % copies, keeps all parameters and gathers them on its own. The
@@ -261,7 +187,7 @@ class ReplicaGroup:
         parameters: Iterable[tuple[str, nn.Parameter]],
         comm: Communicator,
         optimizer: torch.optim.Optimizer,
-        home: Home,
+        home: Device,
         zero: int = 0,
         copies: int = 1,
         all_reduce: AllReduce | None = None,
@@ -271,13 +197,14 @@ class ReplicaGroup:
         decay: float | None = None,
     ) -> None:
         self.named = list(parameters)
-        named = learners(self.named, optimizer)
+        named = trainable(self.named, optimizer)
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self._fixed = [(name, p) for name, p in self.named if all(p is not one for _, one in named)]
         self._frozen = {name: p for name, p in self.named if not p.requires_grad}
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
         self.layout = plan_layout(self.parameters, comm, bucket_bytes, zero > 0 and whole)
+        self._numbers = range(len(self.layout.buckets))
         self.gatherer: Gatherer | None = None
         self._flats: list[Tensor] = []
         self._spread: Callable[[int], Pending] | None = None
@@ -289,17 +216,17 @@ class ReplicaGroup:
             comm.together if isinstance(home, Disk) else nullcontext
         )
         with self._placing():
-            pieces = [[*self._pieces(number, home)] for number in range(len(self.layout.buckets))]
-        self.in_place = not self.zero and all(piece.target is None for some in pieces for piece in some)
-        self.reducer: Reducer | Alone
+            masters = [[*self._masters(number, home)] for number in self._numbers]
+        self.in_place = not self.zero and all(master.target is None for some in masters for master in some)
+        self.reducer: Reducer | LocalGradients
         if self.in_place and comm.size == 1:
-            self.reducer = Alone(self.parameters)
+            self.reducer = LocalGradients(self.parameters)
         else:
             self.reducer = Reducer(self.parameters, comm, self.layout, self.zero, all_reduce).attach()
-        self.update = Update(optimizer, self.parameters, pieces, home)
-        self.average: Average | None = None if decay is None else Average(pieces, decay, home)
+        self.update = Update(optimizer, self.parameters, masters, home)
+        self.average: WeightAverage | None = None if decay is None else WeightAverage(masters, decay, home)
         self.mirrored = mirrored
-        self._copied = zero == 3 or any(piece.target is not None for some in pieces for piece in some)
+        self._copied = zero == 3 or any(master.target is not None for some in masters for master in some)
         self._versions = self._count_changes()
         self._hooked: list[bool] = []
 
@@ -310,14 +237,9 @@ class ReplicaGroup:
 
     def _flatten(self) -> None:
         """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
-        for number, bucket in enumerate(self.layout.buckets):
-            like = self.parameters[bucket.members[0]]
-            flat = torch.empty(bucket.length, dtype=like.dtype, device=like.device)
-            for span in self.layout.spans(number):
-                p = self.parameters[span.member]
-                flat[span.place] = p.detach().reshape(-1)
-                p.data = flat[span.place].view(p.shape)
-            self._flats.append(flat)
+        for number in self._numbers:
+            self._flats.append(self.layout.flatten(number, self.parameters))
+            self.layout.point(number, self.parameters, self._flats[-1])
         self._spread = lambda number: self.comm.iall_gather_into(self._flats[number], self.layout.cuts[number])
 
     def _cut_up(self, copies: int) -> None:
@@ -325,7 +247,7 @@ class ReplicaGroup:
         together = comm.split(comm.rank % copies, comm.rank)
         cuts = tuple(cuts[::copies] for cuts in layout.cuts)
         self.gatherer = gatherer = Gatherer(self.parameters, replace(layout, cuts=cuts, rank=together.rank), together)
-        self._flats = [gatherer.part(number) for number in range(len(layout.buckets))]
+        self._flats = [gatherer.part(number) for number in self._numbers]
         if copies > 1:
             same = comm.split(comm.rank // copies, comm.rank)
             first = comm.rank // copies * copies
@@ -336,16 +258,16 @@ class ReplicaGroup:
         """Which element of a bucket is the first one of its flat parameters here."""
         return 0 if self.gatherer is None else self.gatherer.layout.own(number).start
 
-    def _pieces(self, number: int, home: Home) -> Iterator[Portion]:
+    def _masters(self, number: int, home: Device) -> Iterator[Master]:
         everything = slice(0, self.layout.buckets[number].length)
-        for span in self.layout.spans(number, self.layout.own(number) if self.zero else everything):
-            p = self.parameters[span.member]
+        for segment in self.layout.segments(number, self.layout.own(number) if self.zero else everything):
+            p = self.parameters[segment.member]
             if self.zero:
-                begin = span.offset - self._first(number)
-                yield make_piece(span, p, self._flats[number][begin : begin + span.stop - span.start], home)
+                begin = segment.offset - self._first(number)
+                yield make_master(segment, p, self._flats[number][begin : begin + segment.stop - segment.start], home)
             else:
-                piece = make_piece(span, p, p.detach(), home)
-                yield piece if piece.target is not None else Portion(span, p, None)
+                master = make_master(segment, p, p.detach(), home)
+                yield master if master.target is not None else Master(segment, p, None)
 
     def there_when_needed(self) -> AbstractContextManager[None]:
         """The context in which forward and backward find the parameters."""
@@ -367,11 +289,11 @@ class ReplicaGroup:
         `in_parts`: ranks may have parts of parameters. Raises Refusal for what would not reach all who step.
         """
         named = dict(zip(self.names, self.parameters, strict=True))
-        problem = hook_on_gradient(named, isinstance(self.reducer, Alone), num_passes, in_parts)
+        problem = hook_on_gradient(named, isinstance(self.reducer, LocalGradients), num_passes, in_parts)
         if problem is not None:
             raise Refusal(problem)
         if isinstance(self.reducer, Reducer):
-            self._hooked = [postpone(p, self.reducer) for p in self.parameters]
+            self._hooked = [defer_hooks(p, self.reducer) for p in self.parameters]
         if not self.in_place and len(self.optimizer.param_groups) != self.update.num_groups:
             raise Refusal(
                 "the optimizer has other groups of parameters than when the engine was made: add them before, or train "
@@ -440,7 +362,7 @@ class ReplicaGroup:
         if self.in_place:
             self.reducer.scale(factor)
             return
-        for number in range(len(self.layout.buckets)):
+        for number in self._numbers:
             self._hand_out(number, factor)
 
     def _hand_out(self, number: int, factor: float) -> None:
@@ -458,18 +380,13 @@ class ReplicaGroup:
         if self.in_place and factor is not None:  # beside another group that is not
             self.hand_out(factor)
             factor = None
-        spreading = []
-        with self._placing():
-            for number in range(len(self.layout.buckets)):
-                if number in self.reducer.idle:
-                    continue
-                if factor is not None:
-                    self._hand_out(number, factor)
-                self.update.step(number, keep=self.in_place)
-                if self._spread is not None:
-                    spreading.append(self._spread(number))
-        Pending.all(self.comm.node, spreading).wait()
-        self._versions = self._count_changes()
+
+        def update(number: int) -> None:
+            if factor is not None:
+                self._hand_out(number, factor)
+            self.update.step(number, keep=self.in_place)
+
+        self._share(update, but=self.reducer.idle)
 
     def change_gradients(self, hook: GradientHook, scale: float) -> None:
         """Let `hook(name, gradient)` change the whole gradient of each parameter, which is `scale` times as large here.
@@ -487,63 +404,66 @@ class ReplicaGroup:
     def shards(self) -> Iterator[Shard]:
         """The shards of this rank; those of all ranks are each parameter once, without ZeRO too."""
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        for number, pieces in enumerate(self.update.pieces):
-            pieces_of = {piece.span.member: piece for piece in pieces}
-            for span in self.layout.spans(number, self.layout.own(number)):
-                piece = pieces_of[span.member]
-                own = slice(span.start - piece.span.start, span.stop - piece.span.start)
+        for number, masters in enumerate(self.update.masters):
+            masters_of = {master.segment.member: master for master in masters}
+            for segment in self.layout.segments(number, self.layout.own(number)):
+                master = masters_of[segment.member]
+                own = slice(segment.start - master.segment.start, segment.stop - master.segment.start)
                 state = {
-                    key: value.reshape(-1)[own] if is_like(value, piece) else value
-                    for key, value in self._state_of(piece).items()
+                    key: value.reshape(-1)[own] if is_like(value, master) else value
+                    for key, value in self._state_of(master).items()
                 }
-                value = piece.value.detach().reshape(-1)[own]
-                yield Shard(self.names[span.member], span.start, value, state, groups.get(id(piece.value)))
+                value = master.value.detach().reshape(-1)[own]
+                yield Shard(self.names[segment.member], segment.start, value, state, groups.get(id(master.value)))
         for name, p in zip(self.names, self.parameters, strict=True):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
                 yield Shard(name, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
         for name, p in self._fixed if self.comm.rank == 0 else ():
             yield Shard(name, 0, p.detach().reshape(-1))
 
-    def _state_of(self, piece: Portion) -> State:
-        return self.optimizer.state.get(piece.value, {}) | ({} if self.average is None else self.average.of(piece))
+    def _state_of(self, master: Master) -> State:
+        return self.optimizer.state.get(master.value, {}) | ({} if self.average is None else self.average.of(master))
 
     def swap(self) -> None:
         """The weights and their average change places. Collective."""
         if self.average is not None:
             with self._placing():
                 self.average.swap()
-            self._share()
+            self._share(self.update.publish)
 
-    def _share(self) -> None:
-        """Bring new values to the model, and to those who do not own them. Collective."""
+    def _share(self, update: Callable[[int], None], but: Collection[int] = ()) -> None:
+        """Update all buckets `but` these, and bring the new values to those who do not own them. Collective."""
         spreading = []
-        for number in range(len(self.layout.buckets)):
-            self.update.publish(number)
-            if self._spread is not None:
-                spreading.append(self._spread(number))
+        with self._placing():
+            for number in self._numbers:
+                if number in but:
+                    continue
+                update(number)
+                if self._spread is not None:
+                    spreading.append(self._spread(number))
         Pending.all(self.comm.node, spreading).wait()
         self._versions = self._count_changes()
 
-    def gradient_shards(self) -> Iterator[tuple[str, Span, Tensor | None]]:
+    def gradient_shards(self) -> Iterator[tuple[str, Segment, Tensor | None]]:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""
-        for number in range(len(self.layout.buckets)):
+        for number in self._numbers:
             own = self.layout.own(number)
-            for span in self.layout.spans(number, own):
+            for segment in self.layout.segments(number, own):
                 found = None
-                p = self.parameters[span.member]
-                if self.reducer.used[span.member] and isinstance(self.reducer, Reducer) and self.zero:
-                    begin = span.offset - own.start
-                    found = self.reducer.owned(number)[begin : begin + span.stop - span.start]
-                elif self.reducer.used[span.member]:
+                p = self.parameters[segment.member]
+                if self.reducer.used[segment.member] and isinstance(self.reducer, Reducer) and self.zero:
+                    begin = segment.offset - own.start
+                    found = self.reducer.owned(number)[begin : begin + segment.stop - segment.start]
+                elif self.reducer.used[segment.member]:
                     gradient = p.grad
                     if isinstance(self.reducer, Reducer) and not self.in_place:  # the optimizer had a copy of it
-                        begin = span.offset - span.start
+                        begin = segment.offset - segment.start
                         gradient = seen_as(self.reducer.owned(number)[begin : begin + p.numel()], p)
-                    found = None if gradient is None else gradient.reshape(-1)[span.start : span.stop]
-                yield self.names[span.member], span, found
+                    found = None if gradient is None else gradient.reshape(-1)[segment.start : segment.stop]
+                yield self.names[segment.member], segment, found
         for member, p in enumerate(self.parameters):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
-                yield self.names[member], Span(member, 0, 0, 0), p.detach() if self.reducer.used[member] else None
+                yield self.names[member], Segment(member, 0, 0, 0), p.detach() if self.reducer.used[member] else None
 
     @torch.no_grad()
     def load(self, read: ReadShard) -> None:
@@ -554,15 +474,15 @@ class ReplicaGroup:
         for name, p in self._fixed:
             if p.numel():
                 p.copy_(read(name, 0, p.numel())[0].view(p.shape))
-        for pieces in self.update.pieces:
-            for piece in pieces:
-                span = piece.span
-                value, state = read(self.names[span.member], span.start, span.stop)
-                piece.value.copy_(value.view(piece.value.shape))
+        for masters in self.update.masters:
+            for master in masters:
+                segment = master.segment
+                value, state = read(self.names[segment.member], segment.start, segment.stop)
+                master.value.copy_(value.view(master.value.shape))
                 average = state.pop(SLOT, None)
                 if self.average is not None:
-                    self.average.load(piece, average)
-                self.optimizer.state[piece.value] = {
-                    key: self.update.receive(piece, key, found, value.dtype) for key, found in state.items()
+                    self.average.load(master, average)
+                self.optimizer.state[master.value] = {
+                    key: self.update.receive(master, key, found, value.dtype) for key, found in state.items()
                 }
-        self._share()
+        self._share(self.update.publish)

@@ -21,7 +21,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import StepHooks, is_replaced
 from mpi4dl.parallel.replicas.reducer import sums_on_host
 
 
-class Stretch(NamedTuple):
+class Run(NamedTuple):
     """Elements of a part from number `first` on that are together in the whole, as its elements [start, stop)."""
 
     first: int
@@ -36,7 +36,7 @@ class PartsOf(NamedTuple):
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-StretchesOf = Callable[[str, int, int], Iterator[Stretch]]  # of elements from .. to of this rank's part of a parameter
+RunsOf = Callable[[str, int, int], Iterator[Run]]  # of elements from .. to of this rank's part of a parameter
 
 
 class ReplicaGroups:
@@ -46,7 +46,7 @@ class ReplicaGroups:
     backward at different times, so the gradients of such parameters are summed after the last pass of all stages.
     """
 
-    def __init__(self, groups: Iterable[tuple[tuple[int, ...], ReplicaGroup]], runs: StretchesOf) -> None:
+    def __init__(self, groups: Iterable[tuple[tuple[int, ...], ReplicaGroup]], runs: RunsOf) -> None:
         self._groups, self._runs = list(groups), runs
 
     def __iter__(self) -> Iterator[ReplicaGroup]:
@@ -152,8 +152,8 @@ class ReplicaGroups:
     def gradients(self) -> Iterator[Shard]:
         """The same of gradients, where there are any."""
         for group in self:
-            for name, span, value in group.gradient_shards():
-                for first, start, stop in self._runs(name, span.start, span.stop) if value is not None else ():
+            for name, segment, value in group.gradient_shards():
+                for first, start, stop in self._runs(name, segment.start, segment.stop) if value is not None else ():
                     yield Shard(name, start, value[first : first + stop - start])  # type: ignore[index]
 
     def load(self, read: ReadShard) -> None:

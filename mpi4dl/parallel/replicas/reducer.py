@@ -12,7 +12,8 @@ ZeRO 2    the same, and keeps only that part     reduce-scatter in every pass; a
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -40,7 +41,79 @@ def plan_layout(
     return BucketLayout(lengths, buckets, plan_cuts(buckets, comm.size, whole), comm.rank)
 
 
-class Reducer:
+class GradientSums(ABC):
+    """The gradients of `parameters`, summed over passes and ranks: `prepare()` before backward, `finish()` after it.
+
+    Then `used` says which parameters have a gradient. `idle` are the numbers of buckets that nobody fills.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.used: list[bool] = []
+        self.idle: set[int] = set()
+
+    @abstractmethod
+    def _sums(self) -> Collection[Tensor]:
+        """What this rank has of the sums."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1.0 and (sums := [*self._sums()]):
+            torch._foreach_mul_(sums, factor)
+
+    def clamp(self, limit: float) -> None:
+        """Limit each element of the gradients."""
+        for gradient in self._sums():
+            gradient.clamp_(-limit, limit)
+
+
+class LocalGradients(GradientSums):
+    """Those of parameters that one rank holds alone, without hooks, buckets and copies: autograd adds them up.
+
+    A stage of a pipeline without tiles and replicas has such parameters. Passes need no preparation.
+    """
+
+    def prepare(self, accumulate: bool = True) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def wake(self, i: int) -> None: ...
+
+    def begin_pass(self, last: bool) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+    def finish(self, hooked: Sequence[bool] = ()) -> bool:
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+        self.used = [p.grad is not None for p in self.parameters]
+        return False
+
+    def use(self, used: Sequence[bool]) -> None:
+        """Some parameters took part in the loss elsewhere: here their gradients are zero."""
+        for i, there in enumerate(used):
+            if there and not self.used[i]:
+                self.used[i], self.parameters[i].grad = True, torch.zeros_like(self.parameters[i])
+
+    def _sums(self) -> Collection[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def squares(self) -> list[Tensor]:
+        """The sum of the squares of the gradients, if there are any."""
+        gradients = [gradient for gradient in self._sums() if gradient.numel()]
+        if not gradients:
+            return []
+        return [torch.stack(torch._foreach_norm(gradients)).double().square().sum()]
+
+    def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
+        """Replace each gradient by `by(i, gradient)`, from the first parameter on."""
+        for i, p in enumerate(self.parameters):
+            if p.grad is not None:
+                p.grad.copy_(by(i, p.grad))
+
+
+class Reducer(GradientSums):
     """Sums the gradients of `parameters` over the ranks of `comm`, each of which holds all of these parameters.
 
     `prepare()` before backward; hooks move each gradient into its bucket as it comes, and start the bucket's sum with
@@ -64,11 +137,10 @@ class Reducer:
         zero: int = 0,
         all_reduce: AllReduce | None = None,
     ) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad or layout is not None]
+        super().__init__(p for p in parameters if p.requires_grad or layout is not None)
         self.comm = comm
         self.layout = plan_layout(self.parameters, comm) if layout is None else layout
         self.zero = zero
-        self.used: list[bool] = []
         self._all_reduce = all_reduce
         buckets = self.layout.buckets
         self._place = {i: (number, slot) for number, b in enumerate(buckets) for slot, i in enumerate(b.members)}
@@ -224,9 +296,9 @@ class Reducer:
         if self.zero:
             return unlike
         for number, flat in self._flat.items():
-            for span in self.layout.spans(number):
-                p = self.parameters[span.member]
-                p.grad = self._view(span.member, flat[span.place]) if self.used[span.member] else None
+            for segment in self.layout.segments(number):
+                p = self.parameters[segment.member]
+                p.grad = self._view(segment.member, flat[segment.place]) if self.used[segment.member] else None
         return unlike
 
     def use(self, used: Sequence[bool]) -> None:
@@ -248,16 +320,8 @@ class Reducer:
         norms = (torch.linalg.vector_norm(part, dtype=_summed_in(part)) for part in self._owned.values())
         return [norm.double().square() for norm in norms]
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor."""
-        if factor != 1.0:
-            for gradient in self._owned.values():
-                gradient.mul_(factor)
-
-    def clamp(self, limit: float) -> None:
-        """Limit each element of the gradients."""
-        for gradient in self._owned.values():
-            gradient.clamp_(-limit, limit)
+    def _sums(self) -> Collection[Tensor]:
+        return self._owned.values()
 
     def change(self, by: Callable[[int, Tensor], Tensor]) -> None:
         """Replace the whole sum for each used parameter by `by(i, gradient)`, from the first parameter on. Collective.
@@ -273,10 +337,10 @@ class Reducer:
                 flat = owned.new_empty(self.layout.buckets[number].length)
                 flat[self.layout.own(number)] = owned
                 self.comm.iall_gather_into(flat, self.layout.cuts[number]).wait()
-            for span in reversed([*self.layout.spans(number)]):
-                if self.used[span.member]:
-                    view = self._view(span.member, flat[span.place])
-                    view.copy_(by(span.member, view))
+            for segment in reversed([*self.layout.segments(number)]):
+                if self.used[segment.member]:
+                    view = self._view(segment.member, flat[segment.place])
+                    view.copy_(by(segment.member, view))
             if self.zero:
                 owned.copy_(flat[self.layout.own(number)])
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm.transport import LOW_PRECISION
-from mpi4dl.parallel.replicas.buckets import Span, laid_out, seen_as
+from mpi4dl.parallel.replicas.buckets import Segment, laid_out, seen_as
 from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 
 # Where master weights and the optimizer's state live: on the device of the model, on the host, or on disk.
@@ -29,27 +29,19 @@ BLOCK_BYTES = 64 << 20  # of one file: each is open while it is in use
 ALIGNMENT_BYTES = 64
 
 
-class Home(Protocol):
-    """Gives values a place to stay."""
-
-    def place(self, value: Tensor) -> Tensor:
-        """A tensor with the same values, shape, dtype and strides that stays there; the same one if it is there."""
-
-    def has(self, value: Tensor) -> bool:
-        """Whether it is there."""
-
-
 class Device:
     """On the device of the model."""
 
     def place(self, value: Tensor) -> Tensor:
+        """A tensor with the same values, shape, dtype and strides that stays there; the same one if it is there."""
         return value
 
     def has(self, value: Tensor) -> bool:
+        """Whether it is there."""
         return True
 
 
-class Host:
+class Host(Device):
     """In memory of the host, pinned if the model is on a GPU."""
 
     def place(self, value: Tensor) -> Tensor:
@@ -61,7 +53,7 @@ class Host:
         return value.device.type == "cpu"
 
 
-class Disk:
+class Disk(Device):
     """In files that are mapped into memory: the system keeps of them what it has room for.
 
     They have no names, so that nothing is left of them when the process ends, however it does. `folder` should be on a
@@ -102,7 +94,7 @@ class Disk:
             return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
 
-def home_for(offload: str, folder: str | Path | None = None) -> Home:
+def home_for(offload: str, folder: str | Path | None = None) -> Device:
     """The place that `offload` names. Raises ValueError if it names none."""
     if offload not in OFFLOADS:
         raise ValueError(f"offload is {offload!r}, but must be one of {', '.join(OFFLOADS)}")
@@ -113,57 +105,56 @@ NAMES = "param_names"  # of an optimizer that was made of named parameters
 
 
 @dataclass(frozen=True)
-class Portion:
-    """A part that the optimizer works on: `value` for the elements of `span`; the model has them in `target`, if
-    elsewhere.
+class Master:
+    """What the optimizer works on: `value` for the elements of `segment`; the model has them in `target`, if elsewhere.
 
     It has the parameter's shape if it is a whole parameter, and one dim if it is a part of it.
     """
 
-    span: Span
+    segment: Segment
     value: nn.Parameter
     target: Tensor | None
 
 
-def stays(parameter: Tensor, home: Home) -> bool:
+def stays(parameter: Tensor, home: Device) -> bool:
     """Whether the optimizer can work on a parameter where it is and as it is."""
     return parameter.dtype not in LOW_PRECISION and home.has(parameter)
 
 
-def make_piece(span: Span, parameter: nn.Parameter, target: Tensor, home: Home) -> Portion:
-    """The piece for a span of a parameter whose elements in the model are `target`, flat."""
-    if span.stop - span.start == parameter.numel():
+def make_master(segment: Segment, parameter: nn.Parameter, target: Tensor, home: Device) -> Master:
+    """The master for a segment of a parameter whose elements in the model are `target`, flat."""
+    if segment.stop - segment.start == parameter.numel():
         target = target.view(parameter.shape)
     value = home.place(target.float() if target.dtype in LOW_PRECISION else target)
-    return Portion(span, nn.Parameter(value), None if value.data_ptr() == target.data_ptr() else target)
+    return Master(segment, nn.Parameter(value), None if value.data_ptr() == target.data_ptr() else target)
 
 
-def is_like(value: Any, piece: Portion) -> bool:
-    """Whether this state of a piece is one number for each element."""
-    return isinstance(value, Tensor) and value.numel() == piece.value.numel() and value.dim() > 0
+def is_like(value: Any, master: Master) -> bool:
+    """Whether this state of a master is one number for each element."""
+    return isinstance(value, Tensor) and value.numel() == master.value.numel() and value.dim() > 0
 
 
 class Update:
-    """Steps of `optimizer`, whose parameters it replaces by pieces, one list of them for each bucket.
+    """Steps of `optimizer`, whose parameters it replaces by masters, one list of them for each bucket.
 
-    `pieces[number]` are those of a bucket of `parameters`; a parameter that is its own piece stays where it is.
+    `masters[number]` are those of a bucket of `parameters`; a parameter that is its own master stays where it is.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
-        pieces: Sequence[Sequence[Portion]],
-        home: Home,
+        masters: Sequence[Sequence[Master]],
+        home: Device,
     ) -> None:
-        self.optimizer, self.pieces, self.home = optimizer, pieces, home
+        self.optimizer, self.masters, self.home = optimizer, masters, home
         of: dict[int, list[nn.Parameter]] = {id(p): [] for p in parameters}
         begun = {id(p): dict(optimizer.state.pop(p, {})) for p in parameters}
-        for piece in (piece for some in pieces for piece in some):
-            p = parameters[piece.span.member]
-            of[id(p)].append(piece.value)
+        for master in (master for some in masters for master in some):
+            p = parameters[master.segment.member]
+            of[id(p)].append(master.value)
             if begun[id(p)]:
-                optimizer.state[piece.value] = {k: self._part(v, p, piece) for k, v in begun[id(p)].items()}
+                optimizer.state[master.value] = {k: self._part(v, p, master) for k, v in begun[id(p)].items()}
         for group in optimizer.param_groups:
             replaced = [of.get(id(p), [p]) for p in group["params"]]
             if NAMES in group:
@@ -172,16 +163,16 @@ class Update:
         self.num_groups = len(optimizer.param_groups)
         self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         number_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._groups: list[list[list[nn.Parameter]]] = []  # of each bucket: the pieces in each of the groups
-        for bucket in pieces:
+        self._groups: list[list[list[nn.Parameter]]] = []  # of each bucket: the masters in each of the groups
+        for bucket in masters:
             self._groups.append([[] for _ in optimizer.param_groups])
-            for piece in bucket:
-                if id(piece.value) in number_of:
-                    self._groups[-1][number_of[id(piece.value)]].append(piece.value)
+            for master in bucket:
+                if id(master.value) in number_of:
+                    self._groups[-1][number_of[id(master.value)]].append(master.value)
 
     @contextmanager
     def _only(self, number: int) -> Iterator[None]:
-        """Within this context the optimizer has the pieces of this bucket alone, and need not look at all others."""
+        """Within this context the optimizer has the masters of this bucket alone, and need not look at all others."""
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         for group, values in zip(groups, self._groups[number], strict=True):
@@ -192,63 +183,63 @@ class Update:
             for group, values in zip(groups, everything, strict=True):
                 group["params"] = values
 
-    def _part(self, value: Any, parameter: nn.Parameter, piece: Portion) -> Any:
-        """A piece's part of the state with which some optimizers begin."""
+    def _part(self, value: Any, parameter: nn.Parameter, master: Master) -> Any:
+        """What of the state with which some optimizers begin is a master's."""
         if not isinstance(value, Tensor):
             return value
         if value.shape != parameter.shape or not value.dim():
             return value.clone()
-        part = value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.value.dtype)
-        return self.home.place(laid_out(part, piece.value))
+        part = value.reshape(-1)[master.segment.start : master.segment.stop].to(master.value.dtype)
+        return self.home.place(laid_out(part, master.value))
 
-    def receive(self, piece: Portion, key: str, value: Any, saved_as: torch.dtype) -> Any:
-        """Some state of a piece as the optimizer wants it, from a checkpoint in which the parameter was `saved_as`."""
+    def receive(self, master: Master, key: str, value: Any, saved_as: torch.dtype) -> Any:
+        """Some state of a master as the optimizer wants it, from a checkpoint in which the parameter was `saved_as`."""
         if not isinstance(value, Tensor):
             return value
         if value.dtype is saved_as and key != "step":
-            value = value.to(piece.value.dtype)
-        if is_like(value, piece):
-            return self.home.place(laid_out(value, piece.value))
-        options = self._group_of.get(id(piece.value), {})
+            value = value.to(master.value.dtype)
+        if is_like(value, master):
+            return self.home.place(laid_out(value, master.value))
+        options = self._group_of.get(id(master.value), {})
         on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
-        return value if on_host else value.to(piece.value.device)
+        return value if on_host else value.to(master.value.device)
 
     def hand_out(self, number: int, gradient: Tensor, offset: int, used: Sequence[bool], factor: float) -> None:
-        """Give the pieces of a bucket their gradients, times `factor`. `gradient` is the bucket's from `offset` on."""
+        """Give the masters of a bucket their gradients, times `factor`. `gradient` is the bucket's from `offset` on."""
         if factor != 1.0 and gradient.dtype not in LOW_PRECISION:
             gradient.mul_(factor)
             factor = 1.0
-        for piece in self.pieces[number]:
-            if used[piece.span.member]:
-                begin = piece.span.offset - offset
-                mine = seen_as(gradient[begin : begin + piece.value.numel()], piece.value)
-                piece.value.grad = mine.to(piece.value.device, piece.value.dtype)
+        for master in self.masters[number]:
+            if used[master.segment.member]:
+                begin = master.segment.offset - offset
+                mine = seen_as(gradient[begin : begin + master.value.numel()], master.value)
+                master.value.grad = mine.to(master.value.device, master.value.dtype)
                 if factor != 1.0:
-                    piece.value.grad.mul_(factor)
+                    master.value.grad.mul_(factor)
 
     def step(self, number: int, keep: bool = False) -> None:
-        """Step on the pieces of a bucket that have a gradient, which is gone then, unless they `keep` it."""
-        pieces = [piece for piece in self.pieces[number] if piece.value.grad is not None]
+        """Step on the masters of a bucket that have a gradient, which is gone then, unless they `keep` it."""
+        masters = [master for master in self.masters[number] if master.value.grad is not None]
         with self._only(number):
             self.optimizer.step()
-        for piece in pieces:
-            piece.value.grad = piece.value.grad if keep else None
-            self._settle(piece)
+        for master in masters:
+            master.value.grad = master.value.grad if keep else None
+            self._settle(master)
         self.publish(number)
 
-    def _settle(self, piece: Portion) -> None:
+    def _settle(self, master: Master) -> None:
         """The optimizer's state goes to where the master weights are, after the step that made it."""
-        state = self.optimizer.state[piece.value]
+        state = self.optimizer.state[master.value]
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() == piece.value.numel() > 1:
+            if isinstance(value, Tensor) and value.numel() == master.value.numel() > 1:
                 state[key] = self.home.place(value)
 
     @torch.no_grad()
     def publish(self, number: int) -> None:
         """Bring the master weights of a bucket to the model."""
-        for piece in self.pieces[number]:
-            if piece.target is not None:
-                piece.target.copy_(piece.value)
+        for master in self.masters[number]:
+            if master.target is not None:
+                master.target.copy_(master.value)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

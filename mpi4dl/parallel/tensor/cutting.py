@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.expert.layer import lay_over
-from mpi4dl.parallel.replicas.groups import Stretch
+from mpi4dl.parallel.replicas.groups import Run
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
@@ -61,7 +61,7 @@ class ParameterPart:
         cut = [d for d, side in enumerate(self.box) if side.length < self.opened[d]]
         return max(cut, default=0)
 
-    def runs(self, start: int, stop: int) -> Iterator[Stretch]:
+    def runs(self, start: int, stop: int) -> Iterator[Run]:
         """Where elements [start, stop) of the part, flattened, are in the whole."""
         last = self._last
         behind = math.prod(self.opened[last + 1 :])
@@ -74,7 +74,7 @@ class ParameterPart:
                 stride *= size
             first, end = max(start, number * length), min(stop, (number + 1) * length)
             begin = place - number * length
-            yield Stretch(first - start, begin + first, begin + end)
+            yield Run(first - start, begin + first, begin + end)
 
 
 def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, Layout]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, Span, plan_buckets, plan_cuts
+from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, Segment, plan_buckets, plan_cuts
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: 
     for rank in range(num_ranks):
         layout = BucketLayout(tuple(lengths), buckets, cuts, rank)
         for number, bucket in enumerate(buckets):
-            for span in layout.spans(number, layout.own(number)):
-                assert not whole or (span.start, span.stop) == (0, lengths[span.member])
-                assert span.offset - span.start == bucket.offsets[bucket.members.index(span.member)]
-                owned += [(span.member, element) for element in range(span.start, span.stop)]
+            for segment in layout.segments(number, layout.own(number)):
+                assert not whole or (segment.start, segment.stop) == (0, lengths[segment.member])
+                assert segment.offset - segment.start == bucket.offsets[bucket.members.index(segment.member)]
+                owned += [(segment.member, element) for element in range(segment.start, segment.stop)]
     assert sorted(owned) == [(i, element) for i, length in enumerate(lengths) for element in range(length)]
 
 
 def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
     layout = BucketLayout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
-    assert list(layout.spans(0)) == [Span(2, 0, 2, 0), Span(1, 0, 0, 2), Span(0, 0, 3, 2)]
-    assert [span.place for span in layout.spans(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]
+    assert list(layout.segments(0)) == [Segment(2, 0, 2, 0), Segment(1, 0, 0, 2), Segment(0, 0, 3, 2)]
+    assert [segment.place for segment in layout.segments(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]

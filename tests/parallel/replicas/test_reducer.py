@@ -137,12 +137,17 @@ def shared_out(comm: Communicator, zero: int, bucket_bytes: int, num_passes: int
         own = reducer.layout.own(number)
         mine = reducer.owned(number)
         assert mine.numel() == own.stop - own.start
-        for span in reducer.layout.spans(number, own):
-            wanted, values = sums[names[span.member]], mine[span.offset - own.start :][: span.stop - span.start]
-            assert reducer.used[span.member] == (wanted is not None)
-            whole = torch.zeros(reducer.layout.lengths[span.member], dtype=F64) if wanted is None else wanted.view(-1)
-            torch.testing.assert_close(values, whole[span.start : span.stop], rtol=1e-12, atol=1e-12)
-            found += [(names[span.member], element) for element in range(span.start, span.stop)]
+        for segment in reducer.layout.segments(number, own):
+            wanted, values = (
+                sums[names[segment.member]],
+                mine[segment.offset - own.start :][: segment.stop - segment.start],
+            )
+            assert reducer.used[segment.member] == (wanted is not None)
+            whole = (
+                torch.zeros(reducer.layout.lengths[segment.member], dtype=F64) if wanted is None else wanted.view(-1)
+            )
+            torch.testing.assert_close(values, whole[segment.start : segment.stop], rtol=1e-12, atol=1e-12)
+            found += [(names[segment.member], element) for element in range(segment.start, segment.stop)]
     assert zero < 2 or all(p.grad is None for p in model.parameters())
     return found
 

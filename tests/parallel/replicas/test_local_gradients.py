@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.replicas.group import Alone
+from mpi4dl.parallel.replicas.group import LocalGradients
 from mpi4dl.parallel.replicas.reducer import Reducer, sums_on_host
 from tests.pool.ranks import Ranks
 
@@ -25,7 +25,7 @@ class Model(nn.Module):
         return found.square().sum() + self.empty.sum()
 
 
-def model_after(reducer_of: object, num_passes: int) -> tuple[Model, Reducer | Alone]:
+def model_after(reducer_of: object, num_passes: int) -> tuple[Model, Reducer | LocalGradients]:
     torch.manual_seed(0)
     model = Model()
     reducer = reducer_of(list(model.parameters()))  # type: ignore[operator]
@@ -40,7 +40,7 @@ def model_after(reducer_of: object, num_passes: int) -> tuple[Model, Reducer | A
 
 
 def body(comm: Communicator, num_passes: int) -> None:
-    ours, alone = model_after(Alone, num_passes)
+    ours, alone = model_after(LocalGradients, num_passes)
     theirs, reducer = model_after(lambda parameters: Reducer(parameters, comm).attach(), num_passes)
     assert alone.used == reducer.used == [True, True, True, True, False, False]
     assert sums_on_host([alone.squares()]) == pytest.approx(sums_on_host([reducer.squares()]), rel=1e-6)
@@ -61,7 +61,7 @@ def test_alone_is_a_reducer_of_one_rank(ranks: Ranks) -> None:
 
 
 def test_without_gradients_there_is_nothing_to_square() -> None:
-    alone = Alone([nn.Parameter(torch.ones(2))])
+    alone = LocalGradients([nn.Parameter(torch.ones(2))])
     alone.prepare()
     alone.finish()
     assert (alone.used, alone.squares()) == ([False], [])
