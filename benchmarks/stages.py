@@ -321,11 +321,11 @@ def save(results: list[dict[str, Any]], problems: list[str], options: argparse.N
 
 def draw_timeline(contestants: list[Contestant], path: Path) -> None:
     """What the first configuration with PP did in its last step."""
-    from mpi4dl.parallel.tables.drawing import as_png
+    from mpi4dl.parallel.tables.drawing import as_image
 
     first = next(contestant for contestant in contestants if "PP" in contestant.name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    as_png(measured(first.answers[-1]), path)
+    as_image(measured(first.answers[-1])).save(path)
     print(f"timeline of {first.name}: {path}")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
-from mpi4dl._wording import to_install
 from mpi4dl.estimate.planning import Searched, Shown, planned, searched
 from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.declare import parse_options, spelling, without_flags
@@ -74,13 +73,6 @@ def timeline_of(asked: str) -> Path:
     path = Path(asked)
     if path.suffix not in (".png", ".txt"):
         raise ConfigError(f"--timeline {path}: the name must end in .png or .txt")
-    if path.suffix == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ConfigError(
-                f"--timeline {path} needs matplotlib; run {to_install('matplotlib')}, or draw to a .txt file"
-            ) from None
     return path
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import mpi4dl._progress
 from mpi4dl import models
 from mpi4dl._progress import CLEAR, ProgressLine
-from mpi4dl._wording import to_install
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.estimate import dry_run
 from mpi4dl.options.config import parse
@@ -153,7 +152,6 @@ def test_the_training_has_the_flags_that_are_not_the_plans(given: list[str], kep
 
 
 def test_a_timeline_is_drawn_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     main([*STAGES, "--timeline", str(tmp_path / "t.png")])
     assert capsys.readouterr().out.splitlines()[-1] == f"timeline: {tmp_path / 't.png'}"
     with PIL.Image.open(tmp_path / "t.png") as picture:
@@ -166,15 +164,6 @@ def test_a_timeline_is_drawn_as_text(tmp_path: Path) -> None:
     lines = (tmp_path / "t.txt").read_text().splitlines()
     assert [line[:8] for line in lines[:2]] == ["rank 0 |", "rank 1 |"]
     assert "bubble" in lines[2]
-
-
-def test_a_picture_without_matplotlib_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert refusal(capsys, *STAGES, "--timeline", "t.png") == (
-        f"--timeline t.png needs matplotlib; run {to_install('matplotlib')}, or draw to a .txt file"
-    )
 
 
 @pytest.mark.parametrize(

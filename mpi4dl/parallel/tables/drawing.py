@@ -1,6 +1,7 @@
-"""Timelines of a simulated table, as text for a terminal, as a PNG, and for pages: as SVG, and as pixels."""
+"""Timelines of a simulated table: as text for a terminal, as SVG for pages, as an image for files and TensorBoard."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ def draw(simulation: Simulation, path: Path) -> None:
     if path.suffix == ".txt":
         path.write_text(as_text(simulation) + "\n", encoding="utf-8")
     else:
-        as_png(simulation, path)
+        as_image(simulation).save(path)
 
 
 def as_text(simulation: Simulation, max_columns: int = 240) -> str:
@@ -61,53 +62,6 @@ def summary(simulation: Simulation) -> str:
         f"{simulation.makespan_seconds:.4g} s, bubble {100 * simulation.bubble:.1f} %, "
         f"at most {_bytes(max(simulation.peak_bytes))} of activations on a rank"
     )
-
-
-def as_png(simulation: Simulation, path: Path | str) -> None:
-    """The timeline as a picture: a lane a rank, a box an action with its microbatch in it, coloured by kind."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
-
-    makespan = simulation.makespan_seconds or 1.0
-    spans = [span for row in simulation.rows for span in row]
-    many = _hold_several_stages(simulation)
-    labels = {span: _label(span.action, many)[1:] for span in spans}
-    typical = median(span.end_seconds - span.start_seconds for span in spans) or makespan
-    lane_inches = min(40.0, max(6.0, makespan / typical * (0.42 if many else 0.32)))
-    width, height = lane_inches + 2.2, 1.9 + 0.36 * len(simulation.rows)
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    for rank, row in enumerate(simulation.rows):
-        for span in row:
-            seconds = span.end_seconds - span.start_seconds
-            colour = COLOURS[span.action.kind, span.action.direction]
-            corner = (span.start_seconds, rank - 0.44)
-            axes.add_patch(Rectangle(corner, seconds, 0.88, facecolor=colour, edgecolor="white", linewidth=0.8))
-            points = 72 * lane_inches * seconds / makespan
-            size = min(9.0, 1.3 * points / max(1, len(labels[span])))
-            if size >= 4.5:
-                ink = "black" if span.action.direction else "white"
-                middle = span.start_seconds + seconds / 2
-                axes.text(middle, rank, labels[span], ha="center", va="center_baseline", fontsize=size, color=ink)
-    axes.set_xlim(0, makespan)
-    axes.set_ylim(len(simulation.rows) - 0.5, -0.5)
-    axes.set_xlabel("time (s); idle ranks are grey" + ("; numbers are stage.microbatch" if many else ""))
-    idle = [f"rank {rank}  {100 * bubble:.0f} % idle" for rank, bubble in enumerate(simulation.bubbles)]
-    axes.set_yticks(range(len(idle)), idle)
-    axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#eeeeee")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_title(summary(simulation), fontsize=10, loc="left")
-    patches = [Patch(color=colour, label=name) for colour, name in legend(simulation)]
-    figure.legend(
-        handles=patches,
-        loc="outside lower center",
-        ncols=min(len(patches), int(width / 2.4)),
-        frameon=False,
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=130)
 
 
 LANE_PX, LETTER_PX, BEFORE_PX, BEHIND_PX = 22, 11, 62, 76
@@ -172,13 +126,15 @@ def as_svg(simulation: Simulation) -> str:
 
 
 def as_image(simulation: Simulation, scale: int = 2) -> Any:
-    """The timeline as an image of Pillow, with a line that says what colours mean."""
+    """The timeline as an image of Pillow, with lines that say what colours mean and what it comes to."""
     from PIL import Image, ImageDraw, ImageFont
 
     found, meanings = [*marks(simulation)], legend(simulation)
-    width, height = _size(found)
+    width, height = (scale * size for size in _size(found))
     font = ImageFont.load_default(LETTER_PX * scale)
-    image = Image.new("RGB", (max(width, 110 * len(meanings)) * scale, (height + LANE_PX) * scale), "white")
+    starts = [*accumulate((font.getlength(name) + 24 * scale for _, name in meanings), initial=0.0)]
+    size = round(max(width, starts[-1])), height + 2 * LANE_PX * scale
+    image = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(image)
     for mark in found:
         x, y = mark.x * scale, mark.y * scale
@@ -188,10 +144,11 @@ def as_image(simulation: Simulation, scale: int = 2) -> Any:
         else:
             box = (x, y + scale, x + max(mark.width * scale - 1, 0), y + (LANE_PX - 1) * scale)
             draw.rectangle(box, mark.colour, outline="white")
-    for number, (colour, name) in enumerate(meanings):
-        x, y = 110 * number * scale, (height + LANE_PX // 2) * scale
+    y = height + LANE_PX * scale // 2
+    for x, (colour, name) in zip(starts, meanings, strict=False):
         draw.rectangle((x, y - 4 * scale, x + 8 * scale, y + 4 * scale), colour)
-        draw.text((x + 11 * scale, y), name.replace(", mirrored copy", " (mirrored)"), "black", font, "lm")
+        draw.text((x + 11 * scale, y), name, "black", font, "lm")
+    draw.text((0, y + LANE_PX * scale), summary(simulation), "black", font, "lm")
     return image
 
 
