@@ -394,7 +394,7 @@ class _Run:
     def microbatch(self, action: Action) -> Microbatch:
         return self.microbatches[action.direction, action.microbatch]
 
-    def parcel(self, action: Action) -> StageMessage:
+    def message(self, action: Action) -> StageMessage:
         modes = (self.training, self.executor.held.training)  # in evaluation auxiliary heads hand nothing on
         return StageMessage((*modes, self.feed.kind(self.microbatch(action))), action.microbatch)
 
@@ -404,15 +404,15 @@ class _Run:
             return
         back = action.kind != "forward"
         boundary = (self.executor.behind if back else self.executor.before).get((action.direction, action.stage))
-        if boundary is not None and boundary.knows(self.parcel(action)):
-            boundary.expect(self.parcel(action), back)
+        if boundary is not None and boundary.knows(self.message(action)):
+            boundary.expect(self.message(action), back)
             self.posted.add(action)
 
     def forward(self, action: Action) -> None:
         executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
-        place, parcel = (action.direction, action.stage), self.parcel(action)
+        place, message = (action.direction, action.stage), self.message(action)
         before, behind = executor.before.get(place), executor.behind.get(place)
-        arrival = before.receive(parcel) if before else Received((self.feed.images(part, microbatch),), [])
+        arrival = before.receive(message) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
         executor.seed_for(action)
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
@@ -428,7 +428,7 @@ class _Run:
             # From an edge on, functions that backward calls are seen by what surrounds it; from a tensor they are not.
             live.roots = [] if loss is None or not loss.requires_grad else [get_gradient_edge(loss)]
         else:
-            pending, live.roots = behind.send(parcel, outputs, part.outputs)
+            pending, live.roots = behind.send(message, outputs, part.outputs)
             self._keep(pending)
         if self.training:
             self.live[action[1:]] = live
@@ -438,15 +438,15 @@ class _Run:
         del self.live[action[1:]]
 
     def input(self, action: Action) -> None:
-        live, place, parcel = self.live[action[1:]], (action.direction, action.stage), self.parcel(action)
+        live, place, message = self.live[action[1:]], (action.direction, action.stage), self.message(action)
         before, behind = self.executor.before.get(place), self.executor.behind.get(place)
-        gradients = None if behind is None else behind.receive_back(parcel)
+        gradients = None if behind is None else behind.receive_back(message)
         with self.timed(action):
             if live.roots:
                 torch.autograd.backward(live.roots, gradients)
         live.roots = ()
         if before is not None:
-            self._keep(before.send_back(parcel, live.leaves))
+            self._keep(before.send_back(message, live.leaves))
         live.leaves = []
 
     def weight(self, action: Action) -> None:

@@ -34,7 +34,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 #   flat, with a class token                                 and is put together again behind the boundary
 
 
-class Joint(NamedTuple):
+class Assembly(NamedTuple):
     """How a tensor is made of what crosses: the shape of what is spread, and the dim with entries that every rank has,
     if any has: some before the others, some behind them, or both.
     """
@@ -45,8 +45,8 @@ class Joint(NamedTuple):
     behind: bool = False
 
 
-def take_apart(x: Tensor) -> tuple[list[Tensor], Joint | None]:
-    """The tensors that travel for x, and how x is made of them; x itself if it has no flat dims."""
+def take_apart(x: Tensor) -> tuple[list[Tensor], Assembly | None]:
+    """What crosses of x, and how x is made of it; x itself if it has no flat dims."""
     if not isinstance(x, SpatialTensor) or not x.layout.flat:
         return [x], None
     flats = x.layout.flat
@@ -63,21 +63,21 @@ def take_apart(x: Tensor) -> tuple[list[Tensor], Joint | None]:
     layout = rest.layout
     apart = SpatialTensor(open_dims(rest.local, layout, layout.held), opened(layout))
     shape = tuple(rest.shape)
-    joints = [Joint(shape, flat.dim, flat.prefix > 0, flat.suffix > 0) for flat in having]
-    return [apart, *beside], joints[0] if joints else Joint(shape, None)
+    assemblies = [Assembly(shape, flat.dim, flat.prefix > 0, flat.suffix > 0) for flat in having]
+    return [apart, *beside], assemblies[0] if assemblies else Assembly(shape, None)
 
 
-def put_together(parts: Iterator[Tensor], joint: Joint | None) -> Tensor:
+def put_together(parts: Iterator[Tensor], assembly: Assembly | None) -> Tensor:
     """The way back on the next stage's grid, of the next parts."""
     x = next(parts)
-    if joint is None:
+    if assembly is None:
         return x
-    x = x.reshape(joint.shape)
-    if joint.dim is None:
+    x = x.reshape(assembly.shape)
+    if assembly.dim is None:
         return x
-    before = [next(parts)] if joint.before else []
-    behind = [next(parts)] if joint.behind else []
-    return torch.cat([*before, x, *behind], joint.dim)
+    before = [next(parts)] if assembly.before else []
+    behind = [next(parts)] if assembly.behind else []
+    return torch.cat([*before, x, *behind], assembly.dim)
 
 
 ANNOUNCED, FORWARD, BACKWARD, NUM_TAGS = 0, 1, 2, 3
@@ -109,7 +109,7 @@ class Received(NamedTuple):
     leaves: list[Tensor]
 
 
-def landing(
+def layout_behind(
     tiling: Tiling, dims: Dims, target: GridShape, replicas: int, plain: bool, tracks_batch: bool
 ) -> StageLayout:
     """How a tensor that was cut by `tiling` is cut on a stage of grid `target`.
@@ -153,17 +153,20 @@ def crossing(tiling: Tiling, needed: Sequence[Box], ends: Sequence[int], place: 
     return ExchangePlan(plan.held, plan.needed, by_rank(plan.sends), by_rank(plan.receives), plan.kept)
 
 
-class Announcement(NamedTuple):
-    """The form of the values, how their tensors are made of those that travel, and the layouts of these at the source.
+class Sent(NamedTuple):
+    """One tensor that crosses: what it is, and how it lies where it was made."""
 
-    `specs`, `tilings` and `dims` are of the tensors that cross; the header's are of the values.
-    """
+    spec: TensorSpec
+    tiling: Tiling
+    dims: Dims
+
+
+class Announcement(NamedTuple):
+    """What the values are, and how their tensors are made of those that are sent."""
 
     header: Header
-    joints: tuple[Joint | None, ...]
-    specs: tuple[TensorSpec, ...]
-    tilings: tuple[Tiling, ...]
-    dims: tuple[Dims, ...]
+    assemblies: tuple[Assembly | None, ...]
+    tensors: tuple[Sent, ...]
 
 
 class Transfer(NamedTuple):
@@ -174,12 +177,12 @@ class Transfer(NamedTuple):
     gradients: Exchange
 
 
-class Lane(NamedTuple):
-    """The exchanges for one kind of microbatch: how to move each tensor, and its layout at the target."""
+class Channel(NamedTuple):
+    """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
 
     announcement: Announcement
     transfers: tuple[Transfer, ...]
-    landings: tuple[StageLayout, ...]
+    layouts: tuple[StageLayout, ...]
 
 
 class StageBoundary:
@@ -201,138 +204,120 @@ class StageBoundary:
         hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
         self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
         self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
-        self._lanes: dict[Any, Lane] = {}
+        self._channels: dict[Any, Channel] = {}
         self._expected: dict[tuple[StageMessage, bool], list[Incoming]] = {}
 
     def forget(self) -> None:
-        """Announce the values again: other values need gradients."""
-        self._lanes.clear()
+        """What values are is said anew: others want gradients than did."""
+        self._channels.clear()
 
-    def knows(self, parcel: StageMessage) -> bool:
-        return parcel.kind in self._lanes
+    def knows(self, message: StageMessage) -> bool:
+        return message.kind in self._channels
 
-    def _tag(self, what: int, parcel: StageMessage) -> int:
+    def _tag(self, what: int, message: StageMessage) -> int:
         """Numbers that are far apart may share a tag: their messages come in order."""
         numbers = MOST_TAGS // (NUM_TAGS * self.num_tags)
-        return (parcel.number % numbers * NUM_TAGS + what) * self.num_tags + self.tag
+        return (message.number % numbers * NUM_TAGS + what) * self.num_tags + self.tag
 
     def send(
-        self, parcel: StageMessage, values: Sequence[Any], names: Sequence[str]
+        self, message: StageMessage, values: Sequence[Any], names: Sequence[str]
     ) -> tuple[Pending, list[GradientEdge]]:
         """Hand values on; where they came from, for those whose gradients will come back."""
         packed, header = pack(values, names)
         tensors: list[Tensor] = []
-        specs: list[TensorSpec] = []
-        joints: list[Joint | None] = []
+        sent: list[Sent] = []
+        assemblies: list[Assembly | None] = []
         for tensor, spec in zip(packed, header.tensors, strict=True):
-            parts, joint = take_apart(tensor)
-            joints.append(joint)
-            tensors += parts
-            specs += [replace(spec, shape=tuple(part.shape)) for part in parts]
-        layouts = [self._layout(tensor) for tensor in tensors]
-        announcement = Announcement(
-            header,
-            tuple(joints),
-            tuple(specs),
-            tuple(layout.tiling for layout in layouts),
-            tuple(layout.dims for layout in layouts),
-        )
+            parts, assembly = take_apart(tensor)
+            assemblies.append(assembly)
+            for part in parts:
+                layout = part.layout.narrow if isinstance(part, SpatialTensor) else Layout.of_copies(self.grid)
+                sent.append(Sent(replace(spec, shape=tuple(part.shape)), layout.tiling, layout.dims))
+                tensors.append(owned(part) if isinstance(part, SpatialTensor) else part)
+        announcement = Announcement(header, tuple(assemblies), tuple(sent))
         pending = []
-        if not self.knows(parcel):
-            self._lanes[parcel.kind] = self._lane(announcement)
-            tag = self._tag(ANNOUNCED, parcel)
+        if not self.knows(message):
+            self._channels[message.kind] = self._channel(announcement)
+            tag = self._tag(ANNOUNCED, message)
             pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
-        lane = self._lanes[parcel.kind]
-        if announcement != lane.announcement:
+        channel = self._channels[message.kind]
+        if announcement != channel.announcement:
             raise ValueError(
                 f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
-                f"{announcement.header} instead of {lane.announcement.header}; a model whose shapes or numbers "
+                f"{announcement.header} instead of {channel.announcement.header}; a model whose shapes or numbers "
                 "depend on what is in the images cannot be cut there"
             )
-        local = [owned(tensor) if isinstance(tensor, SpatialTensor) else tensor for tensor in tensors]
-        tag = self._tag(FORWARD, parcel)
-        pending += [transfer.values.send(tensor, tag) for transfer, tensor in zip(lane.transfers, local, strict=True)]
-        wanted = (tensor for tensor, spec in zip(local, specs, strict=True) if spec.requires_grad)
-        edges = [get_gradient_edge(tensor) for tensor in wanted]
+        tag = self._tag(FORWARD, message)
+        pending += [
+            transfer.values.send(tensor, tag) for transfer, tensor in zip(channel.transfers, tensors, strict=True)
+        ]
+        edges = [get_gradient_edge(x) for x, (spec, *_) in zip(tensors, sent, strict=True) if spec.requires_grad]
         return Pending.all(self.comm.node, pending), edges
 
-    def expect(self, parcel: StageMessage, back: bool = False) -> None:
+    def expect(self, message: StageMessage, back: bool = False) -> None:
         """Post the receives of a microbatch whose shapes are known: of its values, or of gradients that come back."""
         if back:
-            tag = self._tag(BACKWARD, parcel)
-            posted = [transfer.gradients.expect(transfer.like, tag) for transfer in self._differentiable(parcel)]
+            tag = self._tag(BACKWARD, message)
+            posted = [transfer.gradients.expect(transfer.like, tag) for transfer in self._differentiable(message)]
         else:
-            tag = self._tag(FORWARD, parcel)
-            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._lanes[parcel.kind].transfers]
-        self._expected[parcel, back] = posted
+            tag = self._tag(FORWARD, message)
+            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._channels[message.kind].transfers]
+        self._expected[message, back] = posted
 
-    def receive(self, parcel: StageMessage) -> Received:
+    def receive(self, message: StageMessage) -> Received:
         """The values of a microbatch."""
-        if not self.knows(parcel):
+        if not self.knows(message):
             assert self.speaker is not None
-            announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, parcel))
-            self._lanes[parcel.kind] = self._lane(announcement)
-        announcement, transfers, landings = self._lanes[parcel.kind]
+            announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, message))
+            self._channels[message.kind] = self._channel(announcement)
+        announcement, transfers, layouts = self._channels[message.kind]
         parts: list[Tensor] = []
         leaves: list[Tensor] = []
-        specs = announcement.specs
-        for transfer, incoming, place, spec in zip(transfers, self._posted(parcel), landings, specs, strict=True):
+        each = zip(transfers, self._posted(message), layouts, announcement.tensors, strict=True)
+        for transfer, incoming, place, (spec, *_) in each:
             leaf = transfer.values.assemble(None, incoming, transfer.like)
             if spec.requires_grad:
                 leaves.append(leaf.requires_grad_())
             parts.append(wrap(leaf, Layout(self.grid, place.tiling, place.dims)))
         left = iter(parts)
-        values = [put_together(left, joint) for joint in announcement.joints]
+        values = [put_together(left, assembly) for assembly in announcement.assemblies]
         return Received(unpack(values, announcement.header), leaves)
 
-    def send_back(self, parcel: StageMessage, leaves: Sequence[Tensor]) -> Pending:
+    def send_back(self, message: StageMessage, leaves: Sequence[Tensor]) -> Pending:
         """Return the gradients of the tensors that were received; zeros where a tensor took no part in the loss."""
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        tag = self._tag(BACKWARD, parcel)
+        tag = self._tag(BACKWARD, message)
         sent = [
             transfer.gradients.send(gradient, tag)
-            for transfer, gradient in zip(self._differentiable(parcel), gradients, strict=True)
+            for transfer, gradient in zip(self._differentiable(message), gradients, strict=True)
         ]
         return Pending.all(self.comm.node, sent)
 
-    def receive_back(self, parcel: StageMessage) -> list[Tensor]:
+    def receive_back(self, message: StageMessage) -> list[Tensor]:
         """The gradients of the values that were handed on and wanted one."""
-        arrived = self._posted(parcel, back=True)
+        arrived = self._posted(message, back=True)
         return [
             transfer.gradients.assemble(None, incoming, transfer.like)
-            for transfer, incoming in zip(self._differentiable(parcel), arrived, strict=True)
+            for transfer, incoming in zip(self._differentiable(message), arrived, strict=True)
         ]
 
-    def _posted(self, parcel: StageMessage, back: bool = False) -> list[Incoming]:
-        if (parcel, back) not in self._expected:
-            self.expect(parcel, back)
-        return self._expected.pop((parcel, back))
+    def _posted(self, message: StageMessage, back: bool = False) -> list[Incoming]:
+        if (message, back) not in self._expected:
+            self.expect(message, back)
+        return self._expected.pop((message, back))
 
-    def _differentiable(self, parcel: StageMessage) -> list[Transfer]:
-        lane = self._lanes[parcel.kind]
-        specs = lane.announcement.specs
-        return [transfer for transfer, spec in zip(lane.transfers, specs, strict=True) if spec.requires_grad]
+    def _differentiable(self, message: StageMessage) -> list[Transfer]:
+        channel = self._channels[message.kind]
+        each = zip(channel.transfers, channel.announcement.tensors, strict=True)
+        return [transfer for transfer, (spec, *_) in each if spec.requires_grad]
 
-    def _layout(self, tensor: Tensor) -> Layout:
-        if isinstance(tensor, SpatialTensor):
-            return tensor.layout.narrow
-        return Layout.of_copies(self.grid)
-
-    def _lane(self, announcement: Announcement) -> Lane:
-        following = self.stage + 1
-        transfers, landings = [], []
-        for spec, tiling, dims in zip(announcement.specs, announcement.tilings, announcement.dims, strict=True):
-            place = landing(
-                tiling,
-                dims,
-                self.plan.shape(following),
-                self.plan.replicas,
-                self.plan.is_plain(following),
-                self.plan.tracks_batch(following),
-            )
-            plan = crossing(tiling, place.needed, self.ends, self.place)
-            exchange = Exchange(plan, self.comm, dims)
-            like = Like(spec.shape, spec.dtype, self.device)
-            transfers.append(Transfer(like, exchange, exchange.adjoint))
-            landings.append(place)
-        return Lane(announcement, tuple(transfers), tuple(landings))
+    def _channel(self, announcement: Announcement) -> Channel:
+        plan, following = self.plan, self.stage + 1
+        how = plan.shape(following), plan.replicas, plan.is_plain(following), plan.tracks_batch(following)
+        transfers, layouts = [], []
+        for spec, tiling, dims in announcement.tensors:
+            place = layout_behind(tiling, dims, *how)
+            exchange = Exchange(crossing(tiling, place.needed, self.ends, self.place), self.comm, dims)
+            transfers.append(Transfer(Like(spec.shape, spec.dtype, self.device), exchange, exchange.adjoint))
+            layouts.append(place)
+        return Channel(announcement, tuple(transfers), tuple(layouts))

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.pipeline.stage_communication import StageBoundary, StageMessage, crossing, landing
+from mpi4dl.parallel.pipeline.stage_communication import StageBoundary, StageMessage, crossing, layout_behind
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 from tests.brute_force import quick
@@ -32,34 +32,38 @@ def box(*ends: tuple[int, int]) -> Box:
 
 
 def test_cuts_stay_along_an_axis_that_both_grids_cut_alike_and_are_even_along_others() -> None:
-    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=True)
+    place = layout_behind(
+        cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=True
+    )
     assert place.tiling == cut((0, 4), (0, 5), (0, 2, 7))
     assert place.dims == IMAGE
     assert place.needed == (box((0, 4), (0, 5), (0, 2)), box((0, 4), (0, 5), (2, 7)))
 
 
 def test_a_plain_stage_needs_the_whole_and_knows_of_no_dims() -> None:
-    place = landing(cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 1), 1, plain=True, tracks_batch=False)
+    place = layout_behind(
+        cut((0, 4), (0, 1, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 1), 1, plain=True, tracks_batch=False
+    )
     assert place.dims == (None, None, None)
     assert place.needed == (box((0, 4), (0, 5), (0, 7)),)
 
 
 def test_a_batch_that_is_cut_no_more_becomes_an_ordinary_dim() -> None:
-    place = landing(cut((0, 4), (0, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
+    place = layout_behind(cut((0, 4), (0, 5), (0, 2, 7)), IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
     assert place.tiling == cut((0, 1), (0, 5), (0, 2, 7))
     assert place.dims == (None, 2, 3)
     assert [needed.batch for needed in place.needed] == [(0, 4), (0, 4)]
 
 
 def test_samples_stay_in_their_replica_when_ways_change() -> None:
-    place = landing(cut((0, 3, 7), (0, 5), (0, 7)), IMAGE, GridShape(4, 1, 1), 2, plain=False, tracks_batch=True)
+    place = layout_behind(cut((0, 3, 7), (0, 5), (0, 7)), IMAGE, GridShape(4, 1, 1), 2, plain=False, tracks_batch=True)
     assert place.tiling.splits[BATCH].cuts == (0, 1, 3, 5, 7)
-    back = landing(place.tiling, IMAGE, GridShape(2, 1, 1), 2, plain=False, tracks_batch=True)
+    back = layout_behind(place.tiling, IMAGE, GridShape(2, 1, 1), 2, plain=False, tracks_batch=True)
     assert back.tiling.splits[BATCH].cuts == (0, 3, 7)
 
 
 def test_of_an_axis_that_is_gone_each_rank_takes_one_of_the_copies() -> None:
-    place = landing(
+    place = layout_behind(
         cut((0, 4), (0, 1, 2), (0, 1)), (0, None, None), GridShape(1, 1, 2), 1, plain=False, tracks_batch=True
     )
     assert place.dims == (0, None, None)
@@ -69,7 +73,7 @@ def test_of_an_axis_that_is_gone_each_rank_takes_one_of_the_copies() -> None:
 
 def test_what_crosses_from_four_tiles_to_two() -> None:
     tiling = Tiling.even(GridShape(1, 2, 2), (1, 4, 6))
-    place = landing(tiling, IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
+    place = layout_behind(tiling, IMAGE, GridShape(1, 1, 2), 1, plain=False, tracks_batch=False)
     ends = (0, 1, 2, 3, 5, 4)  # the two targets are ranks 5 and 4
     plans = [crossing(tiling, place.needed, ends, i) for i in range(6)]
     assert [plan.sends for plan in plans] == [
@@ -113,7 +117,7 @@ def test_all_that_a_rank_needs_comes_once_and_from_its_owners(
 ) -> None:
     tiling, dims, target, replicas = case
     tracks_batch = tracks_batch or target.batch > 1
-    place = landing(tiling, dims, target, replicas, plain=False, tracks_batch=tracks_batch)
+    place = layout_behind(tiling, dims, target, replicas, plain=False, tracks_batch=tracks_batch)
     num_sources = tiling.grid.size
     ends = tuple(100 + i for i in range(num_sources + target.size))
     plans = [crossing(tiling, place.needed, ends, i) for i in range(len(ends))]
@@ -254,10 +258,10 @@ def flat_values(comm: Communicator, plan: Plan) -> None:
     gradient = torch.zeros_like(image)
     cut = any(before > 1 < behind for before, behind in zip(*plan.tiles, strict=True))  # an axis, by both stages
     for round_ in (0, 1):
-        parcel = StageMessage("kind", round_)
+        message = StageMessage("kind", round_)
         if "receives" in ends:
             boundary, grid = ends["receives"]
-            arrival = boundary.receive(parcel)
+            arrival = boundary.receive(message)
             loss = torch.zeros((), dtype=torch.float64)
             for (name, expected), found, weight in zip(made.items(), arrival.values, weights, strict=True):
                 local = found.local if isinstance(found, SpatialTensor) else found
@@ -265,12 +269,12 @@ def flat_values(comm: Communicator, plan: Plan) -> None:
                 assert torch.equal(spatial.gather(found), expected), name
                 loss = loss + (spatial.gather(found) * weight).sum() / grid.size
             loss.backward()
-            boundary.send_back(parcel, arrival.leaves).wait()
+            boundary.send_back(message, arrival.leaves).wait()
         else:
             boundary, grid = ends["sends"]
             ours = image.detach().clone().requires_grad_()
-            pending, edges = boundary.send(parcel, [f(spread(ours, plan, grid)) for f in FLAT.values()], list(FLAT))
-            torch.autograd.backward(edges, boundary.receive_back(parcel))
+            pending, edges = boundary.send(message, [f(spread(ours, plan, grid)) for f in FLAT.values()], list(FLAT))
+            torch.autograd.backward(edges, boundary.receive_back(message))
             pending.wait()
             assert ours.grad is not None
             gradient += ours.grad
@@ -343,26 +347,26 @@ def posted_backwards(comm: Communicator) -> list[float]:
     """Microbatches of which the later ones are expected first; what comes is their number."""
     plan = PAIRS[0]
     ends = ends_of(comm, plan)
-    parcels = [StageMessage("kind", number) for number in range(4)]
+    messages = [StageMessage("kind", number) for number in range(4)]
     pending, found = [], []
-    for number, parcel in enumerate(parcels):
+    for number, message in enumerate(messages):
         if "sends" in ends:
             value = torch.full((1, 1, 2, 2), float(number), requires_grad=True)
-            pending.append(ends["sends"][0].send(parcel, (value,), ("x",))[0])
+            pending.append(ends["sends"][0].send(message, (value,), ("x",))[0])
     if "sends" in ends:
-        for parcel in reversed(parcels):
-            ends["sends"][0].expect(parcel, back=True)
-        found = [float(ends["sends"][0].receive_back(parcel)[0][0, 0, 0, 0]) for parcel in parcels]
+        for message in reversed(messages):
+            ends["sends"][0].expect(message, back=True)
+        found = [float(ends["sends"][0].receive_back(message)[0][0, 0, 0, 0]) for message in messages]
     else:
         boundary = ends["receives"][0]
-        arrivals = [boundary.receive(parcels[0])]
-        for parcel in reversed(parcels[1:]):
-            boundary.expect(parcel)
-        arrivals += [boundary.receive(parcel) for parcel in parcels[1:]]
+        arrivals = [boundary.receive(messages[0])]
+        for message in reversed(messages[1:]):
+            boundary.expect(message)
+        arrivals += [boundary.receive(message) for message in messages[1:]]
         found = [float(arrival.values[0].detach()[0, 0, 0, 0]) for arrival in arrivals]
-        for parcel, arrival in zip(parcels, arrivals, strict=True):
+        for message, arrival in zip(messages, arrivals, strict=True):
             arrival.leaves[0].grad = arrival.leaves[0].detach() * 10
-            pending.append(boundary.send_back(parcel, arrival.leaves))
+            pending.append(boundary.send_back(message, arrival.leaves))
     for one in pending:
         one.wait()
     return found
