@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from mpi4dl._randomness import RandomStates, forked
 
-INTERNAL = frozenset(dir(nn.Module())) | frozenset(vars(nn.Module()))
+INTERNAL = frozenset(dir(nn.Module()))
 HIDDEN = (Path(torch.__file__).parent, Path(np.__file__).parent, Path(__file__).parent)
 STANDARD = Path(dis.__file__).parent  # Python's own library
 LIBRARIES = "site-packages"

@@ -68,22 +68,23 @@ def answer(asked: fx.Node, model: nn.Module, image: Sequence[int]) -> bool | Non
         with torch.no_grad():
             for node in asked.graph.nodes:
                 if node in needed:
-                    known[node] = next(inputs) if node.op == "placeholder" else _value(node, model, known)
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+                    of_input = node.op == "placeholder"
+                    known[node] = next(inputs) if of_input else perform(node.op, node.target, model, args, kwargs)
             return bool(known[asked])
     except (RuntimeError, StopIteration, TypeError, ValueError):
         return None
 
 
-def _value(node: fx.Node, model: nn.Module, known: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-    if node.op == "get_attr":
-        return attrgetter(str(node.target))(model)
-    if node.op == "call_module":
-        return model.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+def perform(kind: str, target: Any, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make a call of a forward: of a module or a tensor in `module` by its path, of a method by its name, or else."""
+    if kind == "call_module":
+        return module.get_submodule(target)(*args, **kwargs)
+    if kind == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    if kind == "get_attr":
+        return attrgetter(target)(module)
+    return target(*args, **kwargs)
 
 
 def is_fact(node: fx.Node, facts: set[fx.Node]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
-from mpi4dl.parallel.pipeline.program import Attribute, Call, Value, map_leaves
+from mpi4dl.parallel.pipeline.program import Attribute, Call, Value, map_leaves, perform
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
@@ -140,19 +140,12 @@ class Stage(nn.Module):
         args, kwargs = self._filled(call.training if trains else call.evaluation, known)
         contexts = call.contexts[not trains]
         if not contexts:
-            return self._made(call, args, kwargs)
+            return perform(call.kind, call.target, self, args, kwargs)
         with ExitStack() as stack:
             for kind, *how in contexts:
                 within = torch.autocast(how[0], how[1], how[2]) if kind == "autocast" else torch.set_grad_enabled(*how)
                 stack.enter_context(within)
-            return self._made(call, args, kwargs)
-
-    def _made(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if call.kind == "call_module":
-            return self.get_submodule(call.target)(*args, **kwargs)
-        if call.kind == "call_method":
-            return getattr(args[0], call.target)(*args[1:], **kwargs)
-        return call.target(*args, **kwargs)
+            return perform(call.kind, call.target, self, args, kwargs)
 
     def _trains(self, call: Call) -> bool:
         """Whether the module that makes a call is in training mode: parts of a model may be frozen by `eval()`."""

@@ -37,7 +37,16 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import base_types
 
 from mpi4dl._randomness import forked
-from mpi4dl.parallel.pipeline.decisions import QUANTILES, Draws, Reads, Watch, WrittenAttributes, opened_paths, scan
+from mpi4dl.parallel.pipeline.decisions import (
+    HIDDEN,
+    QUANTILES,
+    Draws,
+    Reads,
+    Watch,
+    WrittenAttributes,
+    opened_paths,
+    scan,
+)
 from mpi4dl.parallel.pipeline.program import (
     INPLACE,
     Atom,
@@ -62,7 +71,6 @@ from mpi4dl.parallel.pipeline.program import (
 #     mask = causal_mask(x)       # asks how large x is, and what it does follows from that: one call, made as it is
 #     for block in self.blocks: ...
 
-HIDDEN = (Path(torch.__file__).parent, Path(__file__).parent)  # whose lines are none of a model's
 NESTS = (tuple, list, dict, set, frozenset, slice, range)
 
 
