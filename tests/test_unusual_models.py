@@ -273,19 +273,3 @@ def test_changes_that_would_be_lost_are_refused(ranks: Ranks, zero: int, offload
         assert group.startswith("the optimizer has other groups of parameters than") == (zero > 0)
         assert bool(forward) == (zero > 0)
         assert "was changed while the model ran" in forward or not zero
-
-
-def test_an_optimizer_that_looks_at_all_gradients_may_do_so_without_zero(ranks: Ranks) -> None:
-    assert ranks(2).run(train_clipping) == [True, True]
-
-
-def train_clipping(comm: Communicator) -> bool:
-    case = Case(optimizer=clipping)
-    state, _ = plain(case)
-    torch.manual_seed(0)
-    model = net()
-    engine = engine_of(comm, model, clipping(model), 0)
-    for step in range(NUM_STEPS):
-        images, targets = batch(step)
-        engine.step([images[slice(*engine.reads(BATCH, SIZE)[0].box[0])]], targets, SIZE)
-    return all(torch.allclose(value, state[name], rtol=1e-10) for name, value in model.state_dict().items())
