@@ -377,12 +377,6 @@ def image_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def sample_dtype(model: nn.Module, shape: tuple[int, ...]) -> torch.dtype:
-    """The dtype of samples of this shape: (N, T) are tokens to models that look up embeddings, all else images."""
-    of_tokens = len(shape) == 2 and any(isinstance(module, nn.Embedding) for module in model.modules())
-    return torch.int64 if of_tokens else image_dtype(model)
-
-
 def unfit(model: nn.Module, image: tuple[int, ...]) -> str | None:
     """Why this model, which is on the meta device, cannot train on samples of this shape; None if it can.
 

@@ -22,7 +22,6 @@ from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.expert.layer import lay_over
 from mpi4dl.parallel.replicas.groups import Run
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
-from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
 
@@ -134,11 +133,6 @@ def largest_part(cuts: Cuts, shape: Sequence[int], degrees: Degrees) -> tuple[in
     """The shape of the largest of the parts of a parameter of this shape, which the last of the ranks has."""
     last = PartPlace((degrees.features - 1, degrees.features), (degrees.experts - 1, degrees.experts))
     return ParameterPart.of(cuts, shape, last).shape
-
-
-def whole_of(part: Tensor, layout: Layout) -> Tensor:
-    """The parameter, or its gradient, of which this is the rank's part. Collective over the grid."""
-    return gather(wrap(part.detach(), layout))
 
 
 def _show_whole(module: nn.Module, name: str, layout: Layout) -> None:

@@ -15,7 +15,7 @@ from mpi4dl.models import build
 from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, sample_dtype, unfit
+from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial import Grid, Layout, SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
@@ -564,9 +564,6 @@ def test_images_are_of_the_first_real_type_of_the_parameters() -> None:
 
 def test_samples_of_one_dim_are_tokens_where_they_are_looked_up() -> None:
     model = outline(lambda: build("gpt", vocabulary=9, context=8, num_layers=1, hidden=8, num_heads=2))
-    assert sample_dtype(model, (2, 8)) is torch.int64
-    assert sample_dtype(model, (2, 3, 8)) is torch.float32
-    assert sample_dtype(nn.Linear(8, 8), (2, 8)) is torch.float32
     assert unfit(model, (2, 8)) is None
     assert "cannot take samples of 9 tokens" in str(unfit(model, (2, 9)))
 

@@ -12,7 +12,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.tensor.cutting import cut_parameters, whole_of
+from mpi4dl.parallel.spatial.tensor import wrap
+from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, Task, assert_close, check
@@ -69,7 +70,7 @@ def compare(comm: Communicator, cols: int, features: int) -> None:
         assert q.grad is not None
         whole = p.grad
         if name in layouts:
-            whole = whole_of(p.grad, layouts[name])
+            whole = spatial.gather(wrap(p.grad, layouts[name]))
             whole = grid.along(grid.space).all_reduce(whole.clone())
         else:
             whole = comm.all_reduce(p.grad.clone())

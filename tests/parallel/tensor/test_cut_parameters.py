@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.grid import Grid
-from mpi4dl.parallel.tensor.cutting import cut_parameters, whole_of
+from mpi4dl.parallel.spatial.tensor import wrap
+from mpi4dl.parallel.tensor.cutting import cut_parameters
 from mpi4dl.parallel.tensor.styles import Degrees, cutting_of
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, assert_close
@@ -113,7 +114,7 @@ def compare(comm: Communicator, kv_heads: int, tied: bool, options: Mapping[str,
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None
         assert q.grad is not None
-        whole = whole_of(p.grad, layouts[name]) if name in layouts else comm.all_reduce(p.grad.clone())
+        whole = spatial.gather(wrap(p.grad, layouts[name])) if name in layouts else comm.all_reduce(p.grad.clone())
         assert_close(whole, q.grad, EXACT, name)
         assert name not in layouts or p.numel() < q.numel()
 
