@@ -29,7 +29,7 @@ from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
 from mpi4dl.parallel.streaming.leading_part import choose as choose_opening
 from mpi4dl.parallel.tables.table import Action
-from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters
+from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters, names_by_first
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
 
 # Who holds the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
@@ -52,14 +52,6 @@ class Together(NamedTuple):
     zero: int
     copies: int
     across: tuple[int, ...]
-
-
-def names_by_first(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by that which comes first in the model."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {same[0]: same for same in names.values()}
 
 
 def become_one(modules: Mapping[int, nn.Module], names: Sequence[str]) -> nn.Parameter | None:

@@ -76,26 +76,31 @@ class ParameterPart:
             yield Run(first - start, begin + first, begin + end)
 
 
+def names_by_first(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by that which comes first in the model."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {same[0]: same for same in names.values()}
+
+
 def cut_parameters(model: nn.Module, cutting: Cutting, grid: Grid) -> dict[str, Layout]:
     """Leave of each parameter that is cut this rank's part in the model; returns layouts of those seen whole, by name.
 
     Tied parameters stay tied. Experts are laid over the ranks of `grid`.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     layouts: dict[str, Layout] = {}
-    done: set[str] = set()
-    for name, cuts in cutting.of(model).items():
-        if name in done:
-            continue  # tied to one before
+    cut = cutting.of(model)
+    for names in names_by_first(model).values():
+        name = next((each for each in names if each in cut), None)
+        if name is None:
+            continue
         whole = model.get_parameter(name)
-        own = ParameterPart.of(cuts, whole.shape, grid.place)
+        own = ParameterPart.of(cut[name], whole.shape, grid.place)
         part = nn.Parameter(own.of_whole(whole.detach()).clone(), whole.requires_grad)
         inside = name.rpartition(".")[0] in cutting.experts
-        layout = None if inside else layout_of(cuts[0], whole.shape, grid)
-        done.update(names[id(whole)])
-        for each in names[id(whole)]:
+        layout = None if inside else layout_of(cut[name][0], whole.shape, grid)
+        for each in names:
             path, _, leaf = each.rpartition(".")
             holder = model.get_submodule(path)
             holder._parameters[leaf] = part
