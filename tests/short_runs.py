@@ -380,7 +380,7 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False, 
                 batches = [(tiles_of(images, engine, training=False), targets) for images, targets in held_out(task)]
                 outcome.evaluation = engine.evaluate(batches, task.size)
             if task.frozen_last and number == task.num_steps - 1:
-                engine.held.eval()
+                engine.stages.eval()
             outcome.steps.append(step(engine, task, number))
         return outcome_of(engine, outcome, watched)
 
@@ -388,7 +388,7 @@ def train(comm: Communicator, task: Task, plan: Plan, own_values: bool = False, 
 def outcome_of(engine: Engine, outcome: Outcome, watched: Callable[[], Any] | None = None) -> Outcome:
     """With what all ranks have learnt. Collective."""
     engine.check_replicas()
-    plan, stages = engine.plan, engine.held
+    plan, stages = engine.plan, engine.stages
     own = {} if plan.zero == 3 or plan.cuts_parameters else stages.own_state()
     if own and not plan.zero:
         mine = gradients_of(stages.modules_of.values())

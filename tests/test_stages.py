@@ -270,8 +270,8 @@ def small_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_autocast(comm: Communicator, task: Task, plan: Plan, precision: str) -> Engine:
-    held = split(lambda: model_of(task).float(), plan, comm, image=(task.batch, 3, *task.size))
-    return Engine(held, plan, optimizer_of(task, held), small_loss, comm=comm, precision=precision)
+    stages = split(lambda: model_of(task).float(), plan, comm, image=(task.batch, 3, *task.size))
+    return Engine(stages, plan, optimizer_of(task, stages), small_loss, comm=comm, precision=precision)
 
 
 def step(engine: Engine, task: Task, number: int) -> tuple[float, float]:
@@ -307,9 +307,9 @@ def overflow_on(comm: Communicator, plan: Plan, rank: int) -> tuple[list[bool], 
     engine = with_autocast(comm, RESNET, plan, "fp16")
     finite, moved, scales = [], [], []
     for number in range(3):
-        parameters = list(engine.held.parameters())
+        parameters = list(engine.stages.parameters())
         stage = next(s for s in range(plan.num_stages) for d in range(plan.num_directions) if rank in plan.ranks(d, s))
-        modules = [engine.held.modules_of[stage]] if number == 1 and stage in engine.held.modules_of else []
+        modules = [engine.stages.modules_of[stage]] if number == 1 and stage in engine.stages.modules_of else []
         hooks = [module.register_forward_hook(with_infinite_gradients) for module in modules]
         before = [p.detach().clone() for p in parameters]
         finite.append(math.isfinite(step(engine, RESNET, number)[1]))

@@ -130,7 +130,7 @@ def come_apart(comm: Communicator, zero: int) -> list[str]:
     short_runs.step(engine, SMALL, 0)
     engine.check_replicas()
     if comm.rank == 1:
-        model = engine.held.modules_of[0]
+        model = engine.stages.modules_of[0]
         (model.get_buffer if zero == 3 else model.get_parameter)(TOUCHED[zero == 3]).data[0] += 1e-9
     with pytest.raises(Refusal) as refused:
         engine.check_replicas()

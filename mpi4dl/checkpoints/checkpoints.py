@@ -94,7 +94,7 @@ def model_values(engine: Kept) -> Values:
 
 def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
     """The files of the model and of the optimizer."""
-    held, rest = engine.held, engine.buffers()
+    stages, rest = engine.stages, engine.buffers()
     known: dict[str, _Known] = {}
     for found in engine.comm.all_gather_object(_firsts(engine, mine, rest)):
         known |= found
@@ -107,9 +107,9 @@ def _values(engine: Kept, mine: Sequence[Any]) -> tuple[Values, Values]:
             if slot not in known[name].whole or shard.start == 0:
                 start = 0 if slot in known[name].whole else shard.start
                 optimizer.append(Shard(f"{slot}/{name}", start, _on_host(_as_tensor(shard.state[slot]))))
-    specs = {name: known[name].spec for name in held.shapes if name not in held.ties}
+    specs = {name: known[name].spec for name in stages.shapes if name not in stages.ties}
     slots = {f"{slot}/{name}": spec for name, one in known.items() for slot, spec in one.slots.items()}
-    return (StorageLayout.of(specs, held.ties), model), (StorageLayout.of(slots), optimizer)
+    return (StorageLayout.of(specs, stages.ties), model), (StorageLayout.of(slots), optimizer)
 
 
 def _firsts(engine: Kept, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> dict[str, _Known]:
@@ -117,7 +117,7 @@ def _firsts(engine: Kept, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> di
     for shard in mine:
         if shard.start == 0:
             name = _own_name(engine, shard.name)
-            shape = engine.held.shapes[name][0]
+            shape = engine.stages.shapes[name][0]
             state = {slot: _as_tensor(value) for slot, value in shard.state.items() if value is not None}
             whole = tuple(slot for slot, value in state.items() if value.shape != shard.value.shape)
             slots = {
@@ -129,7 +129,7 @@ def _firsts(engine: Kept, mine: Sequence[Any], rest: Mapping[str, Tensor]) -> di
 
 def _own_name(engine: Kept, name: str) -> str:
     """The one under which a value is stored that has several names."""
-    return engine.held.ties.get(name, name)
+    return engine.stages.ties.get(name, name)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -150,11 +150,11 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
     """
     with engine.comm.together((ValueError,)):
         _fits(engine, saved)
-    held, optimizer = engine.held, engine.optimizer
+    stages, optimizer = engine.stages, engine.optimizer
     for group, known in zip(optimizer.param_groups, saved.groups, strict=True):
         group.update(known)
-    parameters = {name for same in held.names_of.values() for name in same}
-    for module in held.modules_of.values():
+    parameters = {name for same in stages.names_of.values() for name in same}
+    for module in stages.modules_of.values():
         buffers = {name: _own_name(engine, name) for name in module.state_dict() if name not in parameters}
         module.load_state_dict({name: saved.model.whole(own) for name, own in buffers.items()}, strict=False)
     slots: dict[str, list[str]] = {}
@@ -185,9 +185,9 @@ def restore(engine: Kept, saved: Saved) -> dict[str, Any]:
 
 
 def _fits(engine: Kept, saved: Saved) -> None:
-    held, path, optimizer = engine.held, saved.path, engine.optimizer
+    stages, path, optimizer = engine.stages, saved.path, engine.optimizer
     there = saved.model.layout.specs
-    here = {name: Spec(*spec) for name, spec in held.shapes.items() if name not in held.ties}
+    here = {name: Spec(*spec) for name, spec in stages.shapes.items() if name not in stages.ties}
     for name in [*here, *there]:
         shapes = [f"shape {specs[name].shape}" if name in specs else "no such value" for specs in (there, here)]
         if shapes[0] != shapes[1]:

@@ -38,7 +38,7 @@ class Kept(Protocol):
 
     comm: Communicator
     plan: Plan
-    held: LocalStages
+    stages: LocalStages
     optimizer: torch.optim.Optimizer
     executor: Executor
     num_steps: int
@@ -71,7 +71,7 @@ class Learned(NamedTuple):
 def learned(engine: Kept) -> list[Any]:
     """The halo prefetches of this rank's norms, in `engine`."""
     found = []
-    for place, part in engine.held.parts.items():
+    for place, part in engine.stages.parts.items():
         names = {id(value): name for name, value in part.module.named_parameters()}
         for norm, waits, known in part.grid.foresight.learned():
             if id(norm) in names:
@@ -91,11 +91,11 @@ class Foreseen:
         self.norms = [_read(*norm.items(4)) for norm in node.items()]
 
     def set(self, engine: Kept) -> None:
-        weights = {place: dict(part.module.named_parameters()) for place, part in engine.held.parts.items()}
+        weights = {place: dict(part.module.named_parameters()) for place, part in engine.stages.parts.items()}
         for norm in self.norms:
             known = weights.get(norm.part, {}).get(norm.name)
             if known is not None:
-                engine.held.parts[norm.part].grid.foresight.learn(known, norm.waits, norm.held)
+                engine.stages.parts[norm.part].grid.foresight.learn(known, norm.waits, norm.held)
 
 
 def _read(part: Machine, name: Machine, waits: Machine, held: Machine) -> Learned:

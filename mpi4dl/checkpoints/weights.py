@@ -318,7 +318,7 @@ def with_average(stored: WeightSource, path: Path) -> WeightSource:
 
 
 def load_weights(
-    held: LocalStages, source: str, *, model: str = "", strict: bool = False, average: Path | None = None
+    stages: LocalStages, source: str, *, model: str = "", strict: bool = False, average: Path | None = None
 ) -> list[str]:
     """Load pretrained weights into a model that is distributed over ranks, before its engine is made. Collective.
 
@@ -331,20 +331,20 @@ def load_weights(
     Raises:
         Refusal: on all ranks: there are no such weights, none matches, or, if it is to be strict, not all do.
     """
-    comm, stored, matching = held.comm, None, None
+    comm, stored, matching = stages.comm, None, None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
             stored = open_weights(source, model)
             average = average_of(Path(stored.origin).parent) if Path(source).is_dir() else average
             if average is not None:
                 stored = open_weights(str(average)) if average.name == AVERAGE else with_average(stored, average)
-            matching = match(stored.shapes, {name: shape for name, (shape, _) in held.shapes.items()}, held.ties)
-            _require(stored, matching, held, strict)
+            matching = match(stored.shapes, {name: shape for name, (shape, _) in stages.shapes.items()}, stages.ties)
+            _require(stored, matching, stages, strict)
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))
     assert matching is not None
-    _hand_out(held, matching.pairs, stored)
-    parameters = {name for same in held.names_of.values() for name in same}
-    return [*matching.remarks(origin), *not_finite(comm, origin, held.own_state().items(), parameters)]
+    _hand_out(stages, matching.pairs, stored)
+    parameters = {name for same in stages.names_of.values() for name in same}
+    return [*matching.remarks(origin), *not_finite(comm, origin, stages.own_state().items(), parameters)]
 
 
 def not_finite(
@@ -369,36 +369,36 @@ def not_finite(
     ]
 
 
-def _require(stored: WeightSource, matching: Matching, held: LocalStages, strict: bool) -> None:
+def _require(stored: WeightSource, matching: Matching, stages: LocalStages, strict: bool) -> None:
     if not matching.pairs:
         raise ValueError(
             f"`weights` {stored.origin} fits to nothing of the model: it has {few(list(stored.shapes)) or 'no values'},"
-            f" but the model has {few(list(held.shapes))}"
+            f" but the model has {few(list(stages.shapes))}"
         )
     problems = "; ".join(matching.problems())
     if strict and problems:
         raise ValueError(f"`weights` {stored.origin}: not all of it fits to the model: {problems}")
 
 
-def _wanted(held: LocalStages, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
+def _wanted(stages: LocalStages, pairs: Mapping[str, str]) -> Iterator[_Wanted]:
     """The values that this rank is the first to hold."""
-    parameters = {name for same in held.names_of.values() for name in same}
-    for together in held.together:
+    parameters = {name for same in stages.names_of.values() for name in same}
+    for together in stages.together:
         for name, p in together.parameters if together.comm.rank == 0 else ():
-            first = held.ties.get(name, name)
+            first = stages.ties.get(name, name)
             if first in pairs and p.numel():
-                runs = [(run.start, run.stop) for run in held.runs(name, 0, p.numel())]
+                runs = [(run.start, run.stop) for run in stages.runs(name, 0, p.numel())]
                 yield _Wanted(first, runs, p.data)
-    for stage, module in held.modules_of.items():
-        for name, value in module.state_dict().items() if held.groups[stage].rank == 0 else ():
-            first = held.ties.get(name, name)
+    for stage, module in stages.modules_of.items():
+        for name, value in module.state_dict().items() if stages.groups[stage].rank == 0 else ():
+            first = stages.ties.get(name, name)
             if name not in parameters and first in pairs:
                 yield _Wanted(first, [(0, value.numel())], value)
 
 
 @torch.no_grad()
-def _hand_out(held: LocalStages, pairs: Mapping[str, str], stored: WeightSource | None) -> None:
-    comm, mine = held.comm, [*_wanted(held, pairs)]
+def _hand_out(stages: LocalStages, pairs: Mapping[str, str], stored: WeightSource | None) -> None:
+    comm, mine = stages.comm, [*_wanted(stages, pairs)]
     if stored is None:
         comm.isend_object([wanted.told() for wanted in mine], 0).wait()
         for wanted in mine:
@@ -416,9 +416,9 @@ def _hand_out(held: LocalStages, pairs: Mapping[str, str], stored: WeightSource 
         for rank in range(1, comm.size):
             for name, runs, dtype in comm.recv_object(rank):
                 comm.send(part_of(name, runs).to(dtype).contiguous(), rank)
-    for together in held.together:
+    for together in stages.together:
         for _, p in together.parameters:
             together.comm.broadcast(p.data)
-    for stage, module in held.modules_of.items():
+    for stage, module in stages.modules_of.items():
         for buffer in module.buffers():
-            held.groups[stage].broadcast(buffer.data)
+            stages.groups[stage].broadcast(buffer.data)

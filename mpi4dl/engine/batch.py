@@ -84,7 +84,7 @@ class Computing(Protocol):
 
     plan: Plan
     comm: Communicator
-    held: LocalStages
+    stages: LocalStages
     device: torch.device
     loss: Callable[[Any, Any], Tensor]
     scaler: LossScaler

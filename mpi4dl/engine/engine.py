@@ -62,7 +62,7 @@ class Started(Protocol):
 
     comm: Communicator
     plan: Plan
-    held: LocalStages
+    stages: LocalStages
     optimizer: torch.optim.Optimizer
 
 
@@ -76,19 +76,19 @@ class Known(NamedTuple):
 
 def known_of_model(given: Started, unit: StepUnit, turns: bool) -> Known:
     """What `agree_on_model` compares. No other rank is asked."""
-    held, optimizer, name = given.held, given.optimizer, type(given.optimizer).__name__
-    description = [(name, shape, str(dtype), name in held.trained) for name, (shape, dtype) in held.shapes.items()]
+    stages, optimizer, name = given.stages, given.optimizer, type(given.optimizer).__name__
+    description = [(name, shape, str(dtype), name in stages.trained) for name, (shape, dtype) in stages.shapes.items()]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
     settings = [options_of(group) for group in optimizer.param_groups]
-    named = {name.split(".", 2)[-1]: p for name, p in held.named_parameters()}  # without stages.0.
-    holders = max(each.comm.size for each in held.together)
+    named = {name.split(".", 2)[-1]: p for name, p in stages.named_parameters()}  # without stages.0.
+    holders = max(each.comm.size for each in stages.together)
     problem = problem_with(optimizer, named, holders, given.plan.num_microbatches, given.plan.cuts_parameters)
     if problem is None:
         which = "tensor" if given.plan.tensor > 1 else "experts"
         parts = f"{which}({getattr(given.plan, which)})" if given.plan.cuts_parameters else None
         problem = problem_with_unit(optimizer, unit, turns, parts)
-    facts = {"plan": given.plan, "model": digest, "balance": held.counts, "optimizer": f"{name} {settings}"}
-    learnt = [frozenset(name for name, _ in trainable(each.parameters, optimizer)) for each in held.together]
+    facts = {"plan": given.plan, "model": digest, "balance": stages.counts, "optimizer": f"{name} {settings}"}
+    learnt = [frozenset(name for name, _ in trainable(each.parameters, optimizer)) for each in stages.together]
     return Known(problem, facts, learnt)
 
 
@@ -97,7 +97,7 @@ def agree_on_model(given: Started, known: Known, **facts: Any) -> None:
     given.comm.agree(known.problem, **known.facts, **facts)
     # All ranks come here, and have the same groups.
     unlike = None
-    for together, mine in zip(given.held.together, known.learnt, strict=True):
+    for together, mine in zip(given.stages.together, known.learnt, strict=True):
         for other in together.comm.all_gather_object(mine):
             if mine != other:
                 unlike = f"the optimizer has {min(mine ^ other)} on some ranks alone: pass it the same on all"
@@ -108,9 +108,9 @@ def agree_on_model(given: Started, known: Known, **facts: Any) -> None:
 
 
 class Values:
-    """Parameters, buffers, gradients and the optimizer's state of what `held` is, which `groups` share out."""
+    """Parameters, buffers, gradients and the optimizer's state of what `stages` is, which `groups` share out."""
 
-    held: LocalStages
+    stages: LocalStages
     groups: ReplicaGroups
     comm: Communicator
     plan: Plan
@@ -128,20 +128,22 @@ class Values:
 
     def gather_state(self) -> dict[str, Tensor] | None:
         """The state of the whole model on rank 0, on the host, under its own names and in its own order. Collective."""
-        held = self.held
+        stages = self.stages
         parts = list(self.shards())
         parts += [Shard(name, 0, value) for name, value in self.buffers().items()]
-        found = assemble(self.comm, parts, held.shapes)
+        found = assemble(self.comm, parts, stages.shapes)
         if found is None:
             return None
-        of_root = {held.ties.get(name, name): value for name, value in found.items()}
-        return {name: of_root[held.ties.get(name, name)] for name in held.shapes}
+        of_root = {stages.ties.get(name, name): value for name, value in found.items()}
+        return {name: of_root[stages.ties.get(name, name)] for name in stages.shapes}
 
     def gather_gradients(self) -> dict[str, Tensor | None] | None:
         """The gradient of each trained parameter in the last step, on rank 0; None where it had none. Collective."""
-        found = assemble(self.comm, self.groups.gradients(), self.held.shapes)
+        found = assemble(self.comm, self.groups.gradients(), self.stages.shapes)
         return (
-            None if found is None else {name: found.get(name) for name in self.held.shapes if name in self.held.trained}
+            None
+            if found is None
+            else {name: found.get(name) for name in self.stages.shapes if name in self.stages.trained}
         )
 
     def check_replicas(self) -> None:
@@ -150,20 +152,20 @@ class Values:
         Under ZeRO 3 there is one copy of a parameter, and only buffers are compared. Collective.
         """
         problems = list(self.groups.problems())
-        for stage, module in self.held.modules_of.items():
-            problems.append(disagreement(self.held.groups[stage], dict(module.named_buffers())))
+        for stage, module in self.stages.modules_of.items():
+            problems.append(disagreement(self.stages.groups[stage], dict(module.named_buffers())))
         problem = next((problem for problem in problems if problem), None)
         self.comm.agree(None if problem is None else f"replicas have come apart: {problem}")
 
     def buffers(self) -> dict[str, Tensor]:
         """Those of stages whose first holder is this rank."""
-        held, learnt = self.held, {name for same in self.held.names_of.values() for name in same}
+        stages, learnt = self.stages, {name for same in self.stages.names_of.values() for name in same}
         return {
             name: value
-            for stage, module in held.modules_of.items()
+            for stage, module in stages.modules_of.items()
             if self.plan.ranks(0, stage)[0] == self.comm.rank
             for name, value in module.state_dict().items()
-            if name not in learnt and name not in held.ties
+            if name not in learnt and name not in stages.ties
         }
 
 
@@ -199,7 +201,7 @@ class Engine(Values):
     """Trains `model` by `plan` as one device would on the whole images and the whole batch.
 
     `model` is an unmodified nn.Module, the same on every rank, whose values on rank 0 count; or, for a plan of several
-    stages, what `pipeline.held.split` returns. `optimizer` is any torch.optim optimizer of its parameters,
+    stages, what `pipeline.local_stages.split` returns. `optimizer` is any torch.optim optimizer of its parameters,
     or several of them with parameters of their own.
     `loss(outputs, targets)` is the mean over the samples that it is given: a whole microbatch; one with `sums` and
     `weights` (`tasks.formulas.SummedLoss`) adds up to that of the whole batch instead. `precision` is "fp32"
@@ -245,11 +247,11 @@ class Engine(Values):
         with comm.together((ValueError,)):
             self._require_options(precision, clip_norm, clip_value, ema, low_precision_weights)
         comm.agree(None, plan=plan)  # by which ranks form groups
-        self.held = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
+        self.stages = model if isinstance(model, LocalStages) else LocalStages.whole(model, plan, comm)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.is_averaged = False
         self.gradient_hook = gradient_hook
-        self.device = self.held.device
+        self.device = self.stages.device
         self.num_steps = 0
         self.scaler = LossScaler(enabled=precision == "fp16")
         with comm.together((ValueError,)):  # what may go wrong on one rank alone, before any waits for another
@@ -257,9 +259,9 @@ class Engine(Values):
             bucket_bytes = bucket_bytes_on(self.device.type) if bucket_bytes is None else bucket_bytes
             home = home_for(offload, offload_folder)
             if low_precision_weights and self._dtype is not None:
-                for module in self.held.modules_of.values():
+                for module in self.stages.modules_of.values():
                     lower_precision(module, self._dtype)
-            learnt = trainable(self.held.named_parameters(), optimizer)
+            learnt = trainable(self.stages.named_parameters(), optimizer)
             turns = plan.zero > 0 or not all(stays(p, home) for _, p in learnt)
             on_parts = turns or plan.num_stages > 1 or plan.cuts_parameters
             unit: StepUnit = step_unit(optimizer) if on_parts else "element"
@@ -279,31 +281,31 @@ class Engine(Values):
             all_reduce=all_reduce,
             bucket_bytes=bucket_bytes,
         )
-        for together in self.held.together:
+        for together in self.stages.together:
             for _, p in together.parameters:
                 together.comm.broadcast(p.data)
-        for stage, module in self.held.modules_of.items():
+        for stage, module in self.stages.modules_of.items():
             for buffer in module.buffers():
-                self.held.groups[stage].broadcast(buffer.data)
-        fetch_halos(self.held.modules_of.values(), halo)
+                self.stages.groups[stage].broadcast(buffer.data)
+        fetch_halos(self.stages.modules_of.values(), halo)
         if recompute:
-            recompute_all(self.held.modules_of.values(), plan.num_stages > 1)
+            recompute_all(self.stages.modules_of.values(), plan.num_stages > 1)
         # Ranks of one stage may hold others too, and see other parameters in the optimizer.
         whole = bool(comm.all_reduce(torch.tensor([unit != "element"]).int(), "max"))
         groups: list[tuple[tuple[int, ...], ReplicaGroup]] = []
         self._across: list[PartsOf | None] = []
-        for stages, alike, parameters, zero, copies, across in self.held.together:
+        for stages, alike, parameters, zero, copies, across in self.stages.together:
             looks = gradient_hook is not None and len(across) > 1 and parameters
-            self._across.append(PartsOf(comm.subset(across), self.held.shapes) if looks else None)
+            self._across.append(PartsOf(comm.subset(across), self.stages.shapes) if looks else None)
             summing = None if zero else pick(alike, all_reduce, device=self.device)
             apart = plan.num_directions == 2 or len(stages) > 1
             how = (home, zero, copies, summing, bucket_bytes, apart, whole, ema)
             groups.append((stages, ReplicaGroup(parameters, alike, optimizer, *how)))
-        self.groups = ReplicaGroups(groups, self.held.runs)
+        self.groups = ReplicaGroups(groups, self.stages.runs)
         partial = plan.zero > 0 or plan.num_stages > 1 or plan.cuts_parameters
         self._stepping = Stepping(optimizer, tuple(self.groups), comm, partial)
         seed = comm.broadcast_object(torch.initial_seed())
-        self.executor = Executor(self.held, comm, self.autocast, seed, self.groups)
+        self.executor = Executor(self.stages, comm, self.autocast, seed, self.groups)
         self.executor.draw_alike()
         self._table = plan.table()
         self.evaluation_table: Callable[[int], Table] = cache(plan.evaluation_table)
@@ -332,7 +334,7 @@ class Engine(Values):
 
         Streamed images stay where they are.
         """
-        if self.held.stream is not None and part.stage == 0:
+        if self.stages.stream is not None and part.stage == 0:
             samples = Split.at([cut - microbatch.cuts[0] for cut in microbatch.cuts])
             return StreamedImages(tile, part.grid, samples, size, self.executor.progress)
         assert isinstance(tile, Tensor)
@@ -356,7 +358,7 @@ class Engine(Values):
         """
         if self.is_averaged:
             raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")
-        undo = Undo(self.held, self.executor)
+        undo = Undo(self.stages, self.executor)
         try:
             return self._step(BatchFeed(self, tiles, targets, size, microbatches, training=True), tell)
         except Refusal:
@@ -365,14 +367,14 @@ class Engine(Values):
 
     def _step(self, batch: BatchFeed, tell: Tell | None) -> StepResult:
         self._refuse_hooks()
-        for part in self.held.parts.values():
+        for part in self.stages.parts.values():
             part.grid.foresight.begin()
         self.groups.prepare(len(batch.microbatches), self.plan.cuts_parameters)
         self.executor.drawn = 0
         with self.executor.watching_draws():
             self.executor.run(self._table, batch)
             unlike = self.groups.finish()
-            for part in self.held.parts.values():
+            for part in self.stages.parts.values():
                 part.grid.foresight.settle()
         drawn = self.executor.drawn
         self.groups.call_hooks(self.executor.drawing_alike)
@@ -410,11 +412,11 @@ class Engine(Values):
         must have had them from the start, and leaves them alone until they have a gradient. Refused on all ranks alike.
         """
         with self.comm.together((ValueError,)):
-            names = select(patterns, self.held.names_of)
-        chosen = {name for first in names for name in self.held.names_of[first]}
+            names = select(patterns, self.stages.names_of)
+        chosen = {name for first in names for name in self.stages.names_of[first]}
         self.comm.agree(self.groups.cannot_unfreeze(chosen), unfrozen=names)
         self.groups.unfreeze(chosen)
-        self.held.trained |= set(names)
+        self.stages.trained |= set(names)
         self.executor.forget_values()
         return names
 
@@ -442,7 +444,7 @@ class Engine(Values):
 
     def _refuse_hooks(self) -> None:
         """Hooks may come at any time, so they are looked for in every step."""
-        found = (backward_hook_in(part.module, part.grid.size) for part in self.held.parts.values())
+        found = (backward_hook_in(part.module, part.grid.size) for part in self.stages.parts.values())
         problem = next((each for each in (*found, self._stepping.problem()) if each is not None), None)
         if problem is not None:
             raise Refusal(problem)

@@ -87,7 +87,7 @@ def evaluate(
     comm, summed = engine.comm, engine.loss if isinstance(engine.loss, SummedLoss) else None
     found = Found(Measures(metrics, measured), summed is not None and summed.whole_batch)
     engine.executor.drawn = 0
-    with evaluating(engine.held):
+    with evaluating(engine.stages):
         for tiles, targets, *rest in batches:
             batch = EvaluationFeed(engine, tiles, targets, size, rest[0] if rest else None, found)
             with engine.executor.watching_draws():
@@ -236,7 +236,7 @@ def predict(
         tiles, count, *rest = (given, len(given)) if isinstance(given, Tensor) else given
         batch = OutputFeed(engine, tiles, count, size, rest[0] if rest else None, of, first)
         engine.executor.drawn = 0
-        with evaluating(engine.held), engine.executor.watching_draws():
+        with evaluating(engine.stages), engine.executor.watching_draws():
             engine.executor.run(engine.evaluation_table(batch.num_microbatches), batch)
         numbers = Interval(first, first + batch.num_samples)
         first = numbers.stop

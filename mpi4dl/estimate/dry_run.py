@@ -44,7 +44,7 @@ def title(config: Config, engine: Engine) -> str:
     """The title of a training, in one line."""
     shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
     return (
-        f"{config.model_name}, {engine.held.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
+        f"{config.model_name}, {engine.stages.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
         f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
         f"{engine.device.type}"
     )
@@ -52,17 +52,17 @@ def title(config: Config, engine: Engine) -> str:
 
 def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
     """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
-    chosen, held = config.optimizer, engine.held
+    chosen, stages = config.optimizer, engine.stages
     rate = f"learning rate {chosen.lr:g}"
     if chosen.scheduler or chosen.lr_schedule != "constant":
         rate += f" by {chosen.scheduler or chosen.lr_schedule}"
-    trained = sum(math.prod(held.shapes[name][0]) for name in held.trained if name in held.shapes)
+    trained = sum(math.prod(stages.shapes[name][0]) for name in stages.trained if name in stages.shapes)
     loss = part_name(config.training.loss or task.default_loss)
     parts = [f"task {task.name}, loss {loss}, {part_name(chosen.optimizer)}, {rate}, {counted(num_steps, 'step')}"]
     if config.training.max_steps is None:
         parts.append(f" in {counted(config.training.epochs, 'epoch')}")
-    if trained != held.num_parameters:
-        parts.append(f"; {trained:,} of {held.num_parameters:,} parameters are trained")
+    if trained != stages.num_parameters:
+        parts.append(f"; {trained:,} of {stages.num_parameters:,} parameters are trained")
     return "".join(parts)
 
 
@@ -159,19 +159,19 @@ def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -
 
 def explain(config: Config, engine: Engine, num_classes: int, channels: int) -> Iterator[str]:
     """The messages of each operator of a model in one stage, or the ranks of each stage; and the memory of a rank."""
-    held = engine.held
-    clockwork, balance = Profiler.of_user(), held.counts if held.plan.num_stages > 1 else "flops"
+    stages = engine.stages
+    clockwork, balance = Profiler.of_user(), stages.counts if stages.plan.num_stages > 1 else "flops"
     found = look_ahead(
-        config, held.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=held.stream
+        config, stages.plan, num_classes, channels, balance=balance, clockwork=clockwork, stream=stages.stream
     )
     yield title(config, engine)
     if engine.plan.num_stages == 1 and config.model.patches is None:
-        model = held.modules_of[0]
-        if held.cutting:  # of which the rank has no more than its part
+        model = stages.modules_of[0]
+        if stages.cutting:  # of which the rank has no more than its part
             model = outline(lambda: build_model(config, num_classes, channels))
         try:
-            as_held = partial(with_cuts, cutting=held.cutting)
-            yield str(spatial.explain(model.train(), batch_of(config, channels), held.parts[0, 0].grid, as_held))
+            as_held = partial(with_cuts, cutting=stages.cutting)
+            yield str(spatial.explain(model.train(), batch_of(config, channels), stages.parts[0, 0].grid, as_held))
         except spatial.NoRule as problem:
             raise ValueError(f"`model` {config.model_name}: {problem}") from problem
         yield from (*found.sums(), *found.streaming(), *found.memory())
@@ -290,7 +290,7 @@ def _looked_at(
     large = check != "none" and not is_small(config, engine, channels, min(place.num_bytes for place in places))
     try:
         with forked([engine.device]):  # other ranks draw nothing meanwhile
-            passes = passes_of(config, engine.held, num_classes, channels)
+            passes = passes_of(config, engine.stages, num_classes, channels)
             if passes is not None and passes.each_step >= SLOW_PASSES:
                 seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
                 remarks.append(passes.words(seconds))
@@ -310,7 +310,7 @@ def _looked_at(
 
 def is_small(config: Config, engine: Engine, channels: int, num_bytes: int) -> bool:
     """Whether all ranks together need less than a share of so many bytes, by a guess that is far too high."""
-    batch, weights = batch_of(config, channels), engine.held.num_parameters
+    batch, weights = batch_of(config, channels), engine.stages.num_parameters
     each = weights if of_tokens(batch) else GUESSED_PER_VALUE
     return 4 * (prod(batch) * each + engine.comm.size * weights * GUESSED_PER_WEIGHT) < SMALL * num_bytes
 
@@ -323,11 +323,11 @@ class MemoryNeed:
     ) -> None:
         self.config, self.plan, self.device = config, engine.plan, engine.device
         self.num_classes, self.channels = num_classes, channels
-        self.counts = engine.held.counts
+        self.counts = engine.stages.counts
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
-        self.stream = engine.held.stream if config.model.patches is None else None
+        self.stream = engine.stages.stream if config.model.patches is None else None
         self.found = self.overview()
         needs = self.found.bytes_of_ranks(config.parallel.offload == "disk")
         self.place = max(self.ranks, key=lambda place: self.on_place(place, needs) / place.num_bytes)

@@ -97,25 +97,25 @@ class Passes:
         return found
 
 
-def passes_of(config: Config, held: LocalStages, num_classes: int, channels: int) -> Passes | None:
+def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: int) -> Passes | None:
     """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds.
 
-    `held` is the model, distributed over ranks. Nothing is computed but shapes.
+    `stages` is the model, distributed over ranks. Nothing is computed but shapes.
     """
     if config.parallel.stream_norm != "exact" or not config.visits:
         return None
-    plan = held.plan
+    plan = stages.plan
     model = outline(lambda: build_model(config, num_classes, channels)).train()
     bags = bag_options(config, plan)
     if bags is not None:
         assert isinstance(model, PatchModel)
         return passes_of_patches(config, plan, model, bags, channels)
-    if not isinstance(held.stream, StreamOptions):
+    if not isinstance(stages.stream, StreamOptions):
         return None
     batch, grid = batch_shape(config.samples_per_step, channels, config.data.image_size), plan.shape(0)
     microbatch = (max(1, batch[0] // plan.num_microbatches), *batch[1:])
     cuttable = Cuttable(model, image=microbatch)
-    opening = choose(cuttable, held.counts[0], held.stream, grid, microbatch)
+    opening = choose(cuttable, stages.counts[0], stages.stream, grid, microbatch)
     return passes_of_needs(needs_of(opening, model, grid, microbatch), plan)
 
 

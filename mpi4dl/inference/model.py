@@ -103,13 +103,13 @@ class SeeingModel:
         self.patience.feed()
         with comm.together((ValueError, TypeError)):
             stream = stream_of(config, self.plan, about.num_outputs, about.channels, device)
-            held = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
-        held.eval().requires_grad_(False)
-        self.remarks += load_weights(held, str(self.weights), strict=True, average=self.average)[1:]
+            stages = hold_model(config, self.plan, about.num_outputs, about.channels, comm, device, stream)
+        stages.eval().requires_grad_(False)
+        self.remarks += load_weights(stages, str(self.weights), strict=True, average=self.average)[1:]
         self.patience.feed()
-        optimizer = torch.optim.SGD(held.parameters(), lr=0.0)  # which makes no step
+        optimizer = torch.optim.SGD(stages.parameters(), lr=0.0)  # which makes no step
         precision, halo = config.training.precision, config.parallel.halo
-        engine = Engine(held, self.plan, optimizer, _no_loss, comm=comm, precision=precision, halo=halo)
+        engine = Engine(stages, self.plan, optimizer, _no_loss, comm=comm, precision=precision, halo=halo)
         engine.executor.progress = lambda doing: self.patience.feed()
         return engine
 

@@ -42,26 +42,26 @@ def by_torch_name(kind: str, home: Any, base: type, name: str, *args: Any, **opt
         raise ConfigError(f"`{kind}` {name} does not take these options {dict(options)}: {error}") from None
 
 
-def groups_of(config: Config, held: LocalStages) -> Iterable[Any]:
+def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
     """The parameters that are trained, now or later: in groups, if some have options of their own."""
     chosen = config.tuning
     later: list[str] = []
     for epoch, pattern in chosen.unfreeze:
         try:
-            names = select(pattern, held.names_of)
+            names = select(pattern, stages.names_of)
         except ValueError as error:
             raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {error}") from None
-        if held.trained.issuperset(names):
+        if stages.trained.issuperset(names):
             raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; say so by `freeze`")
         later += names
     for option, numbers in (("lr_of", chosen.lr_of), ("weight_decay_of", chosen.weight_decay_of)):
         for pattern in numbers:
             try:
-                select((pattern,), held.names_of)
+                select((pattern,), stages.names_of)
             except ValueError as error:
                 raise ConfigError(f"`{option}` {pattern}: {error}") from None
     try:
-        groups = parameter_groups(held, chosen.lr_of, chosen.weight_decay_of, later)
+        groups = parameter_groups(stages, chosen.lr_of, chosen.weight_decay_of, later)
     except ValueError as error:
         raise ConfigError(f"`freeze` {','.join(chosen.freeze)}: {error}") from None
     alike = len(groups) == 1 and groups[0].keys() == {"params"}

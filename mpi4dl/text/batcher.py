@@ -101,7 +101,7 @@ class TextStream:
         return self._take(self._tokenizer.decode(self._undecoded), last=False)
 
     def end(self) -> str:
-        """The held-back text, as it is: no more tokens come."""
+        """The stages-back text, as it is: no more tokens come."""
         return self._take(self._tokenizer.decode(self._undecoded), last=True)
 
     def _take(self, text: str, last: bool) -> str:
@@ -227,7 +227,7 @@ LENGTH_BYTES = 8
 
 
 class Batcher:
-    """Generates text for many requests at once, by the model that `held` lays over the ranks of `comm`. Collective.
+    """Generates text for many requests at once, by the model that `stages` lays over the ranks of `comm`. Collective.
 
     Made on every rank. Rank 0 then calls `run`, all others `follow`. Only rank 0's other methods are for callers, from
     any thread; they never wait for MPI.
@@ -236,7 +236,7 @@ class Batcher:
     pages that it may need are its own from when it joins, so that those that run never wait for each other.
 
     Args:
-        held: the model: this rank's stages, or parts of parameters. It is in evaluation mode until `close`.
+        stages: the model: this rank's stages, or parts of parameters. It is in evaluation mode until `close`.
         comm: all ranks of the plan.
         tokenizer: what decodes tokens; its `end` ends a request.
         context: the most tokens that a prompt and what is generated may have.
@@ -254,7 +254,7 @@ class Batcher:
 
     def __init__(
         self,
-        held: Any,
+        stages: Any,
         comm: Communicator,
         tokenizer: Tokenizer,
         context: int,
@@ -269,9 +269,9 @@ class Batcher:
         self.max_batch, self.page_size, self.prefill_chunk = max_batch, page_size, prefill_chunk
         if num_pages is None:
             of_one = pages_for(context, page_size)
-            num_pages = max(of_one, -(-max_batch // held.plan.replicas) * of_one // 2)
-        self._model = PagedModel(held, comm, PageSizes(num_pages, page_size))
-        self._pools = [PagePool(num_pages) for _ in range(held.plan.replicas)]
+            num_pages = max(of_one, -(-max_batch // stages.plan.replicas) * of_one // 2)
+        self._model = PagedModel(stages, comm, PageSizes(num_pages, page_size))
+        self._pools = [PagePool(num_pages) for _ in range(stages.plan.replicas)]
         self._lock = Condition()  # of all that follows; one thread may take it twice, as a signal's handler does
         self._waiting: deque[Running] = deque()
         self._cancelled: set[int] = set()

@@ -146,7 +146,7 @@ def _product(rows: Tensor, weight: QuantizedWeight) -> Tensor:
     return torch._weight_int4pack_mm_for_cpu(rows, weight.packed, GROUP, weight.scales)
 
 
-def lower_weights(held: LocalStages, precision: Precision) -> None:
+def lower_weights(stages: LocalStages, precision: Precision) -> None:
     """Let the model have weights of this precision, in place.
 
     Raises:
@@ -154,12 +154,12 @@ def lower_weights(held: LocalStages, precision: Precision) -> None:
     """
     if precision == "fp32":
         return
-    held.to(torch.bfloat16)
+    stages.to(torch.bfloat16)
     if precision == "bf16":
         return
     bits = int(precision.removeprefix("int"))
     known: dict[int, nn.Parameter] = {}
-    for path, module in held.named_modules():
+    for path, module in stages.named_modules():
         for name in _matrices_of(module):
             whole = module._parameters.get(name)  # this rank's part, if it is cut
             if whole is None:
@@ -240,11 +240,11 @@ def hold_trained(comm: Communicator, trained: Trained, ranks: Ranks) -> LocalSta
         device = comm.node.device(ranks.device)
         parallel = replace(config.parallel, balance="flops", stream=None)
         own = replace(config, parallel=parallel)
-        held = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
-    trained.remarks.extend(load_weights(held, str(trained.weights), strict=True, average=trained.average)[1:])
+        stages = hold_model(own, plan, trained.tokenizer.vocabulary, 0, comm, device).eval().requires_grad_(False)
+    trained.remarks.extend(load_weights(stages, str(trained.weights), strict=True, average=trained.average)[1:])
     with comm.together((ValueError,)):
-        lower_weights(held, ranks.precision)
-    return held
+        lower_weights(stages, ranks.precision)
+    return stages
 
 
 def open_batcher(comm: Communicator, trained: Trained, ranks: Ranks, batching: Batching) -> Batcher:

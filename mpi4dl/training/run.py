@@ -125,7 +125,7 @@ def expert_use(engine: Engine) -> ExpertUse | None:
             found[name] = found[name] + counts if name in found else counts
     if not found:
         return None
-    order = [name.removesuffix(".weight") for name in engine.held.shapes]
+    order = [name.removesuffix(".weight") for name in engine.stages.shapes]
     loads, dropped, entropy = {}, 0.0, 0.0
     for name in sorted(found, key=order.index):
         *load, missed, surprise, tokens = found[name].tolist()
@@ -137,7 +137,7 @@ def expert_use(engine: Engine) -> ExpertUse | None:
 
 
 def _routers(engine: Engine) -> list[tuple[str, Router]]:
-    modules = [pair for module in engine.held.modules_of.values() for pair in module.named_modules()]
+    modules = [pair for module in engine.stages.modules_of.values() for pair in module.named_modules()]
     return [(name, module) for name, module in modules if isinstance(module, Router)]
 
 
@@ -204,10 +204,10 @@ class TrainingRun:
         self.training, self.validation = images.loaders(config, self.boxes, partial(self.boxes, training=False))
         self.num_steps = number_of_steps(config, len(self.training))
         schedule.begin(self.num_steps)
-        self.options = options_to_compare(config, len(images.training), engine.held.counts)
+        self.options = options_to_compare(config, len(images.training), engine.stages.counts)
         self.epoch, self.batch, self.due = 0, 0, False
         self.interval = self.new_interval()
-        self.mixed = any(name.endswith(".router.weight") for name in engine.held.shapes)
+        self.mixed = any(name.endswith(".router.weight") for name in engine.stages.shapes)
         self.work = WorkMeter(engine.comm.node)
         self.waited_for_cores: float | None = None  # until the first step
         self.began_steps = 0.0
@@ -266,7 +266,7 @@ class TrainingRun:
             self.engine.executor.progress = self.progress
         self.showing = Showing(self.reporter, self.engine, config, self.task, self.images.classes)
         self.comm.barrier()  # so that nobody's first steps count as a wait what rank 0 draws here
-        streamed = () if self.engine.held.stream is None else (self.engine.held.stream.remark,)
+        streamed = () if self.engine.stages.stream is None else (self.engine.stages.stream.remark,)
         said = (*self.images.remarks, *self.remarks, *without_effect(config, self.engine), *filter(None, streamed))
         limit = config.parallel.hang_timeout
         if limit not in (0.0, Config().parallel.hang_timeout):
@@ -402,11 +402,11 @@ class TrainingRun:
 
     def compare(self) -> None:
         """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
-        held, plan = self.engine.held, self.engine.plan
+        stages, plan = self.engine.stages, self.engine.plan
         of_ranks = self.comm.all_gather_object(self.work.worked)
-        if held.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
+        if stages.prices is None or self.engine.device.type != "cpu" or not any(rank.seconds for rank in of_ranks):
             return  # of a GPU, whose work the host does not wait for, it would say nothing
-        forecast = Forecast.of(plan, held.prices, held.counts)
+        forecast = Forecast.of(plan, stages.prices, stages.counts)
         for line in compared(forecast, of_ranks, self.comm.node.oversubscribed):
             self.say(line)
 

@@ -148,7 +148,7 @@ class Showing:
 
     def __init__(self, reporter: Any, engine: Engine, config: Config, task: Task, classes: Sequence[str]) -> None:
         wanted = reporter is not None and reporter.has_pictures and config.data.text is None
-        self._shows = bool(engine.comm.broadcast_object(wanted)) and engine.held.stream is None
+        self._shows = bool(engine.comm.broadcast_object(wanted)) and engine.stages.stream is None
         self._reporter, self._engine, self._config, self._task = reporter, engine, config, task
         self._classes = classes
         self._images: Tensor | None = None
@@ -193,7 +193,7 @@ class Showing:
 
         None of other channels, and on ranks without the first stage. Collective over those with it.
         """
-        part = self._engine.held.parts.get((0, 0))
+        part = self._engine.stages.parts.get((0, 0))
         if not self._shows or part is None:
             return None
         images = _small(self._engine.images(part, tiles[0], microbatch, self._config.data.image_size))
@@ -274,7 +274,7 @@ class Painter:
 
     def __init__(self, reporter: Any, folder: RunFolder, config: Config, engine: Engine, num_steps: int) -> None:
         self._reporter, self._folder, self._step = reporter, folder, engine.num_steps
-        prices, plan = engine.held.prices, engine.plan.describe()
+        prices, plan = engine.stages.prices, engine.plan.describe()
         source, timeline = "" if prices is None else prices.source, timeline_of(engine)
         modules = tuple(modules_of(engine))
         self.portrait = RunSnapshot(title(config, engine), plan, num_steps, modules, (), source, timeline)
@@ -312,17 +312,17 @@ def remember(painter: Painter | None, config: Config, engine: Engine, meter: Mem
 
 def timeline_of(engine: Engine) -> Simulation | None:
     """The simulated timeline of a step of several stages, where the cost of the units is known."""
-    held, plan = engine.held, engine.plan
-    if held.prices is None or plan.num_stages == 1:
+    stages, plan = engine.stages, engine.plan
+    if stages.prices is None or plan.num_stages == 1:
         return None
-    found = foreseen(plan, held.prices, held.counts)
+    found = foreseen(plan, stages.prices, stages.counts)
     return found if sum(map(len, found.rows)) <= MOST_SPANS else None
 
 
 def modules_of(engine: Engine) -> Iterator[tuple[str, int, int]]:
     """The values of each part of the model, tied ones once: its first two levels, or one where that says enough."""
-    held = engine.held
-    sizes = {name: prod(shape) for name, (shape, _) in held.shapes.items() if name not in held.ties}
+    stages = engine.stages
+    sizes = {name: prod(shape) for name, (shape, _) in stages.shapes.items() if name not in stages.ties}
     tops = {name.partition(".")[0] for name in sizes}
     levels = 1 if len(tops) > 3 else 2
     found: dict[str, list[int]] = {}
@@ -330,7 +330,7 @@ def modules_of(engine: Engine) -> Iterator[tuple[str, int, int]]:
         *above, _ = name.split(".")
         row = found.setdefault(".".join(above[:levels]) or name, [0, 0])
         row[0] += size
-        row[1] += size * (name in held.trained)
+        row[1] += size * (name in stages.trained)
     return ((name, values, trained) for name, (values, trained) in found.items())
 
 
@@ -340,8 +340,8 @@ def purposes_of(engine: Engine, peak_bytes: int, on_disk: bool = False) -> dict[
     Storages count once, whole: flat buckets too. Gradients are those that stay until the step. The optimizer's state on
     disk does not count.
     """
-    held, optimizer = engine.held, engine.optimizer
-    kept: list[Tensor] = [*held.parameters(), *held.buffers()]
+    stages, optimizer = engine.stages, engine.optimizer
+    kept: list[Tensor] = [*stages.parameters(), *stages.buffers()]
     updated: list[Tensor] = []
     gradients = 0
     for group in engine.groups:

@@ -61,7 +61,7 @@ def engine_of(comm: Communicator, task: Task, plan: Plan, seed: int = 0, **optio
         model = LocalStages.whole(model_of(task), plan, comm)
     optimizer = optimizer_of(task, model)
     engine = Engine(model, plan, optimizer, F.cross_entropy, comm=comm, **{**dict(task.engine_options), **options})
-    for part in engine.held.parts.values():
+    for part in engine.stages.parts.values():
         part.grid.foresight.everywhere = True  # as on GPUs: what norms learn decides in which order sums are made
     return engine
 
@@ -75,8 +75,8 @@ def bits_of(engine: Engine) -> dict[str, str]:
     """Digests of all that this rank holds: values, and what the optimizer knows. With ZeRO 3, weights are shards."""
     found = {
         name: digest_of({name: value})
-        for name, value in engine.held.own_state().items()
-        if engine.plan.zero < 3 or name not in engine.held.trained
+        for name, value in engine.stages.own_state().items()
+        if engine.plan.zero < 3 or name not in engine.stages.trained
     }
     for shard in engine.shards():
         values = {slot: value for slot, value in shard.state.items() if isinstance(value, Tensor)}
@@ -359,18 +359,18 @@ def slow(comm: Communicator, folder: Path) -> tuple[list[bool], int]:
     with pytest.MonkeyPatch.context() as patch, Checkpoints(folder, comm, keep=1) as checkpoints:
         patch.setattr(storage, "write", held_up)
         step(engine, SMALL)
-        before = digest_of(engine.held.own_state())
+        before = digest_of(engine.stages.own_state())
         checkpoints.save(engine, {})
         step(engine, SMALL)
         comm.barrier()
-        found.append(list(folder.glob("step-*")) == [] and digest_of(engine.held.own_state()) != before)
+        found.append(list(folder.glob("step-*")) == [] and digest_of(engine.stages.own_state()) != before)
         go_on.set()
         checkpoints.save(engine, {})
         checkpoints.save(engine, {})  # which is the same step
         checkpoints.wait()
         again = engine_of(comm, SMALL, TILES_1x2, seed=3)
         load(again, checkpoints.newest() or folder)
-        found.append(digest_of(again.held.own_state()) == digest_of(engine.held.own_state()))
+        found.append(digest_of(again.held.own_state()) == digest_of(engine.stages.own_state()))
     return found, again.num_steps
 
 

@@ -114,7 +114,7 @@ def trained(comm: Communicator, seed: int) -> Engine:
 def values_of(engine: Engine) -> list[Any]:
     """All that a load replaces."""
     state = [{k: v.tolist() for k, v in shard.state.items()} for shard in engine.shards()]
-    weights = [value.tolist() for value in engine.held.own_state().values()]
+    weights = [value.tolist() for value in engine.stages.own_state().values()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     rest = (engine.num_steps, engine.executor.seed, engine.executor.num_runs, engine.scaler.scale)
     return [state, weights, repr(groups), rest, torch.get_rng_state().tolist(), random.getstate()]

@@ -86,12 +86,12 @@ def test_looking_at_checkpoints_moves_none(ranks: Ranks, tmp_path: Path) -> None
 def loaded(comm: Communicator, path: Path, of_folder: bool) -> str:
     """What is said of a checkpoint that cannot be loaded; the engine is as it was."""
     engine = engine_of(comm, seed=3)
-    before, drawn = digest_of(engine.held.own_state()), torch.get_rng_state()
+    before, drawn = digest_of(engine.stages.own_state()), torch.get_rng_state()
     with ExitStack() as closing:
         go_on = closing.enter_context(Checkpoints(path.parent, comm)).load if of_folder else load
         with pytest.raises(Refusal) as caught:
             go_on(engine, path)
-    assert digest_of(engine.held.own_state()) == before
+    assert digest_of(engine.stages.own_state()) == before
     assert torch.equal(torch.get_rng_state(), drawn)
     assert engine.num_steps == 0
     return str(caught.value)

@@ -173,13 +173,13 @@ def go_on(comm: Communicator, folder: Path) -> Any:
         for each in (engine, again):
             if each is again:
                 seed_all(8)
-                for module in again.held.modules():
+                for module in again.stages.modules():
                     if isinstance(module, Shaken):
                         module.calls = 1  # what Python counts is in no checkpoint
                 checkpoints.wait()
                 load(again, checkpoints.newest() or folder)
             losses = [step(each, number) for number in (1, 2)]
-            digests.append((losses, drawn(), digest_of(dict(each.held.named_parameters()))))
+            digests.append((losses, drawn(), digest_of(dict(each.stages.named_parameters()))))
         random.seed(comm.rank)
         np.random.seed(comm.rank)
         checkpoints.save(engine, {})

@@ -40,7 +40,7 @@ def everything(engine: Engine) -> dict[str, Any]:
     optimizer, scaler, executor = engine.optimizer, engine.scaler, engine.executor
     slots = {f"{i} {slot}": v for i, one in optimizer.state_dict()["state"].items() for slot, v in one.items()}
     return {
-        "model": digest_of(dict(engine.held.state_dict())),
+        "model": digest_of(dict(engine.stages.state_dict())),
         "optimizer": digest_of({name: torch.as_tensor(value) for name, value in slots.items()}),
         "random": digest_of({"state": torch.get_rng_state()}),
         "counters": (engine.num_steps, executor.num_runs, scaler.scale, scaler.finite_steps, scaler.num_skipped),

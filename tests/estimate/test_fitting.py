@@ -119,7 +119,7 @@ def visited(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str
         trainer.fit()
     finally:
         Streaming._visit = visit  # type: ignore[method-assign]
-    passes = passes_of(trainer.config, trainer.engine.held, 10, 3)
+    passes = passes_of(trainer.config, trainer.engine.stages, 10, 3)
     assert passes is not None
     return len(made), passes.step_visits, "".join(trainer._run.remarks)
 

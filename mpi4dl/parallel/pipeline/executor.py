@@ -183,13 +183,19 @@ class Executor:
 
     def __init__(
         self,
-        held: LocalStages,
+        stages: LocalStages,
         comm: Communicator,
         context: Callable[[], AbstractContextManager[Any]],
         seed: int,
         parameters: Parameters | None = None,
     ) -> None:
-        self.held, self.plan, self.context, self.seed, self.parameters = held, held.plan, context, seed, parameters
+        self.stages, self.plan, self.context, self.seed, self.parameters = (
+            stages,
+            stages.plan,
+            context,
+            seed,
+            parameters,
+        )
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.drawn = 0
@@ -200,14 +206,14 @@ class Executor:
         self.spans: list[TimeSpan] = []
         self.before: dict[tuple[int, int], StageBoundary] = {}
         self.behind: dict[tuple[int, int], StageBoundary] = {}
-        for (direction, stage), part in held.parts.items():
-            boundary = partial(StageBoundary, self.plan, self.comm, direction, grid=part.grid, device=held.device)
+        for (direction, stage), part in stages.parts.items():
+            boundary = partial(StageBoundary, self.plan, self.comm, direction, grid=part.grid, device=stages.device)
             if stage > 0:
                 self.before[direction, stage] = boundary(stage - 1, sends=False)
             if stage + 1 < self.plan.num_stages:
                 self.behind[direction, stage] = boundary(stage, sends=True)
         self._statistics: dict[int, RunningStatistics] = {}
-        self._changing = {stage: _changing(module) for stage, module in held.modules_of.items()}
+        self._changing = {stage: _changing(module) for stage, module in stages.modules_of.items()}
 
     def run(self, table: Table, feed: BatchSource) -> None:
         """Do this rank's row. With backwards in the table this is a step of training; else nothing is kept.
@@ -223,7 +229,7 @@ class Executor:
             self.comm.barrier()
         run = _Run(self, feed, training, defers={action.stage for action in row if action.kind == "weight"})
         if training and self.plan.bidirectional:
-            self._statistics = {stage: self._copies(stage) for stage in self.held.modules_of}
+            self._statistics = {stage: self._copies(stage) for stage in self.stages.modules_of}
         with torch.set_grad_enabled(training), self._own_randomness():
             for position, action in enumerate(row):
                 run.expect(action)
@@ -247,13 +253,13 @@ class Executor:
 
     def _refuse_changes(self) -> None:
         """Stages are right as long as what their model's forward read of attributes and globals is as it was."""
-        change = next(self.held.changes(), None)
+        change = next(self.stages.changes(), None)
         if change is not None:
             raise Refusal(change)
 
     def _copies(self, stage: int) -> RunningStatistics:
         speaks = {d: self.plan.ranks(d, stage)[0] == self.comm.rank for d in range(self.plan.num_directions)}
-        return RunningStatistics(self.held.modules_of[stage], self.held.groups[stage], speaks)
+        return RunningStatistics(self.stages.modules_of[stage], self.stages.groups[stage], speaks)
 
     @contextmanager
     def caring(self, action: Action, last: bool) -> Iterator[None]:
@@ -286,7 +292,7 @@ class Executor:
 
     @property
     def _generators(self) -> list[torch.device]:
-        return [self.held.device] if self.held.device.type == "cuda" else []
+        return [self.stages.device] if self.stages.device.type == "cuda" else []
 
     def _own_randomness(self) -> AbstractContextManager[None]:
         """Stages draw from streams of their own: the generators of the process, its user's, stay as they are."""
@@ -353,7 +359,7 @@ class Executor:
             yield
 
     def _seed(self, stream: Any) -> None:
-        seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.held.device
+        seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.stages.device
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -395,7 +401,7 @@ class _Run:
         return self.microbatches[action.direction, action.microbatch]
 
     def message(self, action: Action) -> StageMessage:
-        modes = (self.training, self.executor.held.training)  # in evaluation auxiliary heads hand nothing on
+        modes = (self.training, self.executor.stages.training)  # in evaluation auxiliary heads hand nothing on
         return StageMessage((*modes, self.feed.kind(self.microbatch(action))), action.microbatch)
 
     def expect(self, action: Action) -> None:
@@ -409,7 +415,7 @@ class _Run:
             self.posted.add(action)
 
     def forward(self, action: Action) -> None:
-        executor, part, microbatch = self.executor, self.executor.held.part(action), self.microbatch(action)
+        executor, part, microbatch = self.executor, self.executor.stages.part(action), self.microbatch(action)
         place, message = (action.direction, action.stage), self.message(action)
         before, behind = executor.before.get(place), executor.behind.get(place)
         arrival = before.receive(message) if before else Received((self.feed.images(part, microbatch),), [])

@@ -1,7 +1,7 @@
 """The part of a model on one rank: its stages, each with the grid of the ranks that share it.
 
-held = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
-optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+stages = split(build, plan, comm, device=..., seed=..., image=(1, 3, 256, 256))
+optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -348,17 +348,17 @@ def split(
         raise ValueError(
             f"copies in both directions share their statistics later: stream with exact norms, not {options.norms}"
         )
-    stages = sorted({stage for _, stage in plan.held_by(comm.rank)})
+    own = sorted({stage for _, stage in plan.held_by(comm.rank)})
     uncut = "cpu" if plan.cuts_parameters else device
-    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in stages}
+    modules = {stage: materialize(cuttable.stage(counts, stage), build, uncut, seed) for stage in own}
     if options is not None:
         opening = choose_opening(cuttable, counts[0], options, plan.shape(0), image)
         if 0 in modules:
             modules[0].opening = opening
         options = replace(options, remark="; ".join(filter(None, (options.remark, opening.words(cuttable.names)))))
-    held = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
-    held.watch(model, cuttable.program.watched)
-    return held
+    stages = LocalStages(modules, model, plan, comm, counts, cuttable.names, prices, options, styles, shared, device)
+    stages.watch(model, cuttable.program.watched)
+    return stages
 
 
 class Counts(NamedTuple):

@@ -25,22 +25,22 @@ from mpi4dl.parallel.spatial.rules.windows import cast
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
 
 
-class Postponed(NamedTuple):
-    """Deferred gradients of a layer's call: `gradients(*held)` are those of these parameters (None: not asked for)."""
+class LayerGradients(NamedTuple):
+    """Deferred gradients of a layer's call: `gradients(*saved)` are those of these parameters (None: not asked for)."""
 
     parameters: tuple[nn.Parameter | None, ...]
     gradients: Callable[..., tuple[Tensor | None, ...]]
-    held: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
     def compute(self) -> tuple[Tensor | None, ...]:
-        if _versions(self.held) != self.versions:
+        if _versions(self.saved) != self.versions:
             raise RuntimeError(
                 "an input of a layer, or the gradient of its output, was overwritten between backward and compute(), "
                 "which needs it for the gradient of the layer's weight: copy it, or overwrite it after compute()"
             )
         with torch.no_grad():
-            return self.gradients(*self.held)
+            return self.gradients(*self.saved)
 
 
 def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -62,16 +62,16 @@ class WeightGradients:
     saved tensors, and those that a function of PyTorch calls inside, such as `F.multi_head_attention_forward`. Queued
     gradients cannot be differentiated twice.
 
-    Between backward and `compute()` it holds the inputs of these layers, which the graph held until then, the gradients
+    Between backward and `compute()` it holds the inputs of these layers, which the graph saved before, the gradients
     of their outputs, and under autocast the weights as they were cast. None of them may be overwritten meanwhile.
     """
 
     def __init__(self) -> None:
-        self._postponed: deque[Postponed] = deque()
+        self._deferred: deque[LayerGradients] = deque()
 
     def deferred(self) -> TorchFunctionMode:
         """The context for the stage's forward."""
-        return _Deferring(self._postponed)
+        return _Deferring(self._deferred)
 
     def compute(self) -> None:
         """Add what waits to the parameters' gradients, and let go of it.
@@ -81,12 +81,12 @@ class WeightGradients:
         Raises:
             RuntimeError: an input or a gradient was overwritten since backward.
         """
-        uses = Counter(id(p) for postponed in self._postponed for p in postponed.parameters)
+        uses = Counter(id(p) for deferred in self._deferred for p in deferred.parameters)
         sums: dict[int, Tensor] = {}
-        while self._postponed:
-            postponed = self._postponed.popleft()
-            parameters, computed = postponed.parameters, postponed.compute()
-            del postponed
+        while self._deferred:
+            deferred = self._deferred.popleft()
+            parameters, computed = deferred.parameters, deferred.compute()
+            del deferred
             for parameter, gradient in zip(parameters, computed, strict=True):
                 if parameter is None:
                     continue
@@ -112,11 +112,11 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class _Deferring(TorchFunctionMode):
-    """Runs layers so that their backward appends to `postponed`."""
+    """Runs layers so that their backward appends to `deferred`."""
 
-    def __init__(self, postponed: deque[Postponed]) -> None:
+    def __init__(self, deferred: deque[LayerGradients]) -> None:
         super().__init__()
-        self._postponed = postponed
+        self._deferred = deferred
         # Weights come to a layer without their graph, so that nothing reaches them in backward, not even their hooks.
         # This makes the layer a part of the graph where its input is not, as in the first stage; it gets no gradient.
         self._anchor = torch.empty(0, requires_grad=True)
@@ -144,9 +144,9 @@ class _Deferring(TorchFunctionMode):
         self,
         parameters: tuple[nn.Parameter | None, ...],
         gradients: Callable[..., tuple[Tensor | None, ...]],
-        *held: Tensor,
+        *saved: Tensor,
     ) -> None:
-        self._postponed.append(Postponed(parameters, gradients, held, _versions(held)))
+        self._deferred.append(LayerGradients(parameters, gradients, saved, _versions(saved)))
 
 
 def _saved_tensors_are_hooked() -> bool:

@@ -118,9 +118,9 @@ def with_cuts(model: nn.Module, grid: Grid, cutting: Cutting) -> nn.Module:
     """A copy of the model with this rank's parts of its parameters; itself, if nothing of it is cut."""
     if not cutting:
         return model
-    held = deepcopy(model)
-    cut_parameters(held, cutting, grid)
-    return held
+    own = deepcopy(model)
+    cut_parameters(own, cutting, grid)
+    return own
 
 
 def layout_of(cut: Cut, shape: torch.Size, grid: Grid) -> Layout:

@@ -35,8 +35,8 @@ def choose_evenly(module: nn.Module, inputs: Any, routing: Routing) -> Routing:
 
 def forward(comm: Communicator, plan: Plan) -> tuple[int, int, int]:
     """The bytes of experts that are foreseen, those that this rank sends, and those of all sums as foreseen."""
-    held = LocalStages.whole(build("softmax"), plan, comm)
-    grid, cuts = held.parts[0, 0].grid, planned_cuts(build("softmax"), plan)
+    stages = LocalStages.whole(build("softmax"), plan, comm)
+    grid, cuts = stages.parts[0, 0].grid, planned_cuts(build("softmax"), plan)
     found = spatial.explain(build("softmax"), (SAMPLES, LENGTH), grid, partial(with_cuts, cutting=cuts))
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     layout = even_layout(grid, (SAMPLES, LENGTH))
@@ -55,13 +55,13 @@ def forward(comm: Communicator, plan: Plan) -> tuple[int, int, int]:
         finally:
             inside = False
 
-    for module in held.modules():
+    for module in stages.modules():
         if isinstance(module, Router):
             module.register_forward_hook(choose_evenly)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "iexchange", iexchange)
         patch.setattr(Communicator, "ireduce", ireduce)
-        held.modules_of[0](SpatialTensor(tokens[slice(*layout.owned[0])], layout))
+        stages.modules_of[0](SpatialTensor(tokens[slice(*layout.owned[0])], layout))
     names = [operator.module for operator in found.operators if operator.name == "Experts"]
     assert names == ["blocks.0.feed_forward.experts", "blocks.1.feed_forward.experts"]
     return found.total("halo_bytes"), sent, found.total("reduced_bytes")

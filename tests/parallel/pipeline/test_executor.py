@@ -68,7 +68,7 @@ def build(seconds: float) -> nn.Module:
 
 
 def engine_of(comm: Communicator, plan: Plan, seconds: float, px: int) -> Engine:
-    held = split(
+    stages = split(
         lambda: build(seconds),
         plan,
         comm,
@@ -76,7 +76,7 @@ def engine_of(comm: Communicator, plan: Plan, seconds: float, px: int) -> Engine
         image=(1, 4, px, px),
         whole=("0", "1", "2", "3"),
     )
-    return Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
+    return Engine(stages, plan, torch.optim.SGD(stages.parameters(), lr=0.1), F.cross_entropy, comm=comm)
 
 
 def step(engine: Engine, batch_size: int, px: int) -> None:

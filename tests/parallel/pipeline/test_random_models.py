@@ -243,14 +243,14 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 class Streams:
     """Lets layers that draw in a plain model draw from the streams of the stages that they would be in."""
 
-    def __init__(self, model: nn.Module, held: LocalStages, seed: int) -> None:
-        bounds = [sum(held.counts[:k]) for k in range(len(held.counts) + 1)]
+    def __init__(self, model: nn.Module, stages: LocalStages, seed: int) -> None:
+        bounds = [sum(stages.counts[:k]) for k in range(len(stages.counts) + 1)]
         self.seed, self.states, self.when = seed, {}, (0, 0)
         for path, module in model.named_modules():
             if type(module) is Dropping:
-                places = [i for i, name in enumerate(held.names) if name.partition(":")[0] == path]
-                stages = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in places]
-                module.forward = partial(self._drawing, module.forward, stages)
+                places = [i for i, name in enumerate(stages.names) if name.partition(":")[0] == path]
+                used = [next(k for k, (low, high) in enumerate(pairwise(bounds)) if low <= i < high) for i in places]
+                module.forward = partial(self._drawing, module.forward, used)
 
     @contextmanager
     def microbatch(self, step: int, number: int) -> Iterator[None]:
@@ -277,11 +277,11 @@ class Streams:
         return found
 
 
-def plainly(spec: Spec, plan: Plan, held: LocalStages, seed: int) -> tuple[list[float], nn.Module]:
+def plainly(spec: Spec, plan: Plan, stages: LocalStages, seed: int) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     model, losses, many = build(spec), [], plan.num_microbatches
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
-    streams = Streams(model, held, seed)
+    streams = Streams(model, stages, seed)
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -301,15 +301,15 @@ def problem_of(comm: Communicator, spec: Spec, plan: Plan, dice: random.Random) 
         atoms = len(Cuttable(outline(partial(build, spec)), image=(BATCH, LENGTH)))
         cuts = sorted(dice.sample(range(1, atoms), plan.num_stages - 1))
         counts = [high - low for low, high in pairwise([0, *cuts, atoms])]
-        held = split(partial(build, spec), plan, comm, balance=counts, image=(BATCH, LENGTH))
+        stages = split(partial(build, spec), plan, comm, balance=counts, image=(BATCH, LENGTH))
     except ValueError as error:
         return None if spec.may_be_refused else f"refused: {error}"
     if spec.must_be_refused:
         return "not refused"
-    optimizer = torch.optim.AdamW(held.parameters(), lr=0.01, eps=1e-2)
-    engine = Engine(held, plan, optimizer, loss_of, comm=comm, bucket_bytes=300)
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=0.01, eps=1e-2)
+    engine = Engine(stages, plan, optimizer, loss_of, comm=comm, bucket_bytes=300)
     try:
-        losses, model = plainly(spec, plan, held, engine.executor.seed)
+        losses, model = plainly(spec, plan, stages, engine.executor.seed)
     except RuntimeError as error:  # a counter that was used is changed before the backward pass
         return None if "modified by an inplace operation" in str(error) else str(error)
     for step in range(STEPS):
@@ -370,13 +370,13 @@ def test_random_models_train_as_in_plain_pytorch_or_are_refused(ranks: Ranks, na
 
 def change(comm: Communicator) -> list[str]:
     """What is said when something that the model's forward read changes between steps, and when it changes back."""
-    held = split(
+    stages = split(
         partial(build, Spec("own", ("block",), (("call", 0), ("temperature", 0)))), TWO, comm, image=(BATCH, 3)
     )
-    engine = Engine(held, TWO, torch.optim.SGD(held.parameters(), lr=0.1), loss_of, comm=comm)
+    engine = Engine(stages, TWO, torch.optim.SGD(stages.parameters(), lr=0.1), loss_of, comm=comm)
     said = []
     for temperature in (0.9, 0.5, 0.9):
-        held.temperature = temperature
+        stages.temperature = temperature
         try:
             tokens, targets = batch_of(0)
             tiles = [tokens[slice(*read.box.batch)] for read in engine.reads(BATCH, (LENGTH,))]

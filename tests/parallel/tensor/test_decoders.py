@@ -113,7 +113,7 @@ def exact(name: str) -> Iterator[None]:
 
 
 def parts_of(engine: Engine) -> Callable[[], bool]:
-    return lambda: bool(engine.held.cutting.parameters)
+    return lambda: bool(engine.stages.cutting.parameters)
 
 
 @pytest.mark.sample(3)

@@ -140,7 +140,7 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def parts_of(engine: Engine) -> Callable[[], bool]:
-    return lambda: bool(engine.held.cutting)
+    return lambda: bool(engine.stages.cutting)
 
 
 def check_one(ranks: Ranks, name: str, plan: Plan) -> None:

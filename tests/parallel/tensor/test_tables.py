@@ -64,7 +64,7 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def names_of_parts(engine: Engine) -> Callable[[], set[str]]:
-    return lambda: set(engine.held.layouts)
+    return lambda: set(engine.stages.layouts)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_grouped_queries_of_a_rank_without_samples(ranks: Ranks) -> None:
 def tokens_of_a_norm(engine: Engine) -> Callable[[], set[int]]:
     """How many tokens the norm between the layers of the first block sees of each microbatch."""
     seen = set()
-    for norm in (module for name, module in engine.held.named_modules() if name.endswith("blocks.0.between")):
+    for norm in (module for name, module in engine.stages.named_modules() if name.endswith("blocks.0.between")):
         norm.register_forward_pre_hook(lambda _, args: seen.add(getattr(args[0], "local", args[0]).shape[1]))
     return lambda: seen
 
