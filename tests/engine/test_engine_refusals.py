@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -206,15 +206,15 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-class Huge:
-    """There is no room for a second one."""
+class Full(list[Any]):
+    """There is no room for looking at it."""
 
-    def __deepcopy__(self, memo: Any) -> None:
+    def __iter__(self) -> Iterator[Any]:
         raise MemoryError("no room for a copy")
 
 
 def without_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.history = Huge()  # type: ignore[attr-defined]
+    optimizer.param_groups = Full()
 
 
 def of_another_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
 from mpi4dl.parallel.pipeline.stage import Stage
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.replicas.groups import Run
+from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.rules.normalization import right_gradients
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -239,11 +239,11 @@ class LocalStages(nn.Module):
             grid = next(part.grid for (_, number), part in self.parts.items() if number == stage)
             self.layouts |= cut_parameters(module, self.cutting, grid)
 
-    def runs(self, name: str, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, name: str, start: int, stop: int) -> Iterator[Elements]:
         """Where elements of what this rank has of a parameter, flattened, are in the whole."""
         cuts = self.cutting.parameters.get(name, ())
         if not cuts:
-            return iter([Run(0, start, stop)])
+            return iter([Elements(0, start, stop)])
         return ParameterPart.of(cuts, self.shapes[name][0], self._place).runs(start, stop)
 
     @classmethod

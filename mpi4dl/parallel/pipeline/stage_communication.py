@@ -177,7 +177,7 @@ class Transfer(NamedTuple):
     gradients: Exchange
 
 
-class Channel(NamedTuple):
+class TransferPlan(NamedTuple):
     """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
 
     announcement: Announcement
@@ -204,15 +204,15 @@ class StageBoundary:
         hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
         self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
         self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
-        self._channels: dict[Any, Channel] = {}
+        self._known: dict[Any, TransferPlan] = {}
         self._expected: dict[tuple[StageMessage, bool], list[Incoming]] = {}
 
     def forget(self) -> None:
         """What values are is said anew: others want gradients than did."""
-        self._channels.clear()
+        self._known.clear()
 
     def knows(self, message: StageMessage) -> bool:
-        return message.kind in self._channels
+        return message.kind in self._known
 
     def _tag(self, what: int, message: StageMessage) -> int:
         """Numbers that are far apart may share a tag: their messages come in order."""
@@ -237,19 +237,19 @@ class StageBoundary:
         announcement = Announcement(header, tuple(assemblies), tuple(sent))
         pending = []
         if not self.knows(message):
-            self._channels[message.kind] = self._channel(announcement)
+            self._known[message.kind] = self._plan_transfers(announcement)
             tag = self._tag(ANNOUNCED, message)
             pending += [self.comm.isend_object(announcement, listener, tag) for listener in self.listeners]
-        channel = self._channels[message.kind]
-        if announcement != channel.announcement:
+        known = self._known[message.kind]
+        if announcement != known.announcement:
             raise ValueError(
                 f"stage {self.stage} hands on other values than it did for an earlier microbatch of the same shape: "
-                f"{announcement.header} instead of {channel.announcement.header}; a model whose shapes or numbers "
+                f"{announcement.header} instead of {known.announcement.header}; a model whose shapes or numbers "
                 "depend on what is in the images cannot be cut there"
             )
         tag = self._tag(FORWARD, message)
         pending += [
-            transfer.values.send(tensor, tag) for transfer, tensor in zip(channel.transfers, tensors, strict=True)
+            transfer.values.send(tensor, tag) for transfer, tensor in zip(known.transfers, tensors, strict=True)
         ]
         edges = [get_gradient_edge(x) for x, (spec, *_) in zip(tensors, sent, strict=True) if spec.requires_grad]
         return Pending.all(self.comm.node, pending), edges
@@ -261,7 +261,7 @@ class StageBoundary:
             posted = [transfer.gradients.expect(transfer.like, tag) for transfer in self._differentiable(message)]
         else:
             tag = self._tag(FORWARD, message)
-            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._channels[message.kind].transfers]
+            posted = [transfer.values.expect(transfer.like, tag) for transfer in self._known[message.kind].transfers]
         self._expected[message, back] = posted
 
     def receive(self, message: StageMessage) -> Received:
@@ -269,8 +269,8 @@ class StageBoundary:
         if not self.knows(message):
             assert self.speaker is not None
             announcement = self.comm.recv_object(self.speaker, self._tag(ANNOUNCED, message))
-            self._channels[message.kind] = self._channel(announcement)
-        announcement, transfers, layouts = self._channels[message.kind]
+            self._known[message.kind] = self._plan_transfers(announcement)
+        announcement, transfers, layouts = self._known[message.kind]
         parts: list[Tensor] = []
         leaves: list[Tensor] = []
         each = zip(transfers, self._posted(message), layouts, announcement.tensors, strict=True)
@@ -307,11 +307,11 @@ class StageBoundary:
         return self._expected.pop((message, back))
 
     def _differentiable(self, message: StageMessage) -> list[Transfer]:
-        channel = self._channels[message.kind]
-        each = zip(channel.transfers, channel.announcement.tensors, strict=True)
+        known = self._known[message.kind]
+        each = zip(known.transfers, known.announcement.tensors, strict=True)
         return [transfer for transfer, (spec, *_) in each if spec.requires_grad]
 
-    def _channel(self, announcement: Announcement) -> Channel:
+    def _plan_transfers(self, announcement: Announcement) -> TransferPlan:
         plan, following = self.plan, self.stage + 1
         how = plan.shape(following), plan.replicas, plan.is_plain(following), plan.tracks_batch(following)
         transfers, layouts = [], []
@@ -320,4 +320,4 @@ class StageBoundary:
             exchange = Exchange(crossing(tiling, place.needed, self.ends, self.place), self.comm, dims)
             transfers.append(Transfer(Like(spec.shape, spec.dtype, self.device), exchange, exchange.adjoint))
             layouts.append(place)
-        return Channel(announcement, tuple(transfers), tuple(layouts))
+        return TransferPlan(announcement, tuple(transfers), tuple(layouts))

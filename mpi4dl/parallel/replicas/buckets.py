@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
     length: int
 
 
-class Segment(NamedTuple):
+class BucketSegment(NamedTuple):
     """Elements [start, stop) of the flattened parameter `member`, which begin at `offset` in its bucket."""
 
     member: int
@@ -111,14 +111,14 @@ class BucketLayout:
         """The part of a bucket that this rank owns."""
         return slice(self.cuts[number][self.rank], self.cuts[number][self.rank + 1])
 
-    def segments(self, number: int, part: slice | None = None) -> Iterator[Segment]:
+    def segments(self, number: int, part: slice | None = None) -> Iterator[BucketSegment]:
         """What of which parameters lies in a part of a bucket (None: in all of it), in the order of the bucket."""
         bucket = self.buckets[number]
         begin, end = (0, bucket.length) if part is None else (part.start, part.stop)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):
             start, stop = max(begin, offset), min(end, offset + self.lengths[member])
             if start < stop or (part is None and start == stop):
-                yield Segment(member, start - offset, stop - offset, start)
+                yield BucketSegment(member, start - offset, stop - offset, start)
 
     def flatten(self, number: int, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The values of a bucket's parameters side by side, in new memory."""

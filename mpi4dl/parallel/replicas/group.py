@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator, Pending, Refusal
-from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, Segment, Shard, State, seen_as
+from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES, BucketSegment, Shard, State, seen_as
 from mpi4dl.parallel.replicas.gathering import Gatherer
 from mpi4dl.parallel.replicas.optimizer_traits import hook_on_gradient
 from mpi4dl.parallel.replicas.reducer import AllReduce, LocalGradients, Reducer, plan_layout
@@ -77,7 +77,7 @@ def call_hooks(name: str, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
                     f"a hook on the gradient of {name} steps, or takes the gradient away: leave that to the optimizer"
                 )
             gradient = result
-        _require_gradient(gradient, parameter, f"a hook on the gradient of {name}")
+        _require_gradient(gradient, parameter, f"a hook got the gradient of {name}")
     return gradient
 
 
@@ -85,7 +85,7 @@ def _require_gradient(found: Any, like: Tensor, hook: str) -> None:
     if not isinstance(found, Tensor) or found.shape != like.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"{hook}, of shape {tuple(like.shape)}, returned {what}: return a tensor of the same shape, or None"
+            f"{hook}, of shape {tuple(like.shape)}, but returned {what}: return a tensor of the same shape, or None"
         )
 
 
@@ -166,7 +166,7 @@ def ask(hook: GradientHook, name: str, gradient: Tensor) -> Tensor:
     """The gradient that a hook makes of this one. Raises ValueError if it is none."""
     result = hook(name, gradient)
     result = gradient if result is None else result
-    _require_gradient(result, gradient, f"gradient_hook for the gradient of {name}")
+    _require_gradient(result, gradient, f"gradient_hook got the gradient of {name}")
     return result
 
 
@@ -444,7 +444,7 @@ class ReplicaGroup:
         Pending.all(self.comm.node, spreading).wait()
         self._versions = self._count_changes()
 
-    def gradient_shards(self) -> Iterator[tuple[str, Segment, Tensor | None]]:
+    def gradient_shards(self) -> Iterator[tuple[str, BucketSegment, Tensor | None]]:
         """The gradient of what this rank owns, after a step; None for a parameter that had none."""
         for number in self._numbers:
             own = self.layout.own(number)
@@ -463,7 +463,11 @@ class ReplicaGroup:
                 yield self.names[segment.member], segment, found
         for member, p in enumerate(self.parameters):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
-                yield self.names[member], Segment(member, 0, 0, 0), p.detach() if self.reducer.used[member] else None
+                yield (
+                    self.names[member],
+                    BucketSegment(member, 0, 0, 0),
+                    p.detach() if self.reducer.used[member] else None,
+                )
 
     @torch.no_grad()
     def load(self, read: ReadShard) -> None:

@@ -21,7 +21,7 @@ from mpi4dl.parallel.replicas.optimizer_traits import StepHooks, is_replaced
 from mpi4dl.parallel.replicas.reducer import sums_on_host
 
 
-class Run(NamedTuple):
+class Elements(NamedTuple):
     """Elements of a part from number `first` on that are together in the whole, as its elements [start, stop)."""
 
     first: int
@@ -36,7 +36,7 @@ class PartsOf(NamedTuple):
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-RunsOf = Callable[[str, int, int], Iterator[Run]]  # of elements from .. to of this rank's part of a parameter
+ElementsOf = Callable[[str, int, int], Iterator[Elements]]  # of elements from .. to of this rank's part of a parameter
 
 
 class ReplicaGroups:
@@ -46,7 +46,7 @@ class ReplicaGroups:
     backward at different times, so the gradients of such parameters are summed after the last pass of all stages.
     """
 
-    def __init__(self, groups: Iterable[tuple[tuple[int, ...], ReplicaGroup]], runs: RunsOf) -> None:
+    def __init__(self, groups: Iterable[tuple[tuple[int, ...], ReplicaGroup]], runs: ElementsOf) -> None:
         self._groups, self._runs = list(groups), runs
 
     def __iter__(self) -> Iterator[ReplicaGroup]:

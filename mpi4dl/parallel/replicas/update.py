@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl.comm.transport import LOW_PRECISION
-from mpi4dl.parallel.replicas.buckets import Segment, laid_out, seen_as
+from mpi4dl.parallel.replicas.buckets import BucketSegment, laid_out, seen_as
 from mpi4dl.parallel.replicas.optimizer_traits import STEP_UNITS, step_unit
 
 # Where master weights and the optimizer's state live: on the device of the model, on the host, or on disk.
@@ -111,7 +111,7 @@ class Master:
     It has the parameter's shape if it is a whole parameter, and one dim if it is a part of it.
     """
 
-    segment: Segment
+    segment: BucketSegment
     value: nn.Parameter
     target: Tensor | None
 
@@ -121,7 +121,7 @@ def stays(parameter: Tensor, home: Device) -> bool:
     return parameter.dtype not in LOW_PRECISION and home.has(parameter)
 
 
-def make_master(segment: Segment, parameter: nn.Parameter, target: Tensor, home: Device) -> Master:
+def make_master(segment: BucketSegment, parameter: nn.Parameter, target: Tensor, home: Device) -> Master:
     """The master for a segment of a parameter whose elements in the model are `target`, flat."""
     if segment.stop - segment.start == parameter.numel():
         target = target.view(parameter.shape)

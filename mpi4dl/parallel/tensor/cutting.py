@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mpi4dl.geometry import Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.expert.layer import lay_over
-from mpi4dl.parallel.replicas.groups import Run
+from mpi4dl.parallel.replicas.groups import Elements
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Grid, Layout, PartPlace
 from mpi4dl.parallel.spatial.tensor import wrap
 from mpi4dl.parallel.tensor.styles import Cut, Cuts, Cutting, Degrees
@@ -60,7 +60,7 @@ class ParameterPart:
         cut = [d for d, side in enumerate(self.box) if side.length < self.opened[d]]
         return max(cut, default=0)
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, start: int, stop: int) -> Iterator[Elements]:
         """Where elements [start, stop) of the part, flattened, are in the whole."""
         last = self._last
         behind = math.prod(self.opened[last + 1 :])
@@ -73,7 +73,7 @@ class ParameterPart:
                 stride *= size
             first, end = max(start, number * length), min(stop, (number + 1) * length)
             begin = place - number * length
-            yield Run(first - start, begin + first, begin + end)
+            yield Elements(first - start, begin + first, begin + end)
 
 
 def names_by_first(model: nn.Module) -> dict[str, list[str]]:

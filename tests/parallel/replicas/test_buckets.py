@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, Segment, plan_buckets, plan_cuts
+from mpi4dl.parallel.replicas.buckets import Bucket, BucketLayout, BucketSegment, plan_buckets, plan_cuts
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_every_element_has_one_owner(lengths: list[int], limit: int, num_ranks: 
 
 def test_spans_of_a_whole_bucket_are_its_parameters() -> None:
     layout = BucketLayout((3, 0, 2), (Bucket((2, 1, 0), (0, 2, 2), 5),), ((0, 5),), 0)
-    assert list(layout.segments(0)) == [Segment(2, 0, 2, 0), Segment(1, 0, 0, 2), Segment(0, 0, 3, 2)]
+    assert list(layout.segments(0)) == [BucketSegment(2, 0, 2, 0), BucketSegment(1, 0, 0, 2), BucketSegment(0, 0, 3, 2)]
     assert [segment.place for segment in layout.segments(0, slice(1, 4))] == [slice(1, 2), slice(2, 4)]

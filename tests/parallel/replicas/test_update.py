@@ -3,7 +3,7 @@
 import torch
 from torch import nn, optim
 
-from mpi4dl.parallel.replicas.buckets import Segment
+from mpi4dl.parallel.replicas.buckets import BucketSegment
 from mpi4dl.parallel.replicas.update import Device, Master, Update, make_master
 
 F64 = torch.float64
@@ -17,7 +17,7 @@ def test_pieces_have_the_names_of_their_parameters() -> None:
     named = [("p", parameter(2, 3)), ("q", parameter(2)), ("r", parameter(2))]
     optimizer = optim.Adam(named)
     p, q = named[0][1], named[1][1]
-    halves = [make_master(Segment(0, i, i + 3, 0), p, p.detach().view(-1)[i : i + 3], Device()) for i in (0, 3)]
+    halves = [make_master(BucketSegment(0, i, i + 3, 0), p, p.detach().view(-1)[i : i + 3], Device()) for i in (0, 3)]
     Update(optimizer, [p, q], [halves], Device())
     (group,) = optimizer.param_groups
     assert group["param_names"] == ["p", "p", "r"]
@@ -28,7 +28,7 @@ def test_what_an_optimizer_begins_with_is_cut_up() -> None:
     p = parameter(2, 3)
     optimizer = optim.Adagrad([p], initial_accumulator_value=0.5)
     optimizer.state[p]["sum"].view(-1).copy_(torch.arange(6))
-    master = make_master(Segment(0, 2, 5, 0), p, p.detach().view(-1)[2:5], Device())
+    master = make_master(BucketSegment(0, 2, 5, 0), p, p.detach().view(-1)[2:5], Device())
     Update(optimizer, [p], [[master]], Device())
     (state,) = optimizer.state.values()
     assert (state["sum"].tolist(), float(state["step"])) == ([2.0, 3.0, 4.0], 0.0)
@@ -40,7 +40,7 @@ def test_state_from_a_checkpoint_goes_where_its_parameter_is() -> None:
     where = {}
     for fused in (False, True):
         p = nn.Parameter(torch.empty(2, 3, device="meta"))
-        master = Master(Segment(0, 0, 6, 0), p, None)
+        master = Master(BucketSegment(0, 0, 6, 0), p, None)
         update = Update(optim.Adam([p], fused=fused), [p], [[master]], Device())
         found = {key: update.receive(master, key, value, F64) for key, value in saved.items()}
         assert [found[key].dtype for key in ("exp_avg", "row", "step")] == [torch.float32] * 3
