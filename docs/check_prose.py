@@ -1,10 +1,13 @@
-"""Checks the prose of README.md and docs/: `python docs/check_prose.py`, a part of `make lint`.
+"""Checks the prose of README.md, docs/ and the package: `python docs/check_prose.py`, a part of `make lint`.
 
 It fails on a sentence of more than 40 words, on a page whose sentences have more than 18 words on average, and on a
-sentence that starts with a relative clause. It also fails on words of this project that the field does not use.
+sentence that starts with a relative clause. It also fails on words of this project that the field does not use, also in
+docstrings, messages and the help of options in the package.
 `--counts` prints the lines, sentences and means of all pages.
 """
 
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ BANNED = {  # words of this project, and what the field says
     r"go(?:es)? on (?:with|under|in|on|from)": "continue, resume",
     r"lies? over ranks|laid over ranks": "is distributed over ranks",
 }
+NAMES_IN_CODE = tuple(BANNED)[:2]  # docstrings may use these words, as long as classes and variables have such names
 START = re.compile(r"What\b(?!.*\?$)|Who\b(?!.*\?$)|Whose\b(?!.*\?$)")
 BLOCKS_END = re.compile(r"^\s*(?:[-*+]|\d+\.) |^\s*$|^#|^\s*\||^\s*!!! |^=== ")
 
@@ -88,6 +92,30 @@ def problems(name: str, text: str) -> Iterator[str]:
         yield f"{name}: {mean:.1f} words a sentence on average, at most {MOST_ON_AVERAGE:.0f}"
 
 
+def strings(source: str) -> Iterator[tuple[int, str, bool]]:
+    """The line and the text of all strings of some code that have several words; True for docstrings."""
+    tree = ast.parse(source)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, kinds) and _has_docstring(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value, id(node) in docstrings
+
+
+def _has_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return ast.get_docstring(node, clean=False) is not None
+
+
+def problems_of_code(name: str, source: str) -> Iterator[str]:
+    """A line for each thing that is wrong with the docstrings, messages and help texts of a file."""
+    for line, text, is_docstring in strings(source):
+        for _, sentence in sentences(inspect.cleandoc(text)) if is_docstring else [(False, text)]:
+            for pattern, better in BANNED.items():
+                found = re.search(rf"\b(?:{pattern})\b", sentence)
+                if found and not (is_docstring and pattern in NAMES_IN_CODE):
+                    yield f"{name}:{line}: {found[0]!r}, write {better}: {sentence}"
+
+
 def pages() -> dict[str, str]:
     """The text of README.md and of all pages of docs/, by name."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,6 +137,8 @@ def main() -> int:
         print("\n".join(counts()))
         return 0
     found = [each for name, text in pages().items() for each in problems(name, text)]
+    for path in sorted((ROOT / "mpi4dl").rglob("*.py")):
+        found += problems_of_code(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     print("\n".join(found), end="\n" * bool(found))
     return bool(found)
 

@@ -4,6 +4,7 @@ As a program it writes docs/reference/options.md from the declarations of all op
 reference of the public names, made of their docstrings, as the folder `api` of the site.
 """
 
+import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -74,6 +75,7 @@ TITLES = {
     "ranks": "Plan and precision",
     "batching": "Batch and cache",
     "serving": "Server",
+    "cores": "Threads",
 }
 
 
@@ -152,7 +154,9 @@ def on_post_build(config: Any) -> None:
         for name in getattr(module, "__all__", ()):
             setattr(module, name, getattr(module, name))  # where it comes when it is first used
     pdoc.render.configure(docformat="google", footer_text=f"mpi4dl {mpi4dl.__version__}", search=True)
-    pdoc.pdoc(*MODULES, output_directory=Path(config["site_dir"]) / "api")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Cannot determine where .* is taken from")  # members that PyTorch makes in C
+        pdoc.pdoc(*MODULES, output_directory=Path(config["site_dir"]) / "api")
 
 
 if __name__ == "__main__":

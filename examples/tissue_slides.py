@@ -73,7 +73,7 @@ class Tissue:
 
 @dataclass(frozen=True)
 class Slide:
-    """What is to be written: where, how large, from which half of the image, and with which random numbers."""
+    """A slide to write: its file, size, half of the image, and seed."""
 
     path: Path
     size_px: int

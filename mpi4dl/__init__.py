@@ -9,7 +9,7 @@ Most scripts need only these names. Each is imported on first use, and `world()`
     Plan            which rank holds which stage, tile, and replica
     split           a model cut into the stages of a plan
     Engine          trains a model by a plan: step(), evaluate()
-    Checkpoints     written while training goes on, read under any plan
+    Checkpoints     written while training continues, read under any plan
     Refusal         the one error that all ranks raise together
 """
 

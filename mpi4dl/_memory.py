@@ -138,7 +138,7 @@ def within_limits(run: Callable[[], None], rank: int) -> None:
             raise
         reason = " ".join(str(error).split())
         raise Refusal(
-            f"rank {rank} is out of memory: `python -m mpi4dl.plan` with the same flags says what it would need; try "
+            f"rank {rank} is out of memory: `mpi4dl plan` with the same flags shows the memory that it needs; try "
             f"`zero` 3, `offload` disk, `recompute`, more `tiles` or a smaller `batch_size` ({reason})"
         ) from error
 

@@ -33,24 +33,23 @@ class Evaluating:
 
     images: str | None = option(
         None,
-        "a folder with one subfolder per class, with labels.csv, or with images and masks; an .npz file; none: what "
-        "validated in training",
+        "a folder with one subfolder per class, with labels.csv, or with images and masks; an .npz file; none: the "
+        "validation images of the training",
         optional(NAME),
         brief="a folder of images with labels",
         known_as=same_as("data-dir data-path data-root"),
     )
     out: str | None = option(
         None,
-        "the folder that evaluation.json and evaluation.csv are written to; none: that of the run, with the date in "
-        "their names",
+        "folder for evaluation.json and evaluation.csv; none: that of the run, with the date in their names",
         optional(NAME),
         brief="the folder for evaluation.json and evaluation.csv",
         known_as=same_as("output output-dir results-dir"),
     )
     resamples: int = option(
-        1000, "how often images are drawn anew for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO
+        1000, "number of bootstrap resamples for the intervals of metrics; 0: no intervals", COUNT_OR_ZERO
     )
-    level: float = option(0.95, "the share of resampled metrics that an interval holds", PROPER_FRACTION)
+    level: float = option(0.95, "confidence level of the intervals", PROPER_FRACTION)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
         raise ValueError(f"no checkpoint is whole: {'; '.join(skipped)}")
     file = (chosen or source) / MODEL
     if not file.is_file():
-        raise ValueError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint")
+        raise ValueError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint")
     with Reader(file) as reader:
         state = {name: reader.whole(name) for name in reader.layout.specs}
         metadata = reader.layout.metadata
@@ -85,7 +85,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
         about |= {CLASSES: json.dumps(described.classes), ABOUT: described.text}
     for name, first in ties.items():
         if first not in state or name in state:
-            raise Damaged(f"{file}: {name!r} is said to be the same as {first!r}")
+            raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in ties.items()}
     temporary = out.with_name(f".{out.name}.new")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
 USAGE = "RUN_OR_CHECKPOINT [--prompt TEXT] [--FLAG VALUE ...]"
-DESCRIPTION = "Let a trained model go on with text."
+DESCRIPTION = "Let a trained model continue text."
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,16 @@ class ToPredict:
 
     images: str | None = option(
         None,
-        "a folder, of which all images below it are taken; an image; a pattern such as 'new/*.png'; or a .txt file "
-        "with a path in each line",
+        "a folder, with all images below it; an image; a pattern such as 'new/*.png'; or a .txt file with a path in "
+        "each line",
         optional(NAME),
         brief="a folder, an image, a pattern, or a .txt list",
         known_as=same_as("data-dir data-path input source i"),
     )
     out: str | None = option(
         None,
-        "the folder for predictions.csv, predictions.jsonl and masks; images that have a line there are not looked at "
-        "again; none: predictions-IMAGES in that of the run",
+        "folder for predictions.csv, predictions.jsonl and masks; images with a line there are skipped; none: "
+        "predictions-IMAGES in that of the run",
         optional(NAME),
         brief="the folder for predictions and masks",
         known_as=same_as("output output-dir results-dir"),

@@ -41,20 +41,20 @@ class Serving:
 
     host: str = option(
         "127.0.0.1",
-        "the address to listen on; the default is reached from this machine alone",
+        "address to listen on; the default is reachable from this machine only",
         NAME,
         brief="the address to listen on",
         known_as=same_as("bind"),
     )
     port: int = option(
         8000,
-        "the port to listen on; 0: any that is free, which is printed",
+        "port to listen on; 0: any free port, which is printed",
         PORT,
         brief="the port to listen on; 0: any",
     )
     model_name: str | None = option(
         None,
-        "what requests call the model; none: the name of the folder that is served",
+        "name of the model in requests; none: the name of the served folder",
         optional(NAME),
         brief="what requests call the model",
         known_as=same_as("served-model-name"),
@@ -66,35 +66,36 @@ class Serving:
         brief="a file with the token that requests must bear",
         known_as=instead("use {option} FILE, a file that holds the token", "api-key"),
     )
-    max_queue: int = option(64, "how many texts may wait for a place in the batch; more are refused", COUNT_OR_ZERO)
+    max_queue: int = option(
+        64, "largest number of texts that wait for a place in the batch; more are refused", COUNT_OR_ZERO
+    )
     max_tokens: int | None = option(
         None,
-        "how many tokens a text may have at most; none: as many as the context has room for",
+        "largest number of tokens of a text; none: as many as the context has room for",
         optional(COUNT),
         brief="tokens of a text at most",
         known_as=same_as("max-model-len max-new-tokens"),
     )
-    max_body: int = option(1 << 20, "how long the body of a request may be at most", BYTES)
-    max_connections: int = option(512, "how many connections there may be; idle ones make room for new ones", COUNT)
-    max_per_address: int = option(256, "how many of them from one address", COUNT)
-    head_seconds: float = option(10.0, "how long a client may take to send the head of a request", POSITIVE)
-    idle_seconds: float = option(75.0, "how long a connection may be idle between requests", POSITIVE)
+    max_body: int = option(1 << 20, "largest size of the body of a request", BYTES)
+    max_connections: int = option(512, "largest number of connections; new ones replace idle ones", COUNT)
+    max_per_address: int = option(256, "largest number of connections from one address", COUNT)
+    head_seconds: float = option(10.0, "seconds that a client may take to send the head of a request", POSITIVE)
+    idle_seconds: float = option(75.0, "seconds that a connection may be idle between requests", POSITIVE)
     allowed_hosts: tuple[str, ...] | None = option(
         None,
-        "names that clients may call this server by (their Host), such as gpu7.example.org or '*.example.org'; none: "
-        "localhost, the machine's name, --host, and addresses",
+        "host names that clients may use, such as gpu7.example.org or '*.example.org'; none: localhost, the machine's "
+        "name, --host, and addresses",
         optional(NAMES),
     )
-    drain_seconds: float = option(30.0, "how long what runs may go on when the server is to stop", NOT_NEGATIVE)
-    report_seconds: float = option(60.0, "how often to report what was served; 0: only at the end", NOT_NEGATIVE)
+    drain_seconds: float = option(30.0, "seconds that running requests may take when the server stops", NOT_NEGATIVE)
+    report_seconds: float = option(60.0, "seconds between reports; 0: only at the end", NOT_NEGATIVE)
     threads: int | None = option(
         None,
-        "with how many threads a rank computes; none: as OMP_NUM_THREADS says, or its share of the cores, less one for "
-        "HTTP",
+        "number of threads of a rank; none: OMP_NUM_THREADS, or its share of the cores, less one for HTTP",
         optional(COUNT),
     )
     hang_timeout: float = option(
-        600.0, "how many seconds a step of the batch may take before all ranks are ended; 0: any", NOT_NEGATIVE
+        600.0, "seconds that a step of the batch may take before all ranks end; 0: no limit", NOT_NEGATIVE
     )
 
 
@@ -147,7 +148,7 @@ def _open(options: Serving) -> tuple[socket.socket, str | None]:
     token = _token(options.token_file)
     if token is None and not options.host.startswith(LOOPBACK) and options.host != "localhost":
         print(
-            f"mpi4dl: whoever reaches {options.host} may use this server: ask for a token by --token-file",
+            f"mpi4dl: everybody who reaches {options.host} can use this server: require a token by --token-file",
             file=sys.stderr,
         )
     try:

@@ -78,7 +78,7 @@ def test_others_may_read_the_weights_as_the_user_wants(tmp_path: Path, name: str
 
 def test_a_tie_to_nothing_is_damaged(tmp_path: Path) -> None:
     save_file({"first": torch.zeros(3)}, str(tmp_path / "model.safetensors"), metadata={"second": "../third"})
-    with pytest.raises(ValueError, match=r"'second' is said to be the same as '../third'$"):
+    with pytest.raises(ValueError, match=r"'second' is declared equal to '../third'$"):
         export(tmp_path, tmp_path / "out.pt")
 
 
@@ -118,7 +118,7 @@ def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pyt
     ("source", "out", "message"),
     [
         (".", "weights.bin", "weights.bin must end in .pt or .safetensors"),
-        (".", "weights.pt", "is neither a run of mpi4dl.train with weights nor a checkpoint"),
+        (".", "weights.pt", "is neither a run of mpi4dl train with weights nor a checkpoint"),
         ("no", "weights.pt", "no: no such folder; name a run, or one of its checkpoints"),
         (".", "no/weights.pt", "no; make it first"),
     ],

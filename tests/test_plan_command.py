@@ -176,8 +176,8 @@ def test_a_timeline_is_drawn_as_text(tmp_path: Path) -> None:
         (["--memory", "4GiB"], "--memory is what each of --ranks ranks has: say how many there are"),
         (["--memory", "4"], "--memory is '4', but must be a size such as 4GiB"),
         (["--rank-gflops", "0"], "--rank-gflops is '0', but must be a number greater than 0"),
-        (["--stages", "20"], "small_resnet: Sequential has 11 atoms, too few for 20 stages"),
-        (["--stages", "2", "--balance", "3,4"], "small_resnet: balance 3,4 puts 7 atoms into 2 stages"),
+        (["--stages", "20"], "small_resnet: Sequential has 11 units, too few for 20 stages"),
+        (["--stages", "2", "--balance", "3,4"], "small_resnet: balance 3,4 puts 7 units into 2 stages"),
         (["--stages", "2", "--tiles", "1x1,1x1,1x1"], "--tiles has 3 entries, but --stages 2 needs 1 for all"),
         (["--data", "8"], "--data 8 replicas cannot share a batch of 4: raise --batch-size"),
         (["--model", "smal_resnet"], "model 'smal_resnet' is unknown; the nearest names are 'small_resnet'"),
@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused_with_one_message(
 def test_atoms_are_timed_once(capsys: pytest.CaptureFixture[str]) -> None:
     main([*STAGES, "--tiles", "1x2,1x1"])
     first = capsys.readouterr().out
-    assert "atoms timed on their tiles, on 1 thread here" in first
+    assert "units timed on their tiles, on 1 thread here" in first
     main([*STAGES, "--tiles", "1x2,1x1"])
     assert capsys.readouterr().out == first
 
@@ -404,8 +404,8 @@ def test_all_visits_to_patches_are_planned(capsys: pytest.CaptureFixture[str]) -
         main([*flags, "--batch-size", batch, "--tiles", "1x2"])
         told.append(capsys.readouterr().out)
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in models.build("small_resnet", 2).modules())
-    assert f"{2 * norms + 2} times a step, {norms + 1} forward and {norms + 1} backward, with 8 visits" in told[0]
-    assert "with 16 visits of a rank each time" in told[1]
+    assert f"{2 * norms + 2} times a step, {norms + 1} forward and {norms + 1} backward, with 8 tiles" in told[0]
+    assert "with 16 tiles of a rank each time" in told[1]
     flops = [float(re.findall(r": ([\d.]+) GFLOP forward", each)[0]) for each in told]
     seconds = [float(re.findall(r"^([\d.]+) (?:s|ms), bubble", each, re.MULTILINE)[0]) for each in told]
     assert flops[1] == pytest.approx(2 * flops[0], rel=0.01)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from docs.check_prose import average, pages, problems, sentences
+from docs.check_prose import average, pages, problems, problems_of_code, sentences
 from docs.reference import OPTIONS, options_page
 from mpi4dl._commands import command_names
 from mpi4dl.estimate.dry_run import memory_of_command
@@ -263,6 +263,17 @@ LONG = "Rank 0 reads a file and " * 9 + "stops."
 def test_the_check_of_prose_finds(text: str, what: str) -> None:
     found = list(problems("a.md", text))
     assert any(what in each for each in found) if what else not found
+
+
+def test_docstrings_messages_and_help_keep_to_the_rules() -> None:
+    for path in (ROOT / "mpi4dl").rglob("*.py"):
+        assert list(problems_of_code(path.name, path.read_text())) == []
+
+
+def test_the_check_of_prose_looks_at_the_strings_of_code() -> None:
+    code = '"""The module is told."""\ndef visit(): "Visits an atom."\nraise ValueError(f"{1} visits")\nx = "Held"'
+    found = [problem.split(",")[0] for problem in problems_of_code("a.py", code)]
+    assert found == ["a.py:1: 'is told'", "a.py:3: 'visits'"]
 
 
 def test_sentences_are_counted_without_code_links_and_tables() -> None:

@@ -71,7 +71,7 @@ def test_a_step_that_all_ranks_refuse_costs_nothing(ranks: Ranks, uninterrupted:
     ranks(2).run(refused_step, flags)
     assert [path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")] == ["step-00000003"]
     log = (tmp_path / "run" / "log-rank0.txt").read_text()
-    assert f"saved at step 3 of 15; go on with: mpirun -n 2 python -m mpi4dl.train {flags[0]} " in log
+    assert f"saved at step 3 of 15; resume with: mpirun -n 2 python -m mpi4dl.train {flags[0]} " in log
     ranks(2).run(train, [*flags, "--resume", "auto"])
     assert_the_same_run(tmp_path / "run", uninterrupted)
 

@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(ranks: Ranks, uninterrupt
     assert_the_same_run(folder, uninterrupted)
     log = (folder / "log-rank0.txt").read_text()
     assert re.search(rf"skipped {newest}: {WEIGHTS}: bytes \d+ to \d+ are not those that were written\n", log)
-    assert f"goes on from {before}: step 10, epoch 3\n" in log
+    assert f"resumes from {before}: step 10, epoch 3\n" in log
     assert checkpoints_in(folder / "checkpoints") == [newest, before]
 
 
@@ -270,9 +270,9 @@ REFUSALS: list[tuple[str, str]] = [
     ("--seed 3", "was written with --seed 0, but this is 3"),
     ("--optimizer SGD --scheduler-options cycle_momentum=False,max_lr=0.01,total_steps=20", "--optimizer AdamW, but"),
     ("--model resnet_v2 --model-options depth=20", "was written with --model small_resnet, but this is resnet_v2"),
-    ("--val-fraction 0.3", "was written with --val-fraction 0.4, but this is 0.3: go on with what it was"),
-    ("--mean 0.4", "was written with --mean 0.5, but this is 0.4: go on with what it was"),
-    ("--std 0.3", "was written with --std 0.25, but this is 0.3: go on with what it was"),
+    ("--val-fraction 0.3", "was written with --val-fraction 0.4, but this is 0.3: keep the value of the checkpoint"),
+    ("--mean 0.4", "was written with --mean 0.5, but this is 0.4: keep the value of the checkpoint"),
+    ("--std 0.3", "was written with --std 0.25, but this is 0.3: keep the value of the checkpoint"),
     ("--num-classes 5", "is of another model: .* there, but shape .* here"),
 ]
 
@@ -311,7 +311,7 @@ def test_values_that_are_not_used_are_not_stored(ranks: Ranks, uninterrupted: Pa
     ranks(2).run(train, flags_of(folder, "--max-steps", "5"))
     ranks(2).run(train, flags_of(folder, "--max-steps", "10", "--resume", "auto", "--lr", "5"))
     log = folder / "log-rank0.txt"
-    assert log.read_text().count("--lr 5.0 is not used: the checkpoint goes on with 0.01\n") == 1
+    assert log.read_text().count("--lr 5.0 is not used: the run continues with 0.01\n") == 1
     assert "\nlr = 0.01\n" in (folder / "config-step-00000005.toml").read_text()
     ranks(2).run(train, flags_of(folder, "--resume", "auto"))
     assert log.read_text().count("is not used") == 1

@@ -122,7 +122,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     job = mpirun(2, "-c", HEARS, *flags_of(tmp_path / "run"), sends=("step 6 ", number))
     assert (job.code, job.stderr) == (0, "")
     last = job.stdout.splitlines()[-1]
-    said = re.fullmatch(rf"stopped by {number.name} at step ([67]) of 15; go on with: mpirun -n 2 python -m (.*)", last)
+    said = re.fullmatch(
+        rf"stopped by {number.name} at step ([67]) of 15; resume with: mpirun -n 2 python -m (.*)", last
+    )
     assert said is not None, last
     assert checkpoints_in(tmp_path / "run" / "checkpoints")[0].name == f"step-0000000{said[1]}"
     assert not (tmp_path / "run" / WEIGHTS).exists()

@@ -49,7 +49,7 @@ def test_what_is_streamed_is_said(ranks: Ranks, tmp_path: Path) -> None:
     ends = ("2x2", "up to stem.3"), ("9x9", "up to stem.2")
     for counts, end in ends:
         ranks(1).run(train, [*flags, counts, "--run-folder", str(tmp_path / counts)])
-        said = f"each rank visits {counts} tiles one after the other, {end}\n"
+        said = f"each rank streams {counts} tiles one after the other, {end}\n"
         assert said in (tmp_path / counts / "log-rank0.txt").read_text()
 
 
@@ -167,15 +167,15 @@ def test_a_dry_run_says_what_it_would_take(ranks: Ranks, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stream 4", "--stream 4: streaming visits 1 axes, but images have 2"),
-        ("--stream 2x400", "--stream 2x400: images of 144x144 pixels have no 2x400 tiles to visit"),
+        ("--stream 4", "--stream 4: streaming cuts 1 axes, but images have 2"),
+        ("--stream 2x400", "--stream 2x400: images of 144x144 pixels are too small for 2x400 tiles"),
         ("--stream 2x2 --stream-until none_such", "--stream 2x2: there is no 'none_such' in the first stage, whose"),
         ("--stream 2x2 --stream-until head", "--stream 2x2: the whole model would be streamed, up to head"),
-        ("--stream auto", "--stream auto needs --memory-limit: within what a rank's memory is to stay, such as 6GiB"),
+        ("--stream auto", "--stream auto needs --memory-limit: the limit of a rank's memory, such as 6GiB"),
         ("--stream 2x2 --memory-limit 1GiB", "--memory-limit 1,024.0 MiB is for --stream auto, which chooses"),
         pytest.param(
             "--stream auto --memory-limit 30MiB",
-            "--stream auto: no visits keep a rank within 30.0 MiB: the least would be",
+            "--stream auto: no tiles keep a rank within 30.0 MiB: the least would be",
             marks=pytest.mark.exhaustive,
         ),
         ("--stream-until stem", "--stream-until stem says where streaming ends, but --stream is missing"),

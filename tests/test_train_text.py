@@ -116,7 +116,7 @@ def test_dry_runs_say_of_text_what_they_say_of_images(ranks: Ranks, corpus: Path
     said = ranks(2).run(dry_run, [*flags, *staged])[0]
     assert "tokens read of each batch" in said
     assert "rank 0: tokens 0-12 of samples 0-4" in said
-    assert "atoms timed on their tiles" in said
+    assert "units timed on their tiles" in said
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_documents_apart(ranks: Ranks, corpus: Path, tmp_path: Path, plan: str) 
     expected = plain_losses(short, tmp_path / "tokens", 4, True, True)
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
     assert expected != pytest.approx(plain_losses(short, tmp_path / "tokens", 4, True), rel=1e-4)
-    assert "what the model goes on with after 're':\nre" in (tmp_path / "run" / "log-rank0.txt").read_text()
+    assert "the model continues 're':\nre" in (tmp_path / "run" / "log-rank0.txt").read_text()
 
 
 def test_a_run_goes_on_by_other_plans(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ REFUSED = {
     "--tensor 2 --tensor-styles nowhere.toml": "--tensor-styles nowhere.toml: ",
     "--model resnet18": "--model resnet18 takes images, which --text has not",
     "--tensor 3": "has 2 heads of keys, which 3 ranks cannot share",
-    "--stages 6": "GPT has 4 atoms, too few for 6 stages",
+    "--stages 6": "GPT has 4 units, too few for 6 stages",
     "--tokenizer words": "--tokenizer words: must be bytes, or bpe:",
     "--num-classes 5": "--num-classes 5: of text it is that of different tokens, 257 here",
     "--stream 2x2": "--stream and --patches are for images, but --text was given",

@@ -45,7 +45,7 @@ from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.parallel.replicas.buckets import Shard
 from mpi4dl.parallel.replicas.update import options_of
 
-# What a checkpoint knows of an engine, taken from it and put back, whatever plan it had and has.
+# The values of an engine in a checkpoint, taken from it and put back, under any plan.
 #
 # Every rank contributes the shards of parameters that it holds, and what else of the model it is the first to hold.
 
@@ -214,8 +214,8 @@ class Checkpoints:
     """The checkpoints in one folder, of which the newest `keep` stay. Every method is collective but `failed`.
 
     `skipped` says what was wrong with those that `newest` passed over. Only one job at a time may use a folder. Before
-    its first `save`, a run that did not `load` from this folder moves what it finds there into a folder earlier-...
-    beside its own checkpoints, where nothing deletes it; one that did moves what is newer than what it loaded.
+    its first `save`, a run that did not `load` from this folder moves older checkpoints into a folder earlier-...,
+    where nothing deletes them. A run that did moves those that are newer than its own.
 
     Raises:
         Refusal: on all ranks: another job uses the folder, it cannot be made, or not all ranks see it.

@@ -86,7 +86,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
     version, files = root.at("format").integer(), root.at("files")
     if version != FORMAT:
         raise Unreadable(
-            f"its format is {version}, but this version of mpi4dl reads {FORMAT}: go on with the one that wrote it"
+            f"its format is {version}, but this version of mpi4dl reads {FORMAT}: use the version that wrote it"
         )
     if root.at("crc32").integer() != _crc32(files.plain):
         raise Damaged(f"{MANIFEST} is not as it was written")

@@ -22,7 +22,7 @@ from mpi4dl.parallel.spatial.halo_prefetch import Holding
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
 
-# What an engine must have for a checkpoint to be taken of it.
+# The interface of an engine for checkpoints.
 
 
 class Scaler(Protocol):
@@ -54,7 +54,7 @@ class Kept(Protocol):
     def buffers(self) -> dict[str, Tensor]: ...
 
 
-# What the norms of a rank's stages have learned of what follows them, as JSON.
+# The halo prefetches of the norms of a rank's stages, as JSON.
 #
 # It decides in which order sums are made, so that a run that goes on must know it to go on to the last bit.
 

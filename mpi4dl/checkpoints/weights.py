@@ -43,7 +43,7 @@ from mpi4dl.parallel.replicas.group import SLOT
 ENUM = re.compile(r"\w+_Weights\.\w+")
 PRETRAINED, TIMM = "pretrained", "timm/"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")
-# What reading a damaged pickle raises.
+# Errors of a damaged pickle.
 DAMAGED = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, struct.error)
 CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 # Communicators are given back to MPI, which has some two thousand: those that nobody holds, when one is needed next.
 #
 # To free a communicator is a collective call, though no MPI that is known sends anything for it. All ranks of an SPMD
-# program let go of their communicators alike, and all of them come to make the next one; so there they are freed. What
-# only the garbage collector finds, as in an engine that a hook refers to, is looked for when many are alive.
+# program let go of their communicators alike, and all of them come to make the next one; so there they are freed.
+# Communicators that only the garbage collector finds, as in an engine that a hook refers to, are collected when many
+# are alive.
 
 MANY = 256
 

@@ -325,7 +325,7 @@ class Exchange:
         return result
 
     def _begin(self, result: Tensor, moves: Moves) -> None:
-        """Fill what comes from nowhere."""
+        """Fill the parts of the result that no rank sends."""
         for cut in ((),) if moves.edges is None else moves.edges:
             at(result, cut).fill_(self.fill)
 

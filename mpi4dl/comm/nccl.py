@@ -6,22 +6,22 @@
     messages from one rank to another, all else   MPI, as "staged"
 
 NCCL has no tags: of two ranks, the first that one sends is the first that the other receives, and a group does one
-thing after the other. So what goes by it must stand in one order, of all calls on all communicators, in which each rank
-makes those that it takes part in: of those that are not complete the first then has all its ranks in it, and there is
-no circle. Ranks that share a stage make their calls in such an order ("Order" and "A table cannot deadlock" in
-docs/explanation/design-decisions.md). Values between stages have no such order: two stages send to each other at once,
-and post receives ahead of time. Nor do the second phases of our own all-reduces, which start when the first are found
-to be complete, nor sums over both directions of GEMS, whose ranks end their stages in opposite orders. So the call
-decides, both ends of which are one, `Messenger.iexchange(collective=True)`, on a communicator that is `ordered`;
-nothing about a message does, its size least of all.
+thing after the other. So its calls, on all communicators, must have one order, in which each rank makes its own. The
+first incomplete call then has all its ranks, and there is no cycle of waits. Ranks that share a stage make their calls
+in such an order ("Order" and "A table cannot deadlock" in docs/explanation/design-decisions.md). Values between stages
+have no such order: two stages send to each other at once, and post receives ahead of time. Nor do the second phases of
+our own all-reduces, which start when the first are found to be complete, nor sums over both directions of GEMS, whose
+ranks end their stages in opposite orders. So the call decides, both ends of which are one,
+`Messenger.iexchange(collective=True)`, on a communicator that is `ordered`; nothing about a message does, its size
+least of all.
 
 Groups are connected where communicators are made, by all of their ranks: in a first message, NCCL would keep a host
-that others wait for. A group takes memory of the GPU, and most communicators never sum a gradient. So messages, which
-concern two ranks whatever communicator names them, go by the group of all; and each `AllReduce` makes one of its own,
-which also keeps halos from standing in line behind a bucket of gradients.
+that others wait for. A group takes memory of the GPU, and most communicators never sum a gradient. So messages of two
+ranks, on any communicator, use the group of all ranks. Each `AllReduce` makes a group of its own, so halos need not
+wait behind a bucket of gradients.
 
-A rank that waits for NCCL looks again and again whether the GPU has come so far, and drives messages of MPI meanwhile:
-what another rank waits for before it comes to its own end of the call may be one of those.
+A rank that waits for NCCL polls the GPU, and drives messages of MPI meanwhile: another rank may wait for one of these
+before it makes its own end of the call.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The cores and GPUs that the ranks of one machine share, and how a rank waits for others.
 
-A wait begins by spinning, which finds what comes within microseconds soonest, and cedes its core more the longer it
-takes: other ranks, another job or another program may need it.
+A wait begins by spinning, which is fastest for messages within microseconds. The longer it takes, the more it cedes its
+core: other ranks, another job or another program may need it.
 
     0            SPIN_SECONDS                 YIELD_SECONDS
     |--- looks ---|--- looks, yields its core ---|--- looks, naps of a NAP_SHARE of the time waited so far --->

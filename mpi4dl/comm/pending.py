@@ -17,7 +17,7 @@ from mpi4dl.comm.node import Node
 from mpi4dl.comm.requests import Receives, Request
 from mpi4dl.comm.streams import here
 
-# What a rank does as events of torch.profiler, and as ranges of NVTX under its `emit_nvtx`.
+# The work of a rank as events of torch.profiler, and as ranges of NVTX under its `emit_nvtx`.
 #
 # mpi4dl:forward of stage 0, microbatch 1      an action of the plan's table, as its drawing has it
 # mpi4dl:wait                                  this rank waits for others

@@ -15,7 +15,7 @@ class Mismatch(ValueError, RuntimeError):
     """Ranks made calls that do not belong together: other operations, sizes or dtypes."""
 
 
-# What code raises for arguments that it does not take. Anything else says nothing of the code, but of the machine.
+# Errors of code about wrong arguments. Anything else says nothing of the code, but of the machine.
 NOT_TAKEN = (
     ArithmeticError,
     AssertionError,

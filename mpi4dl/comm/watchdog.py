@@ -254,8 +254,8 @@ def end_job(code: int) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Leave together: MPI shuts down, then the process ends at once, whatever threads of Python still run.
 
-    MPICH signs off from its launcher in an exit handler of C, which `os._exit` would skip: the launcher would take
-    the first rank to end for a crash, kill the others, and report that.
+    MPICH signs off from its launcher in an exit handler of C, which `os._exit` would skip. The launcher would then
+    treat the first rank that ends as a crash, and kill the others.
     """
     from mpi4py import MPI
 

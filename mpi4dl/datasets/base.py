@@ -108,9 +108,9 @@ class Dataset(Protocol):
             def read(self, rows, cols):
                 return self.pixels[rows.start : rows.stop, cols.start : cols.stop]
 
-    `--dataset my_code.py:Scans --dataset-options root=scans` trains on them. It may say more: `name(index)`, which
-    stays that of a sample when others come or go, so that setting some aside for validation moves no other; `task`,
-    what labels are for (classify, multilabel, regress, survival, segment), if they do not tell.
+    `--dataset my_code.py:Scans --dataset-options root=scans` trains on them. It may have more: `name(index)`, a name
+    that does not depend on other samples, so that the split for validation is stable; `task` (classify, multilabel,
+    regress, survival, segment), if the labels do not show it.
     """
 
     @property

@@ -159,8 +159,8 @@ _UNREADABLE = (OSError, EOFError, SyntaxError, zlib.error)  # what decoders rais
 class OwnDataset:
     """A dataset of the user's; a sample without a name is called by its number.
 
-    The task is the dataset's `task`, or follows from the form of a label: an integer is a class, integers of 0 and 1
-    are multilabel, floating point is to be estimated, and two dims or more are a mask.
+    The task is the dataset's `task`, or follows from the form of a label. An integer is a class, integers of 0 and 1
+    are multilabel, floating point is regression, and two dims or more are a mask.
 
     Raises:
         DatasetError: it lacks a part of what `base.Dataset` names, has no samples, or gives something else for them.
@@ -356,7 +356,7 @@ class _OwnImage:
     def read(self, *space: Interval) -> Values:
         found, drawn = self._read(*space)
         if drawn:
-            # What is drawn must not depend on the box: a part of it is read again, from the same state.
+            # Random draws must not depend on the box: a part of it is read again, from the same state.
             inner = [Interval(each.start + each.length // 4, each.stop - each.length // 4) for each in space]
             part = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, space, strict=True))
             if not np.array_equal(found[part], self._read(*inner)[0], equal_nan=True):

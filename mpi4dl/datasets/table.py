@@ -13,7 +13,7 @@
     a/1.png,37.5,1
 
 Values are separated by commas, semicolons or tabs; the text is UTF-8, or UTF-16 as Excel writes it. A column `split`
-says of each image whether it is for train, val or test. Columns that say who or what an image is of, such as
+says of each image whether it is for train, val or test. Columns that identify a patient or sample, such as
 `patient_id`, are no labels.
 
 If no task is given, it follows from the columns, provided that they can mean only one. A column of few whole numbers
@@ -44,10 +44,10 @@ CLASS_COLUMNS = ("class", "label")
 SURVIVAL = ("time", "event")
 TASKS = ("classify", "multilabel", "regress", "survival")
 FEW_VALUES = 20  # so many whole numbers may be classes
-_EXACT_DIGITS = 16  # numbers of fewer are told apart as floating point
+_EXACT_DIGITS = 16  # numbers with fewer digits differ as floating point
 _LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
 _DELIMITERS = ",;\t"
-# Who or what an image is of, and numbers of lines; not class_id.
+# Identifiers of patients or samples, and numbers of lines; not class_id.
 _IDENTIFIED = "case|patient|pat|subject|person|slide|sample|specimen|study|series|donor|block|scan|accession|barcode"
 _IDENTIFIER = re.compile(
     rf"({_IDENTIFIED})s?(_?(id|ids|no|nr|number|name|code|key|barcode|uid))?|id|uid|uuid|mrn|pid|index|row|nr|no|fold|"
@@ -210,7 +210,7 @@ def _lines(path: Path) -> tuple[str, list[str], list[_Line], str]:
 
 
 def identifies(column: str) -> bool:
-    """Whether a column of this name says who or what an image is of, and is nothing to be learnt."""
+    """Whether a column of this name identifies a patient or sample, and is no label."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", column.strip())
     return _IDENTIFIER.fullmatch(re.sub(r"[\W_]+", "_", name).strip("_").casefold()) is not None
 
@@ -223,7 +223,7 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     named = next((name for name in columns or () if identifies(name)), None)
     if named is not None:
         raise DatasetError(
-            f"{path}: the column {named!r} says who or what an image is of, and is nothing to be learnt: name others "
+            f"{path}: the column {named!r} identifies a patient or sample, and is no label: name others "
             "by `label_columns`, or rename it"
         )
     others = [name for name in found if not identifies(name)]

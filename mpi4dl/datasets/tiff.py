@@ -23,7 +23,7 @@ from mpi4dl.datasets.colour import TAG, WHITE, bytes_of, rgb_of, rgb_of_inks, up
 from mpi4dl.datasets.reader_process import ask
 from mpi4dl.geometry import Interval, ceil_div
 
-# What the samples of a TIFF page mean: how they are scaled, which are colours, and how they become RGB bytes.
+# The meaning of the samples of a TIFF page: scale, colours, and conversion to RGB bytes.
 
 # Values of tags of TIFF 6.0.
 _MIN_IS_WHITE, _MIN_IS_BLACK, _RGB, _PALETTE, _INKS, _YCBCR = 0, 1, 2, 3, 5, 6
@@ -126,7 +126,7 @@ def _by_palette(page: Any) -> Callable[[Samples], Pixels]:
 
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
-# What is decoded at a time, one tile or strip, is not larger than the largest picture that Pillow decodes whole.
+# A tile or strip, which is decoded at once, is not larger than the largest picture that Pillow decodes whole.
 MOST_PIXELS_AT_ONCE = 178_956_970
 
 # JPEG XR, by both of its numbers: at some damaged files its decoder ends the process.

@@ -79,13 +79,13 @@ class Batch:
     """This rank's boxes of a global batch.
 
     `tiles` are float32 (samples in the box, channels, rows, columns), one for each box, or `LazyImages` of them; int64
-    (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and
-    other integers as int64, floating point in its own type, and masks (samples, ..., height, width) as the images are
-    shown, whole on every rank; mixed classes are shares of them (samples, classes). `errors`, if the loader reports
-    them, maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is
-    there only on ranks that hold a part of the image, and perhaps not on all.
-    `digests` are, of samples that ranks compare, those of the label and of the image, or -1 of what this rank has not.
-    `problem`, reported too, is what this rank alone may be short of: a file that others see, a package.
+    (samples in the box, tokens) of text. `labels` and `indices` are those of the whole batch: classes, tokens and other
+    integers as int64, floating point in its own type. Masks (samples, ..., height, width) are transformed like their
+    images, and whole on every rank. Mixed classes are shares (samples, classes). `errors`, if the loader reports them,
+    maps positions in the global batch to what is wrong with that image, whose tiles are zeros. A position is there only
+    on ranks that hold a part of the image, and perhaps not on all. `digests` are, of samples that ranks compare, those
+    of the label and of the image, or -1 of what this rank has not. `problem`, reported too, is what this rank alone may
+    be short of: a file that others see, a package.
     """
 
     tiles: tuple[torch.Tensor | LazyImages, ...]

@@ -75,7 +75,7 @@ class Known(NamedTuple):
 
 
 def known_of_model(given: Started, unit: StepUnit, turns: bool) -> Known:
-    """What `agree_on_model` compares. No other rank is asked."""
+    """The values that `agree_on_model` compares. No other rank is asked."""
     stages, optimizer, name = given.stages, given.optimizer, type(given.optimizer).__name__
     description = [(name, shape, str(dtype), name in stages.trained) for name, (shape, dtype) in stages.shapes.items()]
     digest = hashlib.sha256(repr(description).encode()).hexdigest()[:16]
@@ -104,7 +104,7 @@ def agree_on_model(given: Started, known: Known, **facts: Any) -> None:
     given.comm.agree(unlike)
 
 
-# What ranks have of the values of an engine: shard by shard as they own them, or whole on rank 0.
+# The values of an engine on ranks: shard by shard as they own them, or whole on rank 0.
 
 
 class Values:
@@ -353,8 +353,8 @@ class Engine(Values):
         `tiles` are those that `reads` names, in that order, (n, C, h, w) each; one may come without a sequence around
         it. `targets` are those of the whole batch. `microbatches` says how the batch is divided if samples were taken
         out of it since. `tell()`, called when the gradients are there, gives numbers, as many on each rank, whose sums
-        over all ranks travel with the loss. Raises `NotFinite` on all ranks, with everything as it was, if the loss or
-        the gradient is not finite; under fp16 a gradient that overflows makes no step, and 20 in a row are refused.
+        over all ranks travel with the loss. Raises `NotFinite` on all ranks, and changes nothing, if the loss or the
+        gradient is not finite. Under fp16 a gradient that overflows skips the step, and 20 in a row are refused.
         """
         if self.is_averaged:
             raise ValueError("a step was asked for while the weights are their average: leave `averaged()` before it")

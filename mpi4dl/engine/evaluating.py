@@ -20,7 +20,7 @@ from mpi4dl.parallel.spatial.sums import owned
 from mpi4dl.tasks.formulas import SummedLoss, main_output
 from mpi4dl.tasks.measuring import Measures, Value, joined
 
-# What is put back as it was: modes after an evaluation, and what a refused step changed beside gradients.
+# Restored state: modes after an evaluation, and changes of a refused step besides gradients.
 
 
 class Undo:

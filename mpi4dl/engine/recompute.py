@@ -63,7 +63,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
         args, kwargs = pytree.tree_unflatten(again, structure)
         return forward(*args, **kwargs)
 
-    # What is kept are plain tensors, which others may hook.
+    # The kept values are plain tensors, which others may hook.
     plain = [value if was is None else was.local for value, was in zip(values, spread, strict=True)]
     before = _versions(block)
     outputs = checkpoint(run, *plain, use_reentrant=False, context_fn=contexts)

@@ -95,7 +95,7 @@ FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **options: Any) -> PlanSummary:
     """The summary of a training by this configuration; `options` are others of `overview`.
 
-    Of patches one visit is looked at, an image that has just so many of them for each rank, and all are counted.
+    With patches it looks at one visit, as an image of these patches of each rank, and multiplies it by their number.
     """
     chosen = engine_options(config)
     shown, bags = config, bag_options(config, plan)
@@ -218,9 +218,9 @@ def stream_of(
     if asked is None and chosen.stream_until is not None:
         raise ConfigError(f"`stream_until` {chosen.stream_until} says where streaming ends, but `stream` is missing")
     if asked == "auto" and limit is None:
-        raise ConfigError("`stream` auto needs `memory_limit`: within what a rank's memory is to stay, such as 6GiB")
+        raise ConfigError("`stream` auto needs `memory_limit`: the limit of a rank's memory, such as 6GiB")
     if asked != "auto" and limit is not None:
-        raise ConfigError(f"`memory_limit` {mebibytes(limit)} is for `stream` auto, which chooses the visits by it")
+        raise ConfigError(f"`memory_limit` {mebibytes(limit)} is for `stream` auto, which chooses the tiles by it")
     if asked is None:
         return None
     if not isinstance(asked, str):
@@ -231,13 +231,13 @@ def stream_of(
 
     def choose(cuttable: Cuttable, counts: Sequence[int]) -> StreamOptions:
         found = forecaster.visits(plan, counts, limit or 0, any_zero=False)
-        foreseen = f"{mebibytes(found.num_bytes)} foreseen of {mebibytes(limit or 0)}"
-        return replace(found.options, remark=f"`stream` auto: {words(found)}, {foreseen}")
+        estimated = f"estimated {mebibytes(found.num_bytes)} of {mebibytes(limit or 0)}"
+        return replace(found.options, remark=f"`stream` auto: {words(found)}, {estimated}")
 
     return choose
 
 
-# What a run says before its first step: whether it fits into its nodes' memory, and what makes its steps slow.
+# The lines of a run before its first step: whether it fits into its nodes' memory, and reasons for slow steps.
 #
 # Rank 0 counts what each rank needs, on shapes. Each node adds up its own ranks, and compares the sum with what it has.
 #

@@ -88,9 +88,9 @@ class Passes:
                 f", about {in_words(self.step_flops(exact) * flop_seconds)} a step" for exact in (True, False)
             )
         found = (
-            f"`stream_norm` exact visits each part of the images {self.each_step} times a step, {self.forward} forward "
-            f"and {self.backward} backward, with {counted(self.visits, 'visit')} of a rank each time{slow}; "
-            f"`stream_norm` running, by running statistics, makes it 2 times{fast}"
+            f"`stream_norm` exact reads each part of the images {self.each_step} times a step, {self.forward} forward "
+            f"and {self.backward} backward, with {counted(self.visits, 'tile')} of a rank each time{slow}; "
+            f"`stream_norm` running, by running statistics, reads them 2 times{fast}"
         )
         if max(map(max, self.rounds)) > 1:
             found += f"; more `stream_segments` than {len(self.rounds)} repeat less, and keep more memory"

@@ -24,13 +24,13 @@ class Shown:
 
     timeline: str | None = option(
         None,
-        "where to draw the timeline of a step, as FILE.png or FILE.txt; none: nowhere",
+        "file for a drawing of the timeline of a step, FILE.png or FILE.txt; none: no file",
         optional(NAME),
         flag_only=True,
         brief="FILE.png or FILE.txt for the timeline of a step",
     )
     rank_gflops: float = option(
-        50.0, "what a rank is assumed to compute per second, in GFLOP, unless it is measured", POSITIVE, flag_only=True
+        50.0, "assumed speed of a rank in GFLOP per second, where it is not measured", POSITIVE, flag_only=True
     )
 
 
@@ -40,28 +40,28 @@ class Searched:
 
     search: bool = option(
         False,
-        "show the fastest of all plans for --ranks ranks, instead of the one that flags name, as --ranks alone does",
+        "search for the fastest plans for --ranks ranks, instead of showing one plan; --ranks alone does the same",
         BOOLEAN,
         flag_only=True,
         brief="show the fastest of all plans for --ranks",
     )
     ranks: int | None = option(
         None,
-        "for how many ranks to search",
+        "number of ranks of the search",
         optional(COUNT),
         flag_only=True,
-        brief="for how many ranks to search",
+        brief="number of ranks of the search",
         known_as=same_as("n np gpus devices num-gpus world-size nproc"),
     )
     ranks_per_node: int | None = option(
         None,
-        "how many of them share a node, as those who share features are to; none: all",
+        "number of ranks on a node, within which ranks share features; none: all",
         optional(COUNT),
         flag_only=True,
     )
     memory: int | None = option(
         None,
-        "how much memory each rank has, such as 4GiB; none: any",
+        "memory of each rank, such as 4GiB; none: no limit",
         optional(BYTES),
         flag_only=True,
         brief="how much memory each rank has, such as 4GiB",

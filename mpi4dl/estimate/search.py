@@ -43,8 +43,9 @@ def candidates(
     `degrees` are by how many ranks the parameters of layers, and experts, can be shared. `kept` are fields of plans
     that are not searched. All microbatches together are those of `accumulate` batches.
 
-    Left out is what is no faster than another one in the same memory (gpipe, and layer but for one microbatch, beside
-    1f1b), and uneven numbers of tiles other than many first and few last, all of one shape each.
+    It leaves out plans that are no faster than another one in the same memory (gpipe, and layer for several
+    microbatches, beside 1f1b). It leaves out uneven numbers of tiles other than many first and few last, all of one
+    shape each.
     """
     batch_size, size = image[0], space_of(image)
     powers = [accumulate * 2**e for e in range(10) if 2**e <= min(batch_size // accumulate, MOST_MICROBATCHES)]
@@ -157,7 +158,7 @@ def outlooks(
     return found
 
 
-# What a search for plans found, in words: a table of the fastest, and the command that starts each of them.
+# The result of a search for plans: a table of the fastest, and the command that starts each of them.
 
 SHOWN = 10
 
@@ -182,7 +183,7 @@ def ranked(
         [str(i + 1), f"{each.samples_per_second * (num_tokens or 1):.3g}", _mebibytes(each.num_bytes), str(each)]
         for i, each in enumerate(best)
     ]
-    timed = "atoms timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
+    timed = "units timed on this machine" if all(each.timed for each in best) else "by counted FLOPs where not timed"
     lines += [f"the fastest, simulated ({timed}; ranks with a core each), with the memory of the rank that needs most:"]
     lines += list(aligned(rows, left={"plan"}))
     if not num_tokens:

@@ -51,7 +51,7 @@ from mpi4dl.parallel.tables.drawing import as_text
 from mpi4dl.parallel.tables.simulator import Costs, Report, Simulation, check, simulate
 from mpi4dl.parallel.tensor.styles import Styles
 
-# What the stages of a model have to do for a microbatch: counted by running them on the meta device.
+# The work of the stages of a model for a microbatch, counted by running them on the meta device.
 
 
 class Work(NamedTuple):
@@ -173,7 +173,7 @@ class PlanSummary:
         mean = sum(seconds) / plan.num_stages or 1.0
         total = sum(work.forward_flops for work in self.work) or 1.0
         traced, staged, mirrored = bool(self.work[0].atoms), plan.num_stages > 1, plan.num_directions > 1
-        columns = ["stage", "ranks", *["mirrored"] * mirrored, "tiles", "ways", *["atoms"] * traced, "parameters"]
+        columns = ["stage", "ranks", *["mirrored"] * mirrored, "tiles", "ways", *["units"] * traced, "parameters"]
         columns += ["FLOPs", *["cost/mean", "hands on"] * staged]
         rows = [columns]
         for stage, work in enumerate(self.work):
@@ -188,7 +188,7 @@ class PlanSummary:
                 cells.append(f"{seconds[stage] / mean:.2f}")
                 cells.append(mebibytes(work.handed_bytes) if stage + 1 < plan.num_stages else "-")
             rows.append(cells)
-        lines = list(aligned(rows, left={"tiles", "atoms"}))
+        lines = list(aligned(rows, left={"tiles", "units"}))
         samples = samples_of(plan, self.image)
         cost = "; cost/mean: of a rank's time; hands on: from all ranks of the stage together" if staged else ""
         lines.append(f"a microbatch of {samples}: {total / 1e9:.4g} GFLOP forward{cost}")
@@ -402,14 +402,14 @@ def overview(
 
 
 def streaming_words(needs: StreamNeeds) -> str:
-    """How the first stage is streamed, and what a visit takes."""
+    """How the first stage is streamed, and what a tile takes."""
     options, num_atoms = needs.options, needs.bounds[-1]
     most = mebibytes(max(segment.read_bytes + segment.visit_bytes for segment in needs.segments))
     chosen = f"{options.remark}; " if options.remark else ""
     return (
-        f"{chosen}each rank visits {'x'.join(map(str, options.counts))} tiles, {options.norms} norms, through the "
-        f"first {counted(num_atoms, 'atom')} in {counted(len(needs.segments), 'segment')}; a visit reads "
-        f"{needs.margin} px around its tile and takes at most {most}"
+        f"{chosen}each rank streams {'x'.join(map(str, options.counts))} tiles, {options.norms} norms, through the "
+        f"first {counted(num_atoms, 'unit')} in {counted(len(needs.segments), 'segment')}; a tile reads "
+        f"{needs.margin} px around itself and takes at most {most}"
     )
 
 
@@ -464,7 +464,7 @@ def costs_of(
 ) -> Costs:
     """The costs of each rank of stages that have so many atoms."""
     sizes = sharers(plan)
-    # Who has fewer ranks has more bytes to send or receive, one after the other.
+    # The side with fewer ranks has more bytes to send or receive per rank, one after the other.
     messages = (
         prices.link.seconds(1, stage.handed_bytes / min(pair))
         for stage, pair in zip(work[:-1], pairwise(sizes), strict=True)

@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, Self, TypeVar
 
 BATCH = 0  # of all axes the first
-# What the axes of space are called, by their number: first the slowest in memory, as in NCDHW.
+# The names of the axes of space, by their number: first the slowest in memory, as in NCDHW.
 SPACE = {1: ("tokens",), 2: ("rows", "cols"), 3: ("depth", "rows", "cols")}
 
 

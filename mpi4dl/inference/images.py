@@ -261,6 +261,5 @@ def require_sight(config: Config, about: Description, source: str) -> None:
     """Raises ConfigError for a model that sees no images."""
     if about.task in ("language", "masked"):
         raise ConfigError(
-            f"{source} is `model` {config.model_name}, which was trained on text: python -m mpi4dl.generate goes on "
-            "with text"
+            f"{source} is `model` {config.model_name}, which was trained on text: continue text with mpi4dl generate"
         )

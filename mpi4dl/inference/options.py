@@ -17,35 +17,35 @@ class Inputs:
 
     model: Any = option(
         None,
-        "an own model again, such as my_code.py:build, if its file was moved or changed; none: as it was trained",
+        "your own model again, such as my_code.py:build, if its file was moved or changed; none: as in training",
         optional(PART),
     )
-    transforms: Any = option(None, "an own --transforms of training again; none: as it was trained", optional(PART))
+    transforms: Any = option(None, "your own --transforms again; none: as in training", optional(PART))
     average: bool = option(
         True,
-        "of a run trained with --ema, take the average of the weights, which its validations measured",
+        "use the average of the weights of a run with --ema, as its validations did",
         BOOLEAN,
         known_as=instead("use {option}", "use-ema"),
     )
     fit: str = option(
         "auto",
-        "how images get the size that the model sees; resize: whole ones; crop: their centre alone; auto: as "
-        "in training, but no crop that nobody asked for, and masks by windows over whole images",
+        "how images get the image size: resize whole images, or crop their centre; auto: as in training, but without "
+        "its automatic crop, and masks by windows over whole images",
         choice("auto", "resize", "crop"),
     )
     trust_code: bool = option(
-        False, "load code that the run or the weights name, though it is not signed by training of yours", BOOLEAN
+        False, "load code that the run or the weights name, even if your training did not sign it", BOOLEAN
     )
     batch_size: int | None = option(
         None,
-        "images at once, over all ranks together; none: as in training, and at least one for each of --data",
+        "images in each batch, over all ranks together; none: as in training, and at least one for each of --data",
         optional(COUNT),
         brief="images at once, over all ranks",
         known_as=same_as("b batch eval-batch-size per-device-eval-batch-size"),
     )
     num_workers: int = option(
         2,
-        "how many workers on each rank read images ahead",
+        "number of threads on each rank that read images ahead",
         COUNT_OR_ZERO,
         per_rank=True,
         known_as=same_as("workers j"),
@@ -58,14 +58,14 @@ class Placing:
 
     tiles: tuple[tuple[int, ...], ...] | None = option(
         None,
-        "the grid of tiles that every image is cut into, one per rank; none: of large images one tile for each rank",
+        "grid of tiles of every image, one tile per rank; none: one tile for each rank for large images",
         optional(GRIDS),
         brief="the grid of tiles that each image is cut into",
     )
     stages: int = like(Parallel, "stages")
     data: int | None = option(
         None,
-        "how many groups of ranks share the batch; none: as many as there are ranks for",
+        "number of data replicas that share the batch; none: as many as the ranks allow",
         optional(COUNT),
         brief="groups of ranks that share the images",
         known_as=same_as("dp"),

@@ -29,7 +29,7 @@ from mpi4dl.runs.folder import finite
 #     multilabel    predictions (0, 1) and probabilities by name    survival   risk, of which more is worse
 #     segment       the file of the mask, the pixels of each class; beside a true mask how alike both are
 #
-# With labels there is `label`, or `labels` by name, or `time` and `event`. What cannot be read has an `error` instead.
+# With labels there is `label`, or `labels` by name, or `time` and `event`. Unreadable images have an `error` instead.
 
 SINGULAR = {
     "labels": "label",

@@ -80,7 +80,7 @@ def chosen(shares: Tensor, min_tissue: float) -> Tensor:
     return found if len(found) else shares.argmax()[None]
 
 
-# What is made of the features of all patches of an image: (n, F) -> (K,), in any order of the patches.
+# Aggregators of the features of all patches of an image: (n, F) -> (K,), in any order of the patches.
 
 
 class PoolingAggregator(nn.Module):

@@ -239,8 +239,8 @@ def _imported(package: str, model: str) -> ModuleType:
 def _build_torchvision(name: str, options: dict[str, object]) -> nn.Module:
     builder = import_torchvision().models.get_model_builder(name)
     builder_names = _parameter_names(builder)
-    # What a builder takes as **kwargs goes to the class that it returns. Some swallow what they do not know, so this is
-    # checked before it is tried.
+    # The **kwargs of a builder go to the class that it returns. Some swallow what they do not know, so this is checked
+    # before it is tried.
     model_class = get_type_hints(builder)["return"]
     bases = model_class.__mro__[: model_class.__mro__.index(nn.Module)]
     legal = builder_names.union(*(_parameter_names(base) for base in bases))

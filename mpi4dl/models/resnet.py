@@ -160,8 +160,8 @@ def small_resnet(
     """Build it: images (batch, in_channels, H, W) to logits (batch, num_classes), 0.18 M parameters by default.
 
     The stem (a 7x7 convolution of stride 4 and 3x3 maximum pooling of stride 2) leaves a 64th of the pixels to the
-    residual blocks, and the last stage has one position for 32 x 32 pixels of the image, so that an object of 60 pixels
-    fills a few of them. `pool="max"` finds it anywhere; `pool="avg"` weighs it by its area.
+    residual blocks. The last stage has one position for 32 x 32 pixels of the image, so an object of 60 pixels fills a
+    few of them. `pool="max"` finds it anywhere; `pool="avg"` weighs it by its area.
 
     The blocks are those of He et al. 2015, https://arxiv.org/abs/1512.03385.
 

@@ -7,9 +7,9 @@
              block ----------------------------------+
 
 Pooling rounds an odd size up, so the transposed convolution, which doubles exactly, comes back one row or column too
-large at most, and that is cropped. Thus any image of one pixel or more keeps its size, and a pixel stays where it was:
-bilinear interpolation to the skip's size would shift the two against each other by a fraction of a pixel that depends
-on the image's size, and learns nothing.
+large at most, and that is cropped. Thus any image of one pixel or more keeps its size, and pixels stay in place.
+Bilinear interpolation to the skip's size would shift both against each other, by a fraction of a pixel that depends on
+the image's size.
 """
 
 import torch

@@ -57,8 +57,8 @@ class Model:
 
     model: Any = option(
         "resnet18",
-        "the name of a model of mpi4dl.models or torchvision, or timm/NAME, or smp/CLASS; or an own one: "
-        "my_code.py:build or package.module:Class",
+        "a model of mpi4dl or torchvision by name, timm/NAME, smp/CLASS, or your own: my_code.py:build or "
+        "package.module:Class",
         PART,
         brief="a model of mpi4dl, torchvision, timm/ or smp/, or yours",
         known_as=same_as("arch architecture a backbone model-name model-type net")
@@ -66,7 +66,7 @@ class Model:
     )
     num_classes: int | None = option(
         None,
-        "how many classes; none: as many as the data has",
+        "number of classes; none: that of the data",
         optional(COUNT),
         known_as=same_as("nb-classes n-classes num-labels"),
     )
@@ -78,19 +78,17 @@ class Model:
     )
     patches: int | None = option(
         None,
-        "cut images into patches of so many pixels, which the model encodes, each alone, for the aggregator; none: the "
-        "model sees whole images",
+        "cut images into patches of N x N pixels; the model encodes each patch, and an aggregator combines them; "
+        "none: whole images",
         optional(COUNT),
     )
     aggregator: str = option(
         "gated-attention",
-        "what is made of the features of all patches of an image",
+        "how the features of all patches of an image are combined",
         choice("mean", "max", "gated-attention", "transformer"),
     )
-    min_tissue: float = option(
-        0.0, "look only at patches of whose pixels at least this share is coloured; 0: at all of them", SHARE
-    )
-    patches_at_once: int = option(16, "how many patches each rank has in its memory at once", COUNT)
+    min_tissue: float = option(0.0, "drop patches with a smaller share of coloured pixels; 0: keep all", SHARE)
+    patches_at_once: int = option(16, "number of patches that each rank processes at once", COUNT)
 
 
 @dataclass(frozen=True)
@@ -100,29 +98,29 @@ class Data:
     images: str = option(
         "synthetic",
         "a folder of images or volumes: with one subfolder per class, with labels.csv, or with images and masks; an "
-        ".npz file, or synthetic",
+        ".npz file; or synthetic",
         NAME,
         brief="a folder, an .npz file, or synthetic",
         known_as=same_as("data-dir data-path datapath data-root dataset-dir train-dir dataset-path image-dir root"),
     )
     dataset: Any = option(
         None,
-        "a dataset of your own instead of --images, such as my_code.py:Slides: it says the size of an image, and reads "
-        "a box of it",
+        "your own dataset instead of --images, such as my_code.py:Slides; it gives the size of an image and reads "
+        "boxes of it",
         optional(PART_OR_PAIR),
         known_as=instead("use --images FOLDER, or {option} for a dataset in Python", "dataset-name"),
     )
-    dataset_options: Mapping[str, Any] = option({}, "its keyword arguments, such as root=slides", KEYWORDS)
+    dataset_options: Mapping[str, Any] = option({}, "keyword arguments of the dataset, such as root=slides", KEYWORDS)
     image_size: tuple[int, ...] = option(
         (224, 224),
-        "the height and width of every image, in pixels, or the three sides of volumes",
+        "height and width of every image in pixels, or the three sides of volumes",
         IMAGE_SIZE,
         brief="height x width in pixels, or three sides of volumes",
         known_as=same_as("img-size imgsz input-size resolution crop-size train-crop-size"),
     )
     batch_size: int = option(
         4,
-        "images per step (of --accumulate batches: in each), over all ranks together",
+        "images in each batch, over all ranks together",
         COUNT,
         brief="images per step, over all ranks",
         known_as=same_as("b batch global-batch-size train-batch-size")
@@ -132,18 +130,16 @@ class Data:
             "per-device-batch-size",
         ),
     )
-    num_samples: int = option(
-        256, "how many images there are, if they are synthetic", COUNT, known_as=same_as("dataset-size")
-    )
+    num_samples: int = option(256, "number of synthetic images", COUNT, known_as=same_as("dataset-size"))
     val_fraction: float = option(
         0.1,
-        "the share of the images that is kept for validation",
+        "share of the images for validation",
         PROPER_FRACTION,
         known_as=same_as("val-split validation-split test-size"),
     )
     fit: str = option(
         "auto",
-        "how images of all formats are brought to the image size; auto: slides of more than 8192 x 8192 px are cropped",
+        "how images get the image size; auto: crop slides of more than 8192 x 8192 px, resize all others",
         choice("auto", "resize", "crop"),
     )
     flip: bool = option(
@@ -157,83 +153,83 @@ class Data:
     )
     jitter: float = option(
         0.0,
-        "how far brightness, contrast and saturation of training images vary; 0: not at all",
+        "range of random brightness, contrast and saturation of training images; 0: none",
         SHARE,
         known_as=same_as("color-jitter"),
     )
     mixup: float = option(
         0.0,
-        "train on weighted means of two images and of their labels, with weights from Beta(X, X); 0: not",
+        "mixup: train on weighted means of two images and their labels, with weights from Beta(X, X); 0: none",
         NOT_NEGATIVE,
         known_as=same_as("mixup-alpha"),
     )
     transforms: Any = option(
         None,
-        "what you do to pixels before they are normalised, each from itself alone, such as my_code.py:darker(pixels)",
+        "your transform of pixels before normalization, each pixel by itself, such as my_code.py:darker(pixels)",
         optional(PART),
     )
     sampling: str = option(
         "shuffled",
-        "which training images an epoch has: each once, or each class equally often",
+        "training images of an epoch: each once, or each class equally often",
         choice("shuffled", "balanced"),
     )
-    mean: tuple[float, ...] | str = option((0.5,), "subtracted from every pixel, whose range is 0 to 1", MEANS)
+    mean: tuple[float, ...] | str = option(
+        (0.5,), "mean that is subtracted from every pixel (0 to 1), for all channels or each, or imagenet", MEANS
+    )
     std: tuple[float, ...] | str | None = option(
         None,
-        "what every pixel is divided by after that; none: that of a --mean by name, else 0.25",
+        "divisor of every pixel after that; none: that of a --mean by name, else 0.25",
         optional(DEVIATIONS),
     )
-    label_columns: tuple[str, ...] | None = option(
-        None, "which columns of labels.csv are learnt; none: all", optional(NAMES)
-    )
+    label_columns: tuple[str, ...] | None = option(None, "columns of labels.csv to learn; none: all", optional(NAMES))
     ignore_index: int | None = option(
         255,
-        "which number in masks says that a pixel counts for nothing; none: no number, and white is class 1 of 2",
+        "value of ignored pixels in masks; none: no pixel is ignored, and white is class 1 of 2",
         optional(COUNT_OR_ZERO),
     )
     text: str | None = option(
         None,
-        "train on text instead of images: files and folders of UTF-8, with commas between them, or stdlib, the source "
-        "of Python's standard library",
+        "train on text instead of images: files and folders of UTF-8, separated by commas, or stdlib, the source of "
+        "Python's standard library",
         optional(NAME),
         known_as=same_as("train-file text-file"),
     )
     task: str = option(
         "auto",
-        "what is learnt: a class or any labels of an image, numbers, a mask, or survival; of text the next token, or "
-        "masked ones; auto: as labels are, language of text",
+        "what to learn: one class or several labels of an image, numbers, a mask, survival; for text the next token "
+        "or masked tokens; auto: by the labels, language for text",
         choice("auto", *TASK_NAMES),
         brief="classify, segment, ...; auto: what the labels are for",
         known_as=same_as("problem-type"),
     )
     context: int = option(
         256,
-        "how many tokens of text are one sample",
+        "number of tokens of a sample of text",
         COUNT,
         known_as=same_as("seq-length seq-len block-size max-seq-length sequence-length"),
     )
     tokenizer: str = option(
         "bytes",
-        "how text becomes tokens: bytes, or byte pairs, such as bpe:8192",
+        "tokens of text: bytes, or byte pairs, such as bpe:8192",
         NAME,
         known_as=same_as("tokenizer-name"),
     )
     document_mask: bool = option(
-        False, "let no token see other documents of the text than its own, where a sample has several", BOOLEAN
+        False, "restrict attention to the document of each token, where a sample has several", BOOLEAN
     )
     prompt: str | None = option(
-        None, "text that the trained model goes on with, and prints, such as 'def '; none: nothing", optional(NAME)
+        None, "text that the trained model continues and prints, such as 'def '; none: nothing", optional(NAME)
     )
-    prompt_tokens: int = option(200, "how many tokens it prints of its own", COUNT)
-    token_folder: str = option("runs/tokens", "where tokens are kept, for all runs with the same text", NAME)
+    prompt_tokens: int = option(200, "number of tokens of this continuation", COUNT)
+    token_folder: str = option("runs/tokens", "folder of token files, for all runs with the same text", NAME)
     num_workers: int = option(
         2,
-        "how many workers on each rank read images ahead",
+        "number of threads on each rank that read images ahead",
         COUNT_OR_ZERO,
         per_rank=True,
         known_as=same_as("workers j dataloader-num-workers"),
     )
-    on_bad_image: str = option("error", "what to do with an image that cannot be read", choice("error", "skip"))
+    on_bad_image: str = option("error", "what to do with an unreadable image", choice("error", "skip"))
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ class Parallel:
 
     tiles: tuple[tuple[int, ...], ...] = option(
         ((1, 1),),
-        "the grid of tiles that every image is cut into, one per rank: for all stages, or for each",
+        "grid of tiles of every image, one tile per rank: for all stages, or for each",
         GRIDS,
         brief="the grid of tiles that each image is cut into",
         known_as=instead("use {option} with a grid of as many tiles, such as 2x2", "num-spatial-parts spatial-parts")
@@ -251,15 +247,17 @@ class Parallel:
     )
     stages: int = option(
         1,
-        "into how many stages the model is cut, one behind the other",
+        "number of pipeline stages of the model",
         COUNT,
         brief="pipeline stages that the model is cut into",
         known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
     )
-    batch_ways: tuple[int, ...] = option((1,), "in how many ways a stage splits its batch: for all, or each", COUNTS)
+    batch_ways: tuple[int, ...] = option(
+        (1,), "number of ranks that split the batch of a stage: for all stages, or for each", COUNTS
+    )
     data: int = option(
         1,
-        "data replicas: how many groups of ranks share the batch",
+        "number of data replicas that share the batch",
         COUNT,
         brief="data replicas: groups of ranks that share the batch",
         known_as=same_as("dp dp-size data-parallel-size num-replicas")
@@ -268,52 +266,53 @@ class Parallel:
     )
     microbatches: int = option(
         1,
-        "into how many microbatches a batch is cut, in each wave",
+        "number of microbatches of a batch, in each wave",
         COUNT,
         known_as=same_as("num-microbatches parts gradient-accumulation-chunks")
         | instead("use {option} N, which counts the microbatches of a batch", "micro-batch-size"),
     )
     schedule: str = option(
         "1f1b",
-        "how microbatches go through the stages",
+        "order of microbatches in the stages",
         choice("layer", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     )
     bidirectional: int = option(
-        0, "GEMS: how many pairs of waves go through the model and a mirrored copy of it; 0: no copy", COUNT_OR_ZERO
+        0, "GEMS: number of pairs of waves through the model and a mirrored copy; 0: no copy", COUNT_OR_ZERO
     )
-    chunks: int = option(1, "how many stages a rank has, if they are interleaved", COUNT)
+    chunks: int = option(1, "number of stages of each rank with the interleaved schedule", COUNT)
     tensor: int = option(
         1,
-        "how many ranks share the parameters of each layer, and its features",
+        "tensor parallelism: number of ranks that share the parameters and features of each layer",
         COUNT,
         known_as=same_as("tp tp-size tensor-parallel-size tensor-model-parallel-size"),
     )
     sequence: bool = option(
         False,
-        "sequence parallel: the ranks of --tensor share tokens where each would have all of them",
+        "sequence parallelism: the ranks of --tensor share tokens between the layers that they cut",
         BOOLEAN,
         known_as=instead("use {option}", "sequence-parallel"),
     )
     tensor_styles: str | None = option(
         None,
-        'a TOML file of how they are cut, such as "blocks.*.up" = "column"; none: as the model\'s table or plan says',
+        'a TOML file with the cuts of parameters, such as "blocks.*.up" = "column"; none: the table or plan of the '
+        "model",
         optional(NAME),
     )
     experts: int = option(
         1,
-        "how many ranks share experts, and the batch as those of --data do",
+        "number of ranks that share experts; they split the batch as those of --data do",
         COUNT,
         known_as=same_as("ep ep-size expert-parallel-size expert-model-parallel-size"),
     )
     moe: str = option(
         "tensor",
-        "what the ranks of --tensor have of experts: a part of each, or whole ones",
+        "what the ranks of --tensor hold of experts: a part of each, or whole ones",
         choice("tensor", "expert"),
     )
     moe_pieces: int = option(1, "in how many pieces a batch travels to experts: one while they have another", COUNT)
     zero: int = option(
         0,
-        "ZeRO: ranks share out the optimizer's state (1), the gradients too (2), the parameters too (3)",
+        "ZeRO: ranks share the optimizer's state (1), the gradients, too (2), the parameters, too (3)",
         ZERO_STAGE,
         brief="ZeRO: share optimizer state (1), gradients (2), all (3)",
         known_as=same_as("zero-stage")
@@ -322,70 +321,74 @@ class Parallel:
     )
     offload: str = option(
         "none",
-        "where masters and optimizer state are kept: on the device, the host, or disk",
+        "where to keep master weights and optimizer state: on the device (none), the host, or disk",
         choice("none", "cpu", "disk"),
         known_as=instead("use {option} cpu", "cpu-offload offload-optimizer"),
     )
     offload_folder: str | None = option(
-        None, "a fast local disk for --offload disk; none: that of temporary files", optional(NAME), per_rank=True
+        None,
+        "folder on a fast local disk for --offload disk; none: that of temporary files",
+        optional(NAME),
+        per_rank=True,
     )
     allreduce: str = option(
         "auto",
-        "how gradients are summed over ranks; auto: by the number of ranks",
+        "algorithm that sums gradients over ranks; auto: by the number of ranks",
         choice("auto", "library", "direct", "ring", "two-level", formerly={"measured": "auto"}),
     )
     balance: str | tuple[int, ...] = option(
         "auto",
-        "how the model is cut: by seconds, timed here once (auto) or on all ranks (measured), by FLOPs or memory, or "
-        "atoms of each stage",
+        "how to cut the model into stages: by times, measured once (auto) or on all ranks (measured), by FLOPs or "
+        "memory, or by the number of units of each stage",
         counts_or("auto", "flops", "memory", "measured"),
     )
     halo: str = option(
         "layer",
-        "what each tile needs of its neighbours comes for each layer, or once for all layers of a block",
+        "exchange halos for each layer, or once for all layers of a block",
         choice("layer", "block", formerly={"auto": "layer"}),
     )
     stream: tuple[int, ...] | str | None = option(
         None,
-        "visit so many tiles of each rank's part of an image one after the other, so that memory is that of one; none: "
-        "all at once; auto: as few as fit into --memory-limit",
+        "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "
+        "at once; auto: as few tiles as fit into --memory-limit",
         optional(sides_or("auto")),
         brief="compute so many tiles of a rank one after the other",
     )
     memory_limit: int | None = option(
         None,
-        "what --stream auto keeps the peak memory of every rank within, such as 6GiB",
+        "limit of every rank's peak memory for --stream auto, such as 6GiB",
         optional(BYTES),
         known_as=same_as("max-memory"),
     )
     stream_until: str | None = option(
-        None, "the last module that is streamed; none: as far as margins are small beside tiles", optional(NAME)
+        None, "the last streamed module; none: as far as margins are small beside tiles", optional(NAME)
     )
     stream_norm: str = option(
         "exact",
-        "batch norm while streaming: by the statistics of the whole batch, which repeats visits, or the running ones",
+        "batch norm while streaming: exact: by the statistics of the whole batch, with further passes over all tiles; "
+        "running or frozen: by the running statistics, which are updated or not",
         choice("exact", "running", "frozen"),
     )
     stream_segments: int | None = option(
         None,
-        "in how many parts that is streamed, between which outputs are kept, so that less is computed again; none: "
-        "one, or with --stream auto as many as make least work",
+        "number of segments of the streamed part; their outputs are kept, so less is computed again; none: one, or "
+        "with --stream auto the number with the least work",
         optional(COUNT),
     )
     no_rule: str = option(
         "error",
-        "what to do with an operator that has no exact rule for tiles; gather: compute it whole on every rank",
+        "what to do with an operator without a rule for tiles; gather: compute it whole on every rank",
         choice("error", "gather"),
     )
     threads: int | None = option(
         None,
-        "with how many threads each rank computes; none: as OMP_NUM_THREADS says, or its share of the cores",
+        "number of threads of each rank; none: OMP_NUM_THREADS, or its share of the cores",
         optional(COUNT),
         per_rank=True,
     )
     device: str = option(
         "auto",
-        "where to compute; auto: on a GPU if there is one",
+        "the device; auto: a GPU if there is one",
         choice("auto", "cpu", "cuda"),
         known_as=same_as("accelerator")
         | instead(
@@ -406,23 +409,24 @@ class Parallel:
     )
     gpu_wire: str = option(
         "auto",
-        "how GPU tensors travel: by MPI directly, by MPI staged on the host, or by NCCL where the order is fixed",
+        "how GPU tensors travel: by MPI directly, by MPI with copies on the host (staged), or by NCCL where the order "
+        "is fixed",
         choice("auto", "direct", "staged", "nccl"),
     )
     keep_freed_memory: bool = option(
         True,
-        "keep the memory of freed tensors for the next step: faster on CPUs, and a process grows to 1.7 times its need",
+        "keep the memory of freed tensors for the next step: faster on CPUs, but a process grows to 1.7 times its need",
         BOOLEAN,
     )
     memory_check: str = option(
         "error",
-        "what to do at the start with a run that needs more memory than its nodes have; error: refuse what cannot fit, "
-        "and warn of what may not",
+        "what to do with a run that needs more memory than its nodes have; error: refuse a run that cannot fit, warn "
+        "if it may not",
         choice("error", "warn", "none"),
     )
     hang_timeout: float = option(
         3600.0,
-        "seconds without a sign of life after which the job is ended; less, once its work has needed less; 0: never",
+        "seconds without progress after which the job ends; less, once its work has needed less; 0: never",
         NOT_NEGATIVE,
     )
 
@@ -433,7 +437,7 @@ class Optimizer:
 
     optimizer: Any = option(
         "SGD",
-        "a class of torch.optim, or an own one such as my_code.py:Lion",
+        "a class of torch.optim, or your own such as my_code.py:Lion",
         PART,
         brief="a class of torch.optim, or your own",
         known_as=same_as("opt optim optimizer-name"),
@@ -447,7 +451,7 @@ class Optimizer:
     )
     optimizer_options: Mapping[str, Any] = option(
         {},
-        "its keyword arguments, such as momentum=0.9",
+        "keyword arguments of the optimizer, such as momentum=0.9",
         KEYWORDS,
         brief="such as momentum=0.9,weight_decay=0.05",
         known_as=same_as("opt-args optimizer-args optim-args")
@@ -458,10 +462,12 @@ class Optimizer:
         | instead("use {option} momentum=0.9,nesterov=true", "nesterov"),
     )
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
-    scheduler_options: Mapping[str, Any] = option({}, "its keyword arguments, such as milestones=[30,60]", KEYWORDS)
+    scheduler_options: Mapping[str, Any] = option(
+        {}, "keyword arguments of the scheduler, such as milestones=[30,60]", KEYWORDS
+    )
     lr_schedule: str = option(
         "constant",
-        "how the learning rate falls from step to step, to 0 at the end: constant, linear, or as half a cosine",
+        "how the learning rate falls to 0 over the steps: not (constant), linearly, or as half a cosine",
         choice("constant", "linear", "cosine"),
         brief="constant, linear or cosine",
         known_as=same_as("lr-scheduler-type sched lr-policy")
@@ -470,18 +476,18 @@ class Optimizer:
     )
     warmup: int | float = option(
         0,
-        "in how many steps, or which share of them, the learning rate rises before that, from a hundredth",
+        "number or share of the first steps, in which the learning rate rises from a hundredth",
         COUNT_OR_SHARE,
         known_as=same_as("warmup-steps num-warmup-steps warmup-ratio")
         | instead("use {option} N, which counts steps, not epochs", "warmup-epochs lr-warmup-epochs"),
     )
     clip_norm: float | None = option(
         None,
-        "the largest norm of the gradient; none: any",
+        "clip the norm of the gradient; none: no limit",
         optional(POSITIVE),
         known_as=same_as("clip-grad clip-grad-norm max-grad-norm gradient-clip-val grad-clip gradient-clipping"),
     )
-    clip_value: float | None = option(None, "the largest element of the gradient; none: any", optional(POSITIVE))
+    clip_value: float | None = option(None, "clip each element of the gradient; none: no limit", optional(POSITIVE))
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -556,7 +562,7 @@ class Training:
 
     preset: str = option(
         "none",
-        "other defaults of many options, for a kind of training; --print-config shows them",
+        "defaults for a kind of training; --print-config shows them",
         choice("none", *PRESETS),
         brief="defaults for finetune, mil, segment, gigapixel or pretrain",
         known_as=same_as("recipe"),
@@ -564,33 +570,33 @@ class Training:
 
     epochs: int = option(
         1,
-        "how many times every image is seen",
+        "number of passes over all images",
         COUNT,
-        brief="how many times each image is seen",
+        brief="number of passes over all images",
         known_as=same_as("num-epochs max-epochs num-train-epochs n-epochs"),
     )
     accumulate: int = option(
         1,
-        "how many batches make one step together",
+        "number of batches of one step",
         COUNT,
         known_as=same_as("grad-accum-steps gradient-accumulation-steps accumulate-grad-batches accum-iter update-freq"),
     )
     max_steps: int | None = option(
         None,
-        "stop after so many steps; none: after the epochs",
+        "stop after this number of steps; none: after the epochs",
         optional(COUNT),
         known_as=same_as("max-iter max-iters num-steps train-iters iterations total-steps max-train-steps"),
     )
     loss: Any = option(
         None,
-        "what is minimised: cross_entropy, bce, dice, focal, mse, l1, huber, cox, or several with + between them; or "
-        "an own one such as my_code.py:loss(outputs, targets); none: what suits the task",
+        "the loss: cross_entropy, bce, dice, focal, mse, l1, huber, cox, or a sum such as dice+focal; or your own "
+        "such as my_code.py:loss(outputs, targets); none: by the task",
         optional(PART),
         brief="cross_entropy, dice, ... or your own",
         known_as=same_as("criterion loss-fn loss-function"),
     )
     loss_options: Mapping[str, Any] = option(
-        {}, "the options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or what makes an own one", KEYWORDS
+        {}, "options of the loss, such as gamma=1.5, delta=0.5, ties=breslow, or arguments of your own", KEYWORDS
     )
     precision: str = option(
         "fp32",
@@ -603,7 +609,7 @@ class Training:
         | instead("use {option} bf16", "bf16"),
     )
     low_precision_weights: bool = option(
-        False, "keep the weights in bf16 or fp16 too, with fp32 masters where the optimizer is", BOOLEAN
+        False, "keep the weights in bf16 or fp16, too, with fp32 master weights in the optimizer", BOOLEAN
     )
     recompute: bool = option(
         False,
@@ -616,15 +622,13 @@ class Training:
             "checkpoint-activations recompute-activations",
         ),
     )
-    check_replicas: bool = option(
-        False, "check after every epoch that ranks with the same weights have the same bits of them", BOOLEAN
-    )
+    check_replicas: bool = option(False, "check after every epoch that replicas hold the same bits", BOOLEAN)
     seed: int = option(
         0, "the seed of weights, order and augmentation", SEED, known_as=same_as("random-seed manual-seed")
     )
     eval_every: int | None = option(
         1,
-        "validate after every so many epochs; none: never",
+        "number of epochs between validations; none: no validation",
         optional(COUNT),
         known_as=same_as("check-val-every-n-epoch val-interval eval-freq")
         | instead(
@@ -641,39 +645,37 @@ class Run:
 
     run_folder: str | None = option(
         None,
-        "where the run is recorded; none: runs/MODEL-DATE-TIME",
+        "folder of the run; none: runs/MODEL-DATE-TIME",
         optional(NAME),
         per_rank=True,
-        brief="where the run is recorded",
+        brief="folder of the run",
         known_as=same_as("output-dir output out-dir save-dir log-dir logdir default-root-dir work-dir exp-dir"),
     )
     save_every: str | int = option(
         "epoch",
-        "when all is saved that a run needs to go on: after every epoch, so many steps, or never",
+        "when to save a checkpoint: after every epoch, after this number of steps, or never",
         count_or("epoch", "none"),
         known_as=same_as("save-steps checkpoint-interval every-n-train-steps")
         | instead("use {option} epoch, a number of steps, or none", "save-strategy save-freq"),
     )
     keep: int = option(
         2,
-        "how many checkpoints are kept, the newest",
+        "number of newest checkpoints to keep",
         COUNT,
         known_as=same_as("save-total-limit checkpoint-hist save-top-k"),
     )
     resume: str = option(
         "none",
-        "go on: in --run-folder, if there is a run (auto), or from a run or checkpoint at this path",
+        "resume: the run in --run-folder, if there is one (auto), or a run or checkpoint at this path",
         NAME,
-        brief="auto, or the run or checkpoint to go on with",
+        brief="auto, or the run or checkpoint to resume",
         known_as=same_as("resume-from resume-from-checkpoint ckpt-path")
         | instead("use {option} auto", "auto-resume")
-        | instead(
-            "use {option} {value} to go on with a run, or --weights {value} to begin with its weights", "checkpoint"
-        ),
+        | instead("use {option} {value} to resume a run, or --weights {value} to begin with its weights", "checkpoint"),
     )
     callbacks: tuple[Any, ...] = option(
         (),
-        "objects of yours that are told how the run goes, such as my_code.py:Notify",
+        "your objects with methods that the run calls, such as my_code.py:Notify",
         PARTS,
         per_rank=True,
         known_as=instead(
@@ -683,7 +685,7 @@ class Run:
     )
     log_interval: int = option(
         10,
-        "steps between two reports",
+        "number of steps between two reports",
         COUNT,
         known_as=same_as("log-every-n-steps print-freq logging-steps log-freq"),
     )

@@ -195,7 +195,7 @@ def check_text(config: Config, plan: Plan) -> None:
     if config.data.text is not None and config.visits:
         raise ConfigError("`stream` and `patches` are for images, but `text` was given")
     if plan.cuts_parameters and config.visits:
-        raise ConfigError(f"{plan} with `stream` or `patches`: visits have whole parameters")
+        raise ConfigError(f"{plan} with `stream` or `patches`: streamed tiles and patches need whole parameters")
 
 
 def bag_options(config: Config, plan: Plan) -> BagOptions | None:
@@ -211,7 +211,7 @@ def bag_options(config: Config, plan: Plan) -> BagOptions | None:
             "instead of `stages`"
         )
     if config.parallel.stream is not None:
-        raise ConfigError("`stream` is for images that the model sees whole; `patches` are visited one after the other")
+        raise ConfigError("`stream` is for images that the model sees whole; `patches` run one after the other")
     rows, cols = (side // chosen.patches for side in config.data.image_size[-2:])
     which = f", those with at least {100 * chosen.min_tissue:g} % of tissue" if chosen.min_tissue else ""
     remark = (

@@ -52,7 +52,7 @@ def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
         except ValueError as error:
             raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {error}") from None
         if stages.trained.issuperset(names):
-            raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; say so by `freeze`")
+            raise ConfigError(f"`unfreeze` {epoch}:{pattern}: {names[0]} is not frozen; add it to `freeze`")
         later += names
     for option, numbers in (("lr_of", chosen.lr_of), ("weight_decay_of", chosen.weight_decay_of)):
         for pattern in numbers:
@@ -209,5 +209,5 @@ def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule
         trial.after_step()
         trial.after_epoch(1.0)
     except NOT_TAKEN as error:
-        raise ConfigError(f"`scheduler` {chosen.scheduler} cannot go on with {options}: {error}") from None
+        raise ConfigError(f"`scheduler` {chosen.scheduler} fails with {options}: {error}") from None
     return schedule(optimizer)

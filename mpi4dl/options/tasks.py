@@ -196,7 +196,7 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
     higher = direction_of(name, metrics)
     if higher is None:
         raise ConfigError(
-            f"`monitor` val_{name}: nobody says whether higher or lower values are better: choose `monitor_mode` min "
+            f"`monitor` val_{name}: it is unknown whether higher or lower values are better: choose `monitor_mode` min "
             "or max, or give the metric an attribute `higher_is_better`"
         )
     return Monitor(name, higher)

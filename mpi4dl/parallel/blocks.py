@@ -71,7 +71,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# What modules keep in Python beside tensors, such as counters: a forward pass that is repeated finds it again.
+# State of modules in Python besides tensors, such as counters: a repeated forward pass finds it unchanged.
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 INTERNAL = frozenset(vars(nn.Module()))

@@ -233,7 +233,7 @@ class Plan:
         if num_ranks == 1 and strangers():
             return (
                 f"{self} = {self.num_ranks} ranks, but each of the {strangers()} processes of this mpirun is alone: "
-                "start with the mpirun of the MPI library that mpi4py uses, which mpi4dl.doctor names"
+                "start with the mpirun of the MPI library that mpi4py uses, which mpi4dl doctor names"
             )
         flags = "`tiles` or `data`" if self.num_stages == 1 else "`stages`, `tiles`, `batch_ways` or `data`"
         flags = f"`tensor`, {flags}" if self.tensor > 1 else flags

@@ -37,7 +37,7 @@ PROBABILITY = "probability"
 ALIKE = ("dice", "iou", "pixel_accuracy")  # of masks
 MOST_CLASSES = 1000  # that a matrix is made of
 MOST_REMARKS = 3
-# What reading a file raises that is not what it should be.
+# Errors of reading a damaged file.
 DAMAGED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, csv.Error)
 
 
@@ -305,7 +305,7 @@ def read_runs(paths: Sequence[Path]) -> list[FoundRun]:
             raise ValueError(f"{path}: no such folder; name the folder of a run, such as runs/resnet18-20260131-120000")
         if not is_run(path):
             raise ValueError(
-                f"{path} is no folder of a run: it has neither {CONFIG} nor {METRICS}; name one that mpi4dl.train wrote"
+                f"{path} is no folder of a run: it has neither {CONFIG} nor {METRICS}; name one that mpi4dl train wrote"
             )
     return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 

@@ -107,8 +107,7 @@ class Description:
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{where}: is not what mpi4dl.train wrote about a model, it is damaged ({type(error).__name__}): "
-                "restore it"
+                f"{where}: is not a description by mpi4dl train, it is damaged ({type(error).__name__}): restore it"
             ) from error
 
     def write(self, folder: Path) -> None:

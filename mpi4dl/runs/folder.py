@@ -99,7 +99,7 @@ class RunFolder:
         if any(path.name != LOCK for path in self.path.iterdir()):
             raise ConfigError(
                 f"the run folder {self.path} holds files already, and a run never overwrites another's; "
-                "name another with `run_folder`, remove it, or go on with `resume` auto"
+                "name another with `run_folder`, remove it, or continue it with `resume` auto"
             )
 
     def lock(self) -> None:
@@ -235,7 +235,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-# What a run's plan and model look like, for whoever looks at the run later: `portrait.json` in its folder.
+# The snapshot of a run's plan, model and memory for reports: `portrait.json` in its folder.
 #
 # {"title": ..., "plan": ..., "num_steps": ..., "source": where the seconds are from,
 #  "timeline": [[[kind, direction, stage, microbatch, start, end], ...] of each rank of a replica],

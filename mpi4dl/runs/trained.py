@@ -4,7 +4,7 @@ runs/mine                           the newest whole checkpoint, or the weights 
 runs/mine/checkpoints/step-...      that checkpoint
 runs/mine/model.safetensors         these weights
 runs/mine/ema.safetensors           their average, of a run with --ema; checkpoints have it beside the optimizer's state
-weights.safetensors, weights.pt     what mpi4dl.export wrote
+weights.safetensors, weights.pt     written by mpi4dl export
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ def folder_of(comm: Communicator, source: Path) -> Path:
         folder = next((path for path in (source, *source.absolute().parents[:2]) if _is_run(path)), None)
         if folder is None:
             why = "name the --run-folder of the training" if source.exists() else "there is no such file or folder"
-            raise ConfigError(f"{source} is neither a run of mpi4dl.train with weights nor a checkpoint of one: {why}")
+            raise ConfigError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint of one: {why}")
     assert folder is not None
     return folder
 
@@ -103,8 +103,8 @@ def description_of(comm: Communicator, weights: Path, folder: Path) -> tuple[Des
             about = described_by(folder) if told is None else Description.read(told, str(weights))
             if about is None:
                 raise ConfigError(
-                    f"{weights} does not say what it is of: name a run of mpi4dl.train, or weights of one by "
-                    "mpi4dl.export"
+                    f"{weights} does not say what it is of: name a run of mpi4dl train, or weights of one by "
+                    "mpi4dl export"
                 )
             found = about, about.is_ours()
     answer: tuple[Description, bool] = comm.broadcast_object(found)

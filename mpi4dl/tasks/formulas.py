@@ -281,7 +281,7 @@ class SumOfLosses(BatchLoss):
         return [weight for loss in self.losses for weight in loss.weights(targets)]
 
 
-# What models return beside what they predict: auxiliary heads, and penalties of routing.
+# Outputs of models besides predictions: auxiliary heads, and penalties of routing.
 
 MAIN = ("out", "logits")  # as torchvision's models of dense predictions name it, and transformers
 OF_TUPLES, OF_NAMED = 0.3, 0.5  # what auxiliary heads count: Szegedy et al. 2014; torchvision's training reference

@@ -51,12 +51,12 @@ class Prompts:
 
     prompt: str = option(
         "",
-        "what the model goes on with; empty: it begins a document",
+        "the text that the model continues; empty: it begins a document",
         TEXT,
-        brief="the text that the model goes on with",
+        brief="the text that the model continues",
         known_as=same_as("text input"),
     )
-    prompt_file: str | None = option(None, "a file of UTF-8 that is the prompt; none: --prompt", optional(NAME))
+    prompt_file: str | None = option(None, "a UTF-8 file with the prompt; none: --prompt", optional(NAME))
     prompts: str | None = option(
         None,
         'a file with a prompt in each line, as JSON: "def " or {"prompt": "def "}; none: --prompt',
@@ -66,7 +66,7 @@ class Prompts:
     )
     num_samples: int = option(
         1,
-        "how many texts for each prompt, with seeds from --seed on",
+        "number of texts for each prompt, with seeds from --seed on",
         COUNT,
         brief="texts for each prompt",
         known_as=same_as("num-return-sequences"),
@@ -80,14 +80,14 @@ class Choosing:
 
     max_tokens: int = option(
         128,
-        "how many tokens are generated at most",
+        "largest number of generated tokens",
         COUNT,
         brief="tokens to generate at most",
         known_as=same_as("max-new-tokens max-length length"),
     )
     temperature: float = option(
         1.0,
-        "what logits are divided by; 0: always the most probable token",
+        "divisor of logits; 0: always the most probable token",
         NOT_NEGATIVE,
         brief="0: always the most probable token",
         known_as=instead("use {option} 1; {option} 0 always takes the most probable token", "do-sample")
@@ -95,25 +95,25 @@ class Choosing:
     )
     top_k: int = option(
         0,
-        "only so many of the most probable tokens are possible; 0: all",
+        "sample among this number of most probable tokens; 0: all",
         COUNT_OR_ZERO,
-        brief="choose among so many tokens; 0: all",
+        brief="sample among this number of tokens; 0: all",
     )
     top_p: float = option(
         1.0,
-        "only the most probable tokens that have this probability together",
+        "sample among the most probable tokens with this total probability",
         POSITIVE,
-        brief="choose among tokens of this probability together",
+        brief="sample among tokens with this total probability",
     )
-    repetition_penalty: float = option(1.0, "what logits of tokens that occurred are divided by", POSITIVE)
+    repetition_penalty: float = option(1.0, "divisor of logits of tokens that occurred", POSITIVE)
     seed: int | None = option(
         None,
-        "of the random numbers; none: others each time",
+        "seed of sampling; none: another one each time",
         optional(SEED),
         brief="of the random numbers",
         known_as=same_as("random-seed"),
     )
-    stop: tuple[str, ...] = option((), "text before which generation ends", STOP)
+    stop: tuple[str, ...] = option((), "text at which generation stops", STOP)
 
     def sampling(self, number: int = 0) -> Sampling:
         """Of sample `number` of a prompt. Raises ValueError."""
@@ -127,30 +127,30 @@ class Ranks:
 
     stages: int = option(
         1,
-        "into how many stages the model is cut, one behind the other",
+        "number of pipeline stages of the model",
         COUNT,
         brief="stages of layers, one behind the other",
         known_as=same_as("pipeline-parallel-size pp pp-size"),
     )
     tensor: int = option(
         1,
-        "how many ranks share the parameters of each layer, and its features",
+        "tensor parallelism: number of ranks that share the parameters and features of each layer",
         COUNT,
         brief="ranks that share each layer",
         known_as=same_as("tensor-parallel-size tp tp-size"),
     )
     data: int = option(
         1,
-        "how many copies of the model share the requests",
+        "number of copies of the model that share the requests",
         COUNT,
         brief="copies of the model that share the requests",
         known_as=same_as("data-parallel-size dp"),
     )
-    experts: int = option(1, "how many ranks share experts, and the requests as those of --data do", COUNT)
+    experts: int = option(1, "number of ranks that share experts; they split the requests as those of --data do", COUNT)
     moe: str = like(Parallel, "moe")
     precision: Literal["fp32", "bf16", "int8", "int4"] = option(
         "fp32",
-        "the type of weights; fp32: as they were trained; int8 and int4: of linear layers, else bf16",
+        "type of weights; fp32: as trained; int8 and int4: for linear layers, bf16 for others",
         choice("fp32", "bf16", "int8", "int4"),
         brief="fp32, bf16, int8 or int4",
         known_as=same_as("dtype quantization")
@@ -158,12 +158,10 @@ class Ranks:
         | instead("use {option} int4", "load-in-4bit")
         | instead("use {option} bf16", "fp16 bf16"),
     )
-    average: bool = option(
-        True, "of a run trained with --ema, take the average of the weights, which its validations measured", BOOLEAN
-    )
+    average: bool = option(True, "use the average of the weights of a run with --ema, as its validations did", BOOLEAN)
     device: str = like(Parallel, "device")
     trust_code: bool = option(
-        False, "load code that the run names as its model, though it is not signed by training of yours", BOOLEAN
+        False, "load code that the run names as its model, even if your training did not sign it", BOOLEAN
     )
 
     def plan(self) -> "Plan":
@@ -180,20 +178,20 @@ class Batching:
 
     max_batch: int = option(
         16,
-        "how many requests run at once at most",
+        "largest number of requests in the batch",
         COUNT,
         brief="requests that run at once",
         known_as=same_as("max-num-seqs batch-size max-batch-size"),
     )
-    page_size: int = option(16, "how many tokens' keys and values are in a page", COUNT, known_as=same_as("block-size"))
+    page_size: int = option(16, "number of tokens in a page of the cache", COUNT, known_as=same_as("block-size"))
     pages: int | None = option(
         None,
-        "how many pages each copy of the model has; none: enough for its share of --max-batch requests of half the "
+        "number of pages of each copy of the model; none: enough for its share of --max-batch requests of half the "
         "context",
         optional(COUNT),
         known_as=same_as("num-gpu-blocks")
         | instead("use {option} N, which counts pages of the KV cache", "gpu-memory-utilization"),
     )
     prefill_chunk: int = option(
-        128, "how many tokens of prompts a step works on at most", COUNT, known_as=same_as("max-num-batched-tokens")
+        128, "largest number of prompt tokens in a step", COUNT, known_as=same_as("max-num-batched-tokens")
     )

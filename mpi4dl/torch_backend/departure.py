@@ -186,7 +186,7 @@ def _tell_also_before_leaving_at_once(leave: Callable[[], None]) -> None:
     os._exit = tell_and_leave_at_once
 
 
-# What can go wrong between ranks. PyTorch's programs expect a RuntimeError of all of it; each is also what it is.
+# Failures between ranks. PyTorch's programs expect a RuntimeError of all of it; each is also what it is.
 
 __all__ = ["Departed", "Mismatch", "TimedOut"]
 

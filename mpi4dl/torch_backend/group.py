@@ -20,7 +20,7 @@ from mpi4dl.torch_backend.departure import Channel, Departed, Departures
 from mpi4dl.torch_backend.messages import Post, Wire, pass_monitored_barrier
 from mpi4dl.torch_backend.work import Agreement, MpiWork, describe
 
-# What torch.distributed asks of a group beside communication: its name, its size, its devices and its abilities.
+# The interface of a group for torch.distributed besides communication: name, size, devices and abilities.
 
 GROUP: Any = dist.ProcessGroup  # its declared methods take what Python passes, ours what C++ does
 
@@ -638,7 +638,7 @@ def _left(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of the job left"
 
 
-# What PyTorch's own functions do not hand on to groups that are written in Python.
+# Functions that PyTorch does not pass to groups written in Python.
 
 OPERATION = "_c10d_functional::all_gather_into_tensor_out"
 

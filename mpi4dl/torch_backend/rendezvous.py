@@ -56,7 +56,7 @@ def _contradiction(comm: Communicator, rank: int, size: int) -> str | None:
     if (rank, size) == (comm.rank, comm.size):
         return None
     return (
-        f"init_process_group was told that this is rank {rank} of {size}, but MPI started it as rank {comm.rank} "
+        f"init_process_group was called for rank {rank} of {size}, but MPI started it as rank {comm.rank} "
         f"of {comm.size}: leave out rank and world_size (and the variables RANK and WORLD_SIZE), and start the "
         f"program with mpirun -n {size}"
     )

@@ -1,8 +1,8 @@
 """The results of operations of torch.distributed: a handle to wait for, or a future.
 
-Nobody but the ranks' own calls makes MPI progress: there is no thread, which would cost far more than it hides, and in
-which what `then` was given would start collectives in an order of its own on each rank. And a future can be waited for
-in ways that do not come here (`collect_all`, C++). So it is complete when `get_future` returns, with one exception:
+MPI makes progress only in calls of the ranks. A thread would cost far more than it hides, and callbacks of `then` in it
+would start collectives in another order on each rank. And a future can be waited for in ways that do not come here
+(`collect_all`, C++). So it is complete when `get_future` returns, with one exception:
 
     DDP itself asks, in backward     it stays open; autograd completes it when the backward ends, before DDP waits
 """

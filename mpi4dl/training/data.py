@@ -133,7 +133,7 @@ def _listed_sizes(dataset: Named) -> Sizes:
 
 LOOKED_AT = 8
 MOST_CLASSES = 20
-# What Pillow takes for a slide rather than a picture begins here too: 8192 x 8192 px.
+# Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
 SLIDE_PIXELS = 1 << 26
 
 Pair = tuple[Named, Named]

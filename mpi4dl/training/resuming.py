@@ -21,7 +21,7 @@ from mpi4dl.runs.folder import RunFolder, default_path
 NUM_IMAGES = "the number of training images"
 BALANCE = "balance"
 TIMED = ("auto", "measured")  # cuts that may come out otherwise at the next start
-# What weights are trained for, and which images they have never seen.
+# The purpose of the weights, and the images that they have never seen.
 SAME_ALWAYS = (
     "model",
     "model_options",
@@ -68,7 +68,7 @@ def _find(config: Config, now: datetime) -> Origin:
         return Origin(RunFolder(folder), False, ())
     if asked == "auto":
         if named is None:
-            raise ConfigError("`resume` auto goes on in the folder that `run_folder` names: add `run_folder`")
+            raise ConfigError("`resume` auto continues the run in `run_folder`: add `run_folder`")
         in_place = (folder / "config.toml").is_file()
         return Origin(RunFolder(folder), in_place, candidates_at(folder) if in_place else ())
     path = Path(asked)
@@ -162,7 +162,7 @@ class Progress(NamedTuple):
         with Saved(checkpoint) as saved:
             extra = Machine(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
         if "options" not in extra.entries():
-            raise Refusal(f"{checkpoint} was not written by mpi4dl.train: load it with mpi4dl.checkpoints.load")
+            raise Refusal(f"{checkpoint} was not written by mpi4dl train: load it with mpi4dl.checkpoints.load")
         try:
             return cls(
                 extra.at("epoch").integer(),
@@ -239,12 +239,14 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
         if was == now or name in OF_THIS_START:
             continue
         if name in SAME_ALWAYS:
-            raise Refusal(f"{checkpoint} was written with {shown} {was}, but this is {now}: go on with what it was")
+            raise Refusal(
+                f"{checkpoint} was written with {shown} {was}, but this is {now}: keep the value of the checkpoint"
+            )
         if name in SAME_WITHIN_AN_EPOCH and there.batch:
             raise Refusal(
                 f"{checkpoint} was written with {shown} {was}, but this is {now}, which must not change within an epoch"
             )
-        rule = f"is not used: the checkpoint goes on with {was}"
+        rule = f"is not used: the run continues with {was}"
         said.append(
             f"{shown} {now} {rule if name in FROM_CHECKPOINT else f'is new: the checkpoint was written with {was}'}"
         )

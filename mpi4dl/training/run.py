@@ -84,7 +84,7 @@ def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
 
 CELL_PIXELS = 16
 BRIGHTEST = 2.0  # times the even share
-# From dark to light through equally spaced colours, which are told apart in grey too.
+# From dark to light through equally spaced colours, which differ in grey, too.
 COLOURS = ((0.05, 0.03, 0.20), (0.42, 0.08, 0.43), (0.80, 0.28, 0.30), (0.98, 0.65, 0.24), (0.99, 0.98, 0.75))
 
 
@@ -306,7 +306,7 @@ class TrainingRun:
         if self.schedule.scheduler is not None:
             self.schedule.scheduler.load_state_dict(there.scheduler)
         self.schedule.require(self.num_steps)
-        remarks += [f"goes on from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
+        remarks += [f"resumes from {source}: step {self.engine.num_steps}, epoch {self.epoch + 1}", *more]
         return there.metrics_bytes
 
     def state(self) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class TrainingRun:
             tokenizer, seed = self.images.tokenizer, self.config.training.seed
             with put_back(self.engine.executor):
                 text = continued(self.engine, tokenizer, data.prompt, data.context, data.prompt_tokens, seed)
-            self.say(f"what the model goes on with after {data.prompt!r}:\n{text}")
+            self.say(f"the model continues {data.prompt!r}:\n{text}")
 
     def compare(self) -> None:
         """Report estimated and measured work of each rank, for a plan of several stages. Collective."""
@@ -537,11 +537,11 @@ class TrainingRun:
             raise
 
     def save_now(self) -> str:
-        """Save, and return when that is done: after which step, and how to go on."""
+        """Save, and return when that is done: after which step, and how to resume."""
         self.save()
         self.checkpoints.wait()
         command = resuming.command_to_go_on(self.comm.size, self.argv, self.folder.path)
-        return f"{self.engine.num_steps} of {self.num_steps}; go on with: {command}"
+        return f"{self.engine.num_steps} of {self.num_steps}; resume with: {command}"
 
     def validate(self, epoch: int) -> None:
         """Measure the model on the validation images. If that is broken off, it is as if it had not begun."""

@@ -21,9 +21,8 @@ class Stopped(Exception):
 class StopSignals:
     """Remembers, as `caught`, the name of a signal that asks this process to stop, while in its context.
 
-    Once there was one, all are ignored from the end of the context on: who has stopped as asked is about to leave, and
-    must not be killed on the way by a sender who asks again. Ctrl-C stays ignored where it was, as in jobs that a shell
-    runs in the background.
+    After a signal, all are ignored from the end of the context on: a run that has stopped must not be killed on its way
+    out by a repeated signal. Ctrl-C stays ignored where it was, as in jobs that a shell runs in the background.
 
     Raises:
         KeyboardInterrupt: a second Ctrl-C, wherever the process is.

@@ -114,7 +114,7 @@ def endless(path: Path) -> None:
 
 
 UNREADABLE: list[tuple[Callable[[Path], Any], str]] = [
-    (another_format, "its format is 3, but this version of mpi4dl reads 2: go on with the one that wrote it"),
+    (another_format, "its format is 3, but this version of mpi4dl reads 2: use the version that wrote it"),
     (pipe, "manifest.json: it is no regular file"),
     (endless, "manifest.json: Too many levels of symbolic links"),
 ]

@@ -126,7 +126,7 @@ def test_a_world_that_mpi_does_not_know_is_refused_by_all_ranks_with_one_message
     done = mpirun(2, "-c", START + 'dist.init_process_group("mpi4dl", rank=1, world_size=4)')
     assert done.code == 2
     assert done.stderr.strip() == (
-        "mpi4dl: init_process_group was told that this is rank 1 of 4, but MPI started it as rank 0 of 2: leave out "
+        "mpi4dl: init_process_group was called for rank 1 of 4, but MPI started it as rank 0 of 2: leave out "
         "rank and world_size (and the variables RANK and WORLD_SIZE), and start the program with mpirun -n 4"
     )
 
@@ -180,7 +180,7 @@ except ValueError as error:
 """
     done = mpirun(2, "-c", START + program)
     assert done.code == 0, done.stderr
-    assert done.stdout.startswith("init_process_group was told that this is rank 1 of 2, but MPI started it as rank 0")
+    assert done.stdout.startswith("init_process_group was called for rank 1 of 2, but MPI started it as rank 0")
 
 
 def test_in_detail_all_ranks_hear_of_other_shapes_before_data_moves(monkeypatch: pytest.MonkeyPatch) -> None:

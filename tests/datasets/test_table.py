@@ -157,7 +157,7 @@ def test_columns_that_identify_are_never_learnt(images, name):
     assert (folder.task, folder.classes) == ("regress", ("dose",))
     assert f"{name} beside it not learnt" in folder.remarks[0]
     assert "as the columns tell: `task` says otherwise" in folder.remarks[0]
-    with pytest.raises(DatasetError, match=f"the column '{name}' says who or what an image is of"):
+    with pytest.raises(DatasetError, match=f"the column '{name}' identifies a patient or sample"):
         LabelledFolder(images, columns=(name,))
     for other in ("age", "label", "class_id", "ki67_index", "time", "event", "idh1", "status", "grade", "valid"):
         assert not identifies(other)

@@ -38,7 +38,7 @@ def test_stages_on_tiles() -> None:
 images of 64 x 64 px, batches of 8
         start: mpirun -n 3 python -m mpi4dl.train
 
-        stage  ranks  tiles  ways  atoms                       parameters   FLOPs  cost/mean  hands on
+        stage  ranks  tiles  ways  units                       parameters   FLOPs  cost/mean  hands on
             0    0-1  1x2       1  3: stem .. stage2_block1        28,944  65.0 %       0.96   1.0 MiB
             1      2  1x1       1  4: stage3_block1 .. head.2      97,802  35.0 %       1.04         -
         a microbatch of 2: 0.2755 GFLOP forward; cost/mean: of a rank's time; hands on: from all ranks of the stage \
@@ -66,7 +66,7 @@ def test_two_directions_and_replicas() -> None:
         resnet_v2, 126,746 parameters, on 4 ranks: stages(2: 1x1 + 1x1 tiles) x data(2), microbatches(4), 1f1b, \
 bidirectional(2), images of 64 x 64 px, batches of 8
 
-        stage  ranks  mirrored  tiles  ways  atoms                       parameters   FLOPs  cost/mean  hands on
+        stage  ranks  mirrored  tiles  ways  units                       parameters   FLOPs  cost/mean  hands on
             0      0         1  1x1       1  3: stem .. stage2_block1        28,944  65.0 %       1.30   1.0 MiB
             1      1         0  1x1       1  4: stage3_block1 .. head.2      97,802  35.0 %       0.70         -
         a microbatch of 2: 0.2755 GFLOP forward; cost/mean: of a rank's time; hands on: from all ranks of the stage \
@@ -92,7 +92,7 @@ def test_one_stage() -> None:
     expected = """\
         resnet_v2, 126,746 parameters, on 1 rank: tiles(1x1) x data(1), images of 64 x 64 px, batches of 8
 
-        stage  ranks  tiles  ways  atoms              parameters    FLOPs
+        stage  ranks  tiles  ways  units              parameters    FLOPs
             0      0  1x1       1  7: stem .. head.2     126,746  100.0 %
         a microbatch of 8: 1.102 GFLOP forward
 
@@ -219,7 +219,7 @@ def test_timed_seconds_cut_the_model_and_make_the_timeline(tmp_path: Path, monke
     assert found.costs.forward_seconds == (10.0 + 2 * 2, 8.0 + 5 * 2)
     assert found.costs.backward_seconds == (20.0 + 2 * 2, 16.0 + 5 * 2)
     assert found.costs.communication_seconds == (1.0,)
-    assert "(atoms timed on their tiles, on 1 thread here; " in str(found)
+    assert "(units timed on their tiles, on 1 thread here; " in str(found)
 
 
 def test_many_readers_and_many_samples_are_shortened() -> None:
@@ -245,7 +245,7 @@ def test_a_rank_that_reads_for_both_directions_says_both() -> None:
     ("plan", "image", "message"),
     [
         (Plan(data=9), IMAGE, "`data` 9 replicas cannot share a batch of 8"),
-        (Plan.of(stages=8), IMAGE, "resnet_v2: Sequential has 7 atoms, too few for 8 stages"),
+        (Plan.of(stages=8), IMAGE, "resnet_v2: Sequential has 7 units, too few for 8 stages"),
         (Plan(tiles=((1, 65),)), IMAGE, "`tiles` 1x65 cuts images into 65 tiles along their cols"),
         (Plan(), (2, 4, 64, 64), "resnet_v2: cannot take images of 4 x 64 x 64 (channels, height, width): Invalid"),
         (
@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused(plan: Plan, image: tuple[int, int, int, in
 
 
 def test_too_few_atoms_to_time_are_refused_before_they_are_timed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="7 atoms, too few for 8 stages"):
+    with pytest.raises(ValueError, match="7 units, too few for 8 stages"):
         planned(Plan.of(stages=8), balance="auto", clockwork=clockwork(tmp_path, time=lambda *_: pytest.fail("timed")))
 
 

@@ -155,7 +155,7 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
     [
         ("", "name the folder of a run, a checkpoint, or weights first"),
         ("run", "--images is missing"),
-        ("nowhere --images new", "nowhere is neither a run of mpi4dl.train with weights nor a checkpoint of one"),
+        ("nowhere --images new", "nowhere is neither a run of mpi4dl train with weights nor a checkpoint of one"),
         ("run --images gone", "gone: no such file or folder"),
         ("run --images empty", "empty: has no images, which end in .png"),
         ("run --images *.jpeg", "*.jpeg: no file matches this"),
@@ -166,7 +166,7 @@ def test_code_of_the_user_must_be_as_it_was(tmp_path: Path, monkeypatch: pytest.
         ("run --images new --tiles 2x2", "tiles(2x2) x data(1) = 4 ranks, but mpirun started 1"),
         ("run --images new --model x.py:y", "--model x.py:y: training had no own one"),
         ("other.safetensors --images new", "other.safetensors does not say what it is of"),
-        ("text --images new", "which was trained on text: python -m mpi4dl.generate"),
+        ("text --images new", "which was trained on text: continue text with mpi4dl generate"),
     ],
 )
 def test_what_cannot_be_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str, complaint: str) -> None:

@@ -225,7 +225,7 @@ def test_a_schedule_for_a_number_of_steps_says_so() -> None:
         ("StepL --scheduler-options step_size=1", "`scheduler` StepL: torch.optim.lr_scheduler has no such class; did"),
         ("StepLR", "`scheduler` StepLR does not take these options {}"),
         ("StepLR --scheduler-options stepsize=1", "`scheduler` StepLR has no option stepsize; did you mean step_size?"),
-        ("StepLR --scheduler-options step_size=a", "`scheduler` StepLR cannot go on with {'step_size': 'a'}"),
+        ("StepLR --scheduler-options step_size=a", "`scheduler` StepLR fails with {'step_size': 'a'}"),
         ("LambdaLR --scheduler-options lr_lambda=a", "`scheduler` LambdaLR does not take"),
         (" --scheduler-options gamma=0.5", "`scheduler_options` {'gamma': 0.5} are for no `scheduler`: name one"),
     ],

@@ -149,7 +149,7 @@ def task_by(flags: str, task: str = "classify", num_classes: int = 3) -> tuple[A
         ("--monitor-mode max", "`monitor_mode` max is of `monitor`, which is none: name a metric, such as val_loss"),
         (
             f"--metrics {HERE}:undirected --monitor val_undirected",
-            "`monitor` val_undirected: nobody says whether higher",
+            "`monitor` val_undirected: it is unknown whether higher",
         ),
         (f"--loss {HERE}:plain_loss --class-weights 1,2,3", "`class_weights` is not taken by the own `loss`"),
         (f"--loss {HERE}:OwnLoss --label-smoothing 0.1", "`label_smoothing` is not taken by the own `loss`"),

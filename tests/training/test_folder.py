@@ -48,7 +48,7 @@ def test_a_folder_that_holds_another_run_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path)
     assert str(caught.value) == (
         f"the run folder {tmp_path} holds files already, and a run never overwrites another's; "
-        "name another with `run_folder`, remove it, or go on with `resume` auto"
+        "name another with `run_folder`, remove it, or continue it with `resume` auto"
     )
     assert RunFolder(tmp_path).path == tmp_path, "a run that is continued takes it as it is"
 

@@ -1,4 +1,4 @@
-"""The meaning of --resume: where a run is recorded, what it goes on from, and what must be as it was."""
+"""The meaning of --resume: where a run is recorded, its checkpoint, and options that must not change."""
 
 import shlex
 from dataclasses import replace
@@ -74,9 +74,7 @@ def test_auto_goes_on_where_there_is_a_run(ranks: Ranks, tmp_path: Path) -> None
 def test_auto_needs_a_name_and_leaves_other_folders_alone(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     assert found(ranks, "--run-folder", str(tmp_path), "--resume", "auto") == (tmp_path, False, [])
-    assert said(ranks, "--resume", "auto") == (
-        "`resume` auto goes on in the folder that `run_folder` names: add `run_folder`"
-    )
+    assert said(ranks, "--resume", "auto") == ("`resume` auto continues the run in `run_folder`: add `run_folder`")
 
 
 def test_a_path_is_a_run_or_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -130,10 +128,12 @@ def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> 
     if name in SAME_ALWAYS or (batch and name in SAME_WITHIN_AN_EPOCH):
         with pytest.raises(Refusal) as caught:
             compare(PLACE, there, here)
-        rule = ": go on with what it was" if name in SAME_ALWAYS else ", which must not change within an epoch"
+        rule = (
+            ": keep the value of the checkpoint" if name in SAME_ALWAYS else ", which must not change within an epoch"
+        )
         assert str(caught.value) == was + rule
     elif name in FROM_CHECKPOINT:
-        said = f"{called(name)} other is not used: the checkpoint goes on with {shown(name)}"
+        said = f"{called(name)} other is not used: the run continues with {shown(name)}"
         assert compare(PLACE, there, here) == [said]
     elif name in OF_THIS_START:
         assert compare(PLACE, there, here) == []
@@ -145,7 +145,9 @@ def test_every_option_that_changed_is_refused_or_said(name: str, batch: int) -> 
 def test_an_option_that_a_version_before_did_not_have_was_at_its_default() -> None:
     known = {name: value for name, value in OPTIONS.items() if name != "mean"}
     assert compare(PLACE, PROGRESS._replace(options=known), OPTIONS) == []
-    with pytest.raises(Refusal, match=r"was written with `mean` 0.5, but this is 0.25: go on with what it was$"):
+    with pytest.raises(
+        Refusal, match=r"was written with `mean` 0.5, but this is 0.25: keep the value of the checkpoint$"
+    ):
         compare(PLACE, PROGRESS._replace(options=known), {**OPTIONS, "mean": "0.25"})
 
 
@@ -189,7 +191,7 @@ def test_progress_that_no_run_made_is_refused(tmp_path: Path, field: str, value:
 
 def test_a_checkpoint_of_a_script_is_not_one_of_the_command(tmp_path: Path) -> None:
     path = write(tmp_path, 1, extra={"epoch": 1})
-    with pytest.raises(Refusal, match=r"was not written by mpi4dl.train: load it with mpi4dl.checkpoints.load$"):
+    with pytest.raises(Refusal, match=r"was not written by mpi4dl train: load it with mpi4dl.checkpoints.load$"):
         Progress.at(path)
 
 

@@ -169,7 +169,7 @@ REFUSED = [
     ("--freeze=layer9.*", "--freeze layer9.*: no parameter has a name like 'layer9.*'; the nearest are"),
     ("--freeze=*", "--freeze *: all parameters are frozen: nothing is trained"),
     ("--eval-mode=nrm*", "--eval-mode nrm*: no module has a name like 'nrm*'"),
-    ("--unfreeze=2:fc.*", "--unfreeze 2:fc.*: fc.weight is not frozen; say so by --freeze"),
+    ("--unfreeze=2:fc.*", "--unfreeze 2:fc.*: fc.weight is not frozen; add it to --freeze"),
     ("--unfreeze=2:fcc.*", "--unfreeze 2:fcc.*: no parameter has a name like 'fcc.*'; the nearest are fc."),
     ("--unfreeze=*", "--unfreeze"),
     ("--lr-of=head=0.1", "--lr-of head: no parameter has a name like 'head'"),

@@ -170,7 +170,7 @@ class TokenStream:
         lengths = np.array([file.documents[number].num_tokens for number in numbers], np.int64)
         self._file = file
         self._ends: npt.NDArray[np.int64] = np.cumsum(lengths)  # in this stream
-        # What is added to a place in the stream to get that in the file.
+        # The offset from a place in the stream to that in the file.
         self._shifts: npt.NDArray[np.int64] = ends[list(numbers)] - self._ends
         self.names = tuple(file.documents[number].name for number in numbers)
         self.num_tokens = int(lengths.sum())

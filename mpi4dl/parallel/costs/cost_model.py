@@ -173,7 +173,7 @@ def timed_prices(
     found, said = clockwork.link(plan.num_ranks) if link is None else link
     threads = torch.get_num_threads()
     on = f"{threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else "a GPU"
-    source = f"atoms timed on their tiles, on {on} here; {found}, {said}"
+    source = f"units timed on their tiles, on {on} here; {found}, {said}"
     return StageCosts(tuple(columns[site] for site in sites), found, source, timed=True)
 
 
@@ -250,7 +250,7 @@ def measured_prices(
     of_ranks = comm.all_gather_object(found)
     columns = [[known[stage] for known in of_ranks if stage in known] for stage in range(plan.num_stages)]
     return StageCosts(
-        tuple(map(_mean, columns)), link, f"atoms timed on their ranks before the first step; {link}", True
+        tuple(map(_mean, columns)), link, f"units timed on their ranks before the first step; {link}", True
     )
 
 
@@ -273,7 +273,7 @@ def _mean(columns: list[Column]) -> Column:
     )
 
 
-# What atoms take if blocks of them keep only their inputs, and are run again in the backward pass.
+# Costs of units if blocks of them keep only their inputs, and run again in the backward pass.
 #
 # atoms        0   1 [2  3] [4  5] 6       groups (2, 4) and (4, 6): of each its inputs are kept, and nothing of what is
 # kept         k0  k1 in  -  in  - k6      within it, but while it is run again, when all of that is there

@@ -284,10 +284,10 @@ def as_received(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-# What was timed on this machine, kept for the next start: a folder with a small file for each thing.
+# The cache of times on this machine: a folder with a small file for each entry.
 #
 # A file is written beside its place and then renamed, so that processes that write at the same time do each other no
-# harm: what is read is whole, and one of them was last. What cannot be written or read is as if it had not been timed.
+# harm: what is read is whole, and one of them was last. An entry that cannot be written or read counts as missing.
 
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -1,7 +1,7 @@
 """A layer of experts over ranks: the layer as it is, called with the tokens that come to the experts that a rank has.
 
-Any module with forward(x (R, C), chosen (R, k), weights (R, k)) can be one, such as Mixtral's: it is given a row for
-each choice of one of its experts, k = 1, in its own numbers, and how it multiplies is its own matter.
+Any module with forward(x (R, C), chosen (R, k), weights (R, k)) can be one, such as Mixtral's. It gets a row for each
+choice of one of its experts, with k = 1 and local numbers of experts, and multiplies as it likes.
 
     experts(2)                    rank 0: experts 0 1      rank 1: experts 2 3      of two ranks with different tokens
     tensor(2), parts of experts   rank 0: half of each     rank 1: half of each     of two ranks with the same tokens,
@@ -33,9 +33,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 #                  | a c come back
 #     rank 0   a = what rank 0 made of a + what rank 1 made of a
 #
-# The counts are those of the data: an all-to-all in which every rank knows what comes before it comes. It is a linear
-# map of the rows, whose adjoint goes the other way. A batch in pieces overlaps: while the experts have one, others
-# travel.
+# The counts are those of the data: an all-to-all in which every rank knows the sizes beforehand. It is a linear map of
+# the rows, whose adjoint goes the other way. A batch in pieces overlaps: while the experts have one, others travel.
 #
 #     forward     go 0, go 1 | arrive 0, experts, leave 0 | arrive 1, experts, leave 1 | back 0, back 1
 #     backward    the same, from right to left: autograd runs first what was made last
@@ -116,7 +115,7 @@ class _End(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.journey.post(gradient, ctx.journey.counts.adjoint)
-        return gradient, None  # what it is nobody reads: `_Begin` has what comes
+        return gradient, None  # its value is not read: `_Begin` has the data
 
 
 def through(

@@ -65,14 +65,14 @@ def partition(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     stages, atoms = len(costs), len(costs[0]) if costs else 0
     if not 1 <= stages <= atoms:
         raise ValueError(
-            f"{stages} stages cannot be made of {atoms} atoms: every stage needs at least one; "
+            f"{stages} stages cannot be made of {atoms} units: every stage needs at least one; "
             f"choose between 1 and {atoms} stages"
         )
     for stage, row in enumerate(costs):
         wrong = next((i for i, cost in enumerate(row) if not 0 <= cost < float("inf")), None)
         if wrong is not None:
             raise ValueError(
-                f"the cost of atom {wrong} on stage {stage} is {row[wrong]}, but must be finite and not negative"
+                f"the cost of unit {wrong} on stage {stage} is {row[wrong]}, but must be finite and not negative"
             )
     best = np.full(atoms + 1, np.inf)  # best[j]: the slowest stage's cost if the first j atoms are dealt out so far
     best[0] = 0

@@ -32,7 +32,7 @@ from mpi4dl.parallel.tables.table import Action
 from mpi4dl.parallel.tensor.cutting import ParameterPart, cut_parameters, names_by_first
 from mpi4dl.parallel.tensor.styles import NOT_CUT, Cuts, Cutting, Styles
 
-# Who holds the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
+# Holders of the same parameters: the ranks of a stage, of several stages that use one, or those with the same part.
 #
 # stage 0    embedding  blocks                   ranks 0 1      its own: blocks, on 0 1
 # stage 1                       blocks  head     ranks 2 3      its own: blocks, on 2 3
@@ -214,7 +214,7 @@ class LocalStages(nn.Module):
                     f"{name} of the model is no tensor ({type(value).__name__}): extra state is not supported"
                 )
             if nn.parameter.is_lazy(value):
-                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is laid over ranks")
+                raise Refusal(f"{name} of the model has no shape yet: run the model once before it is split over ranks")
         self.shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
         self.ties = _ties(outline)
         self.names_of = names_by_first(outline)  # all names of each parameter
@@ -319,12 +319,12 @@ def split(
 
     The seed is that of torch.manual_seed, random.seed and numpy.random.seed; all three go on behind it as before.
 
-    `balance` is how many atoms of the model each stage gets, for images of shape `image`: by numbers; by counted FLOPs
-    ("flops"), which are the same everywhere; by seconds, which rank 0 times on the tiles of each stage and remembers
-    ("auto"), or which all ranks time together ("measured"); or by the bytes that training keeps ("memory"). `whole` are
-    paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by numbers are priced too. With `stream`
-    the first stage begins with a part that is streamed, tile by tile; how, may be chosen once it is known how many
-    atoms the stages have, on each rank by itself and alike. Collective.
+    `balance` decides how many units (atoms) of the model each stage gets, for images of shape `image`. It is a number
+    for each stage; "flops", by counted FLOPs, which are the same everywhere; "auto", by seconds that rank 0 times on
+    the tiles of each stage and caches; "measured", by seconds that all ranks time together; or "memory", by the bytes
+    that training keeps. `whole` are paths of modules not to be cut. With a `clockwork`, which times atoms, cuts by
+    numbers are priced too. With `stream` the first stage begins with a part that is streamed, tile by tile; how, may be
+    chosen once it is known how many atoms the stages have, on each rank by itself and alike. Collective.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut or streamed so; on all ranks alike.
@@ -388,7 +388,7 @@ def choose_cut(
         raise ValueError(f"balance {balance!r} must be one of {', '.join(BALANCES)}, or one number for each stage")
     elif len(cuttable) < plan.num_stages:
         raise ValueError(
-            f"{type(cuttable.model).__name__} has {len(cuttable)} atoms, too few for {plan.num_stages} stages"
+            f"{type(cuttable.model).__name__} has {len(cuttable)} units, too few for {plan.num_stages} stages"
             f"{cuttable.hint()}"
         )
     prices = stage_prices(cuttable, plan, comm, balance, image, torch.device(device), clockwork, styles)

@@ -103,7 +103,7 @@ def only_picks(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (operator.getitem, getattr, torch._assert, expect)
 
 
-# What one stage hands to the next: nested values as a list of tensors and a small header that says how they nest.
+# Values between stages: nested values as a list of tensors and a small header with their nesting.
 #
 # A live value need not be a tensor: AmoebaNet's cells pass on pairs, DenseNet's layers lists, FCN the size of its
 # image. Numbers and sizes travel in the header, as they are. To work them out again in a later stage would mean to send

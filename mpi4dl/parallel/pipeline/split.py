@@ -100,7 +100,7 @@ class Cuttable:
         """Refuse counts of atoms that do not add up, or are not positive."""
         if not counts or min(counts) < 1 or sum(counts) != len(self):
             raise ValueError(
-                f"balance {','.join(map(str, counts))} puts {sum(counts)} atoms into {len(counts)} stages, but "
+                f"balance {','.join(map(str, counts))} puts {sum(counts)} units into {len(counts)} stages, but "
                 f"{type(self.model).__name__} has {len(self)}, and every stage needs at least one{self.hint()}"
             )
 
@@ -216,7 +216,7 @@ class Cuttable:
                 uses = ", ".join(f"{self.names[i]} (stage {k})" for i, k in zip(atoms, stages, strict=True))
                 raise ValueError(
                     f"{' = '.join(names)} is used by {uses}, but a buffer can only be in one stage: "
-                    f"put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                    f"put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
                 )
             self._refuse_unshareable(names, atoms)
             found[names[0]] = tuple(dict.fromkeys(stages))
@@ -230,7 +230,7 @@ class Cuttable:
         if len({id(tensors[name]) for name in names}) > 1:
             raise ValueError(
                 f"{' and '.join(names)} are different tensors in the same memory, which several stages use: make them "
-                f"one parameter, or put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                f"one parameter, or put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
             )
         key = _storage(tensors[names[0]])
         for i in atoms:
@@ -239,14 +239,14 @@ class Cuttable:
                 if module is not None and key in map(_storage, hidden_tensors(module)):
                     raise ValueError(
                         f"{call.target} uses {names[0]} of another stage by an attribute that is no submodule, so that "
-                        "each stage would train a copy: register it as a parameter or a submodule, or put atoms "
+                        "each stage would train a copy: register it as a parameter or a submodule, or put units "
                         f"{atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
                     )
         written = [i for name in names for i in self._aliasing.written.get(name, ())]
         if written:
             raise ValueError(
                 f"{self.names[written[0]]} changes {names[0]} in place, which several stages use, so that their copies "
-                f"would differ: put atoms {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
+                f"would differ: put units {atoms[0]} to {atoms[-1]} (counted from 0) into the same stage"
             )
 
     def _refuse_parted_views(self, bounds: Sequence[int]) -> None:
@@ -259,7 +259,7 @@ class Cuttable:
                     low = min(self._made[ours], self._made[theirs])
                     raise ValueError(
                         f"{self.names[i]} changes {changed} in place, and {view}, which is used later, is in the same "
-                        f"memory, but stages have copies: put atoms {max(low, 0)} to {i} (counted from 0) into the "
+                        f"memory, but stages have copies: put units {max(low, 0)} to {i} (counted from 0) into the "
                         "same stage, or clone it"
                     )
 

@@ -57,10 +57,10 @@ class WeightGradients:
         weights.compute()  # gradients of the weights
 
     The queue of gradients of weight and bias of convolutions, transposed ones too, and of `F.linear`, on tiles too,
-    where weight and bias are parameters themselves. All else has its gradient after backward, as ever: other operators,
-    weights that are computed from parameters, images without a batch, layers under a checkpoint or another hook on
-    saved tensors, and those that a function of PyTorch calls inside, such as `F.multi_head_attention_forward`. Queued
-    gradients cannot be differentiated twice.
+    where weight and bias are parameters themselves. All others have their gradients after backward, as in plain
+    PyTorch: other operators, weights that are computed from parameters, images without a batch, layers under a
+    checkpoint or another hook on saved tensors, and those that a function of PyTorch calls inside, such as
+    `F.multi_head_attention_forward`. Queued gradients cannot be differentiated twice.
 
     Between backward and `compute()` it holds the inputs of these layers, which the graph saved before, the gradients
     of their outputs, and under autocast the weights as they were cast. None of them may be overwritten meanwhile.

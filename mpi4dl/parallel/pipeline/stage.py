@@ -219,7 +219,7 @@ def _detached(leaf: Any) -> Any:
 class _Enter(torch.autograd.Function):
     """The identity, whose result may be overwritten although the tensor received is a leaf.
 
-    A model may go on with `relu_` right behind a cut, which autograd allows on a result but not on a leaf.
+    A model may continue with `relu_` right behind a cut, which autograd allows on a result but not on a leaf.
     """
 
     @staticmethod

@@ -5,8 +5,8 @@
       [ 2 ][ 3 ]       ----->        [ 4 ][ 5 ]          backward:  its gradient returns to its owner (the adjoint)
 
 The sender announces nesting, shapes and cuts of the values once, ahead of the first microbatch of a kind. They hold for
-all that follow. Messages have a tag for each microbatch of a run: receives may then be posted in any order, as those
-for the next microbatch are while what a present one of a new kind will be is not yet known.
+all that follow. Messages have a tag for each microbatch of a run, so receives may be posted in any order. A rank posts
+those of the next microbatch while the form of a present one is still unknown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import without_flat_dims
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
-# What crosses from stage to stage of a tensor in which several axes are one dim: all axes, and what every rank has.
+# Tensors between stages in which several axes are one dim: all axes travel, and the entries that every rank has.
 #
 # (N, 1 + H * W, C)      ->  (N, H, W, C)  +  (N, 1, C)       what has an axis a dim can be cut anew for other tiles
 #   flat, with a class token                                 and is put together again behind the boundary
@@ -46,7 +46,7 @@ class Assembly(NamedTuple):
 
 
 def take_apart(x: Tensor) -> tuple[list[Tensor], Assembly | None]:
-    """What crosses of x, and how x is made of it; x itself if it has no flat dims."""
+    """The tensors that are sent for x, and how x is made of them; x itself if it has no flat dims."""
     if not isinstance(x, SpatialTensor) or not x.layout.flat:
         return [x], None
     flats = x.layout.flat
@@ -162,7 +162,7 @@ class Sent(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What the values are, and how their tensors are made of those that are sent."""
+    """The form of the values, and how their tensors are made of those that are sent."""
 
     header: Header
     assemblies: tuple[Assembly | None, ...]
@@ -178,7 +178,7 @@ class Transfer(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """What is known of the values of one kind of microbatch: how to move each tensor, and where it lands."""
+    """The exchanges for one kind of microbatch: how to send each tensor, and its layout at the target."""
 
     announcement: Announcement
     transfers: tuple[Transfer, ...]
@@ -200,7 +200,7 @@ class StageBoundary:
         self.place = sources.index(comm.rank) if sends else len(sources) + targets.index(comm.rank)
         self.tag = direction * plan.num_stages + stage
         self.num_tags = plan.num_directions * plan.num_stages
-        # A target hears what comes from one source of its own replica.
+        # A target gets announcements from one source of its own replica.
         hears_of = [i * len(sources) // len(targets) for i in range(len(targets))]
         self.listeners = [targets[i] for i, source in enumerate(hears_of) if sends and sources[source] == comm.rank]
         self.speaker = None if sends else sources[hears_of[targets.index(comm.rank)]]
@@ -208,7 +208,7 @@ class StageBoundary:
         self._expected: dict[tuple[StageMessage, bool], list[Incoming]] = {}
 
     def forget(self) -> None:
-        """What values are is said anew: others want gradients than did."""
+        """Announce the values again: other values need gradients."""
         self._known.clear()
 
     def knows(self, message: StageMessage) -> bool:

@@ -334,7 +334,7 @@ class _Tracer(fx.Tracer):
         def forward(*args: Any) -> None:
             # fx would turn the containers of the result into containers of its own.
             self.result = root_fn(*args)
-            # What is picked from a value by its name is noted when it is asked for, and that is now.
+            # Attributes of a value are recorded when they are read, which is now.
             map_leaves(lambda leaf: self._own(leaf).node if isinstance(leaf, fx.Proxy) else None, self.result)
 
         return forward, [self.root, *inputs]
@@ -401,7 +401,7 @@ class _Record:
                 leaf = leaf.node
             if isinstance(leaf, fx.Node):
                 return Attribute(str(leaf.target)) if leaf.op == "get_attr" else Value(self.names[leaf])
-            # What fx makes of lists and dicts cannot be changed, which a module may want to.
+            # fx makes lists and dicts immutable, but a module may change them.
             if isinstance(leaf, list | dict):
                 return map_leaves(part, list(leaf) if isinstance(leaf, list) else dict(leaf))
             return leaf

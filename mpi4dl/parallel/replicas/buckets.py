@@ -112,7 +112,7 @@ class BucketLayout:
         return slice(self.cuts[number][self.rank], self.cuts[number][self.rank + 1])
 
     def segments(self, number: int, part: slice | None = None) -> Iterator[BucketSegment]:
-        """What of which parameters lies in a part of a bucket (None: in all of it), in the order of the bucket."""
+        """The segments of parameters in a part of a bucket (None: in all of it), in the order of the bucket."""
         bucket = self.buckets[number]
         begin, end = (0, bucket.length) if part is None else (part.start, part.stop)
         for member, offset in zip(bucket.members, bucket.offsets, strict=True):
@@ -170,8 +170,8 @@ State = dict[str, Any]
 class Shard(NamedTuple):
     """A run of elements of the value `name`, which begins at number `start` of it, flattened.
 
-    Of a parameter there may be the optimizer's state: what has as many elements is for these elements, all else for the
-    whole parameter; and the number of its group in the optimizer, None if it is in none.
+    With a parameter may come the optimizer's state: tensors of as many elements are for these elements, others for the
+    whole parameter. `group` is the number of its group in the optimizer, None if it is in none.
     """
 
     name: str

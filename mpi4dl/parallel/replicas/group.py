@@ -33,7 +33,7 @@ from mpi4dl.parallel.replicas.update import Device, Disk, Master, Update, is_lik
 
 
 class DeferredHook:
-    """What autograd is to call in place of a hook. Outside of the reducer's steps it is the hook."""
+    """The function that autograd calls in place of a hook. Outside of the reducer's steps it is the hook."""
 
     def __init__(self, hook: Callable[[Tensor], Any], reducer: Reducer) -> None:
         self.hook = hook

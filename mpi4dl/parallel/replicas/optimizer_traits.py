@@ -1,4 +1,4 @@
-"""What is known of an optimizer and its hooks: how it steps, and why it cannot train a model as it is."""
+"""Traits of an optimizer and its hooks: how it steps, and why it cannot train a model as it is."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -54,7 +54,7 @@ class GradientSums(ABC):
 
     @abstractmethod
     def _sums(self) -> Collection[Tensor]:
-        """What this rank has of the sums."""
+        """This rank's part of the sums."""
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
@@ -157,7 +157,8 @@ class Reducer(GradientSums):
 
     def attach(self) -> "Reducer":
         """Watch the parameters' gradients from now on. Collective."""
-        # What starts during backward must not meet the collectives of backward: it gets a communicator of its own.
+        # Sums that start during backward must not match the collectives of backward: they get a communicator of their
+        # own.
         self.comm = self.comm.split(0, self.comm.rank)
         for i, p in enumerate(self.parameters):
             if p.requires_grad:

@@ -106,7 +106,8 @@ NAMES = "param_names"  # of an optimizer that was made of named parameters
 
 @dataclass(frozen=True)
 class Master:
-    """What the optimizer works on: `value` for the elements of `segment`; the model has them in `target`, if elsewhere.
+    """A part that the optimizer works on: `value` for the elements of `segment`; the model has them in `target`, if
+    elsewhere.
 
     It has the parameter's shape if it is a whole parameter, and one dim if it is a part of it.
     """
@@ -184,7 +185,7 @@ class Update:
                 group["params"] = values
 
     def _part(self, value: Any, parameter: nn.Parameter, master: Master) -> Any:
-        """What of the state with which some optimizers begin is a master's."""
+        """A master's part of the state with which some optimizers begin."""
         if not isinstance(value, Tensor):
             return value
         if value.shape != parameter.shape or not value.dim():

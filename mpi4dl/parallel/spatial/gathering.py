@@ -33,7 +33,7 @@ from mpi4dl.parallel.spatial.tensor import (
     substitutes,
 )
 
-# What tells of memory, of identity or of autograd's graph would tell it of the gathered copy.
+# Functions that report memory, identity or autograd's graph would report those of the gathered copy.
 OF_THE_TENSOR_ITSELF = frozenset(
     "data_ptr untyped_storage storage storage_offset _typed_storage stride as_strided set_ resize_ resize_as_ view "
     "__reduce_ex__ __reduce__ __dlpack__ __set__ backward share_memory_ is_shared pin_memory is_set_to".split()
@@ -53,11 +53,11 @@ class _Whole(NamedTuple):
 def gathering() -> Iterator[None]:
     """Let operators that have no exact rule for tiles be computed whole: exact, at the memory of whole operands.
 
-    Each rank gathers the operands and computes the same. A result is cut again where it has the number of dims, and
-    along height, width (and a batch that is cut) the sizes, of a spread operand, as that one is cut; another one, such
-    as features of the whole image, stays whole on every rank, and so does what is computed of it alone: `shard_like`
-    cuts it. Whoever writes in place writes into the tiles. Random numbers are those that one process would draw; ranks
-    whose generators differ all raise `NoRule`. Calls that a copy cannot answer, such as `data_ptr`, still raise it.
+    Each rank gathers the operands and computes the same. A result is cut like a spread operand if it has the same
+    number of dims, and the same sizes along height, width (and a batch that is cut). Other results, such as features of
+    the whole image, stay whole on every rank, and so do results of these alone: `shard_like` cuts them. Writes in place
+    go into the tiles. Random numbers are those that one process would draw; ranks whose generators differ all raise
+    `NoRule`. Calls that a copy cannot answer, such as `data_ptr`, still raise it.
 
     Each module and operator is named once in a `GatheredWarning`, with its bytes, by rank 0 of the grid. It holds for
     the process, since backward passes that recompute may run in another thread; those must come within it too.

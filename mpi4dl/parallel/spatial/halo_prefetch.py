@@ -6,10 +6,10 @@ from then on  norm: its statistics travel, with   relu     convolution: nothing
               strips of its input, which are
               normalized like the rest
 
-That is so on GPUs, which every message keeps waiting; between ranks that share the memory of CPUs, the copies that it
-takes of a tile cost more than the message (ResNet-50 on 2 x 2 tiles of 256 px: 4 %). The images of the first layer
-come with their halo likewise. A norm whose result nobody looks at before the next norm is reached, as at the end of a
-parallel branch, is computed together with that one, in one exchange, on any device.
+This happens on GPUs, which every message keeps waiting. Between ranks that share the memory of CPUs, the copies of a
+tile cost more than the message (ResNet-50 on 2 x 2 tiles of 256 px: 4 %). The images of the first layer come with their
+halo likewise. A norm whose result nobody looks at before the next norm is reached, as at the end of a parallel branch,
+is computed together with that one, in one exchange, on any device.
 
 All ranks run the same model and know each other's boxes, so all of them ask for the same, and none has to be told. A
 request is a hint: a norm may hold more than anybody needs, and an operator that needs more fetches it.
@@ -65,7 +65,7 @@ class HaloPrefetch:
         self._waiting: list[Waiting] = []
 
     def held(self, key: object | None, tiling: Tiling) -> Tiling:
-        """How what comes from this source is to be held, of which ranks own what `tiling` says."""
+        """The boxes to hold of the output of this source, of which ranks own those of `tiling`."""
         known = self._held.get(key) if key is not None else None
         return tiling if known is None else known.get(tiling, tiling)
 
@@ -179,7 +179,7 @@ def _widen(held: Holding, tiling: Tiling, wanted: Tiling) -> None:
 
 
 def is_worth_holding(tiling: Tiling) -> bool:
-    """Whether halos are so small beside their tiles that what comes before may be computed for them too."""
+    """Whether halos are so small beside their tiles that earlier layers may compute them, too."""
     return all(
         held.length - split.owned(part).length <= max(ALWAYS_WORTH, split.owned(part).length // WORTH)
         for split in tiling.splits

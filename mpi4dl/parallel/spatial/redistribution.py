@@ -76,7 +76,7 @@ class RedistributionPlan(NamedTuple):
         return RedistributionPlan(self.receives, self.sends, self.kept_into, self.kept, self.want, self.have)
 
     def run(self, x: Tensor, comm: Communicator, tag: int) -> Tensor:
-        """The new part; what has several places to go to is the sum of what comes from there, on the way back."""
+        """The new part. On the way back, an entry with several targets gets the sum of their gradients."""
         strips = [x.new_empty(_shape(self.want, places)) for _, places in self.receives]
         leaving = [Piece(peer, _taken(x, places)) for peer, places in self.sends]
         arriving = [Piece(peer, strip) for (peer, _), strip in zip(self.receives, strips, strict=True)]

@@ -159,7 +159,7 @@ def flat_tokens(layout: Layout, dim: int) -> Flat | None:
     return flat if tokens is not None and shares == layout.grid.axes[-1] else None
 
 
-# What of a tensor a rank has that no other is to count or to write: the parts of all ranks are the whole, once.
+# The part of a tensor that this rank alone counts or writes: the parts of all ranks are the whole, once.
 
 CLASSES = 1
 

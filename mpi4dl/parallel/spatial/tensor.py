@@ -1,8 +1,8 @@
 """`SpatialTensor`: this rank's part of a tensor, which models use as if it were the whole.
 
-It works above autograd, at the level of `__torch_function__`: each function that a model calls is looked up in a table
-of rules, and the rule calls plain PyTorch on this rank's part, after whatever exchange it takes. A function without a
-rule raises `NoRule`. Its `shape` is the shape of the whole.
+It works above autograd, at the level of `__torch_function__`: each function that a model calls has a rule in a table.
+The rule exchanges data where it must, and calls plain PyTorch on this rank's part. A function without a rule raises
+`NoRule`. Its `shape` is the shape of the whole.
 
       model:   y = F.conv2d(x, weight)          x is a SpatialTensor: shape of the whole, a Layout, a local part
                        |
@@ -33,7 +33,7 @@ from mpi4dl.geometry import Tiling
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import Provider
 
-# What tensors that share memory know in common: who they are, and which copies PyTorch would have made views.
+# The shared record of tensors that share memory: these tensors, and the copies that PyTorch would have made views.
 #
 # A view of pixels that other ranks hold, or of all pixels in one dim, is a copy here. A write to one of the two would
 # then have to reach the other:
@@ -457,7 +457,7 @@ def _write(function: Any, rule: Rule, args: Sequence[Any], options: dict[str, An
         raise refusal(function_name(function), problem)
     target.layout.grid.foresight.pay()  # norms that wait may be of what is written
     result = rule(*args, **options)
-    # What was written may bring a gradient: all views of it notice from now on if a custom function takes them.
+    # Written values may have a gradient: from now on all views notice if a custom function takes them.
     with torch._C.DisableTorchFunctionSubclass():
         for known in target.memory.tensors:
             x = known()

@@ -265,7 +265,8 @@ _CHECKS[Tensor.__getitem__] = _indexed
 # same for each of its pixels, and for every other such tile that layers cut into as many pixels. So whatever it tells
 # the other tiles on its way is the same too, such as the moments that a norm over the whole image asks for.
 #
-# The backward pass of a visit is linear in the gradient of what the tile owns, but for what comes of the other tiles:
+# The backward pass of a visit is linear in the gradient of what the tile owns, except for the contributions of other
+# tiles:
 #
 #     gradients of n tiles alike = those of one that is given the sum of theirs + (n - 1) x those of one that is given 0
 #

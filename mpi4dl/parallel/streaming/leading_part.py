@@ -182,7 +182,7 @@ class StreamOptions:
         if self.norms not in MODES:
             raise ValueError(f"norms of streaming are {self.norms!r}, but must be one of {', '.join(MODES)}")
         if not self.counts or min(self.counts) < 1:
-            raise ValueError(f"streaming visits {self.counts} tiles along the axes: there must be at least one on each")
+            raise ValueError(f"streaming needs at least one tile along each axis, but got {self.counts}")
         if self.segments < 1:
             raise ValueError(f"streaming takes at least one segment, but got {self.segments}")
 
@@ -228,7 +228,7 @@ class Leading:
         """A description of the streamed part, of a stage whose units have these names."""
         tiles, segments = "x".join(map(str, self.options.counts)), len(self.segments.recipes)
         many = f" in {segments} segments" if segments > 1 else ""
-        return f"each rank visits {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
+        return f"each rank streams {tiles} tiles one after the other, up to {names[self.bounds[-1] - 1]}{many}"
 
 
 def _as_given(images: StreamedImages) -> Any:
@@ -299,11 +299,11 @@ def visits_to(model: nn.Module, options: StreamOptions, grid: GridShape, image: 
     """
     samples, _, *size = image
     if len(options.counts) != len(size):
-        raise CannotStream(f"streaming visits {len(options.counts)} axes, but images have {len(size)}")
+        raise CannotStream(f"streaming cuts {len(options.counts)} axes, but images have {len(size)}")
     visits = Visits(grid, 0, options.counts, grid.batch > 1)
     if any(parts > pixels for parts, pixels in zip(visits.grid.space, size, strict=True)):
         tiles, sides = ("x".join(map(str, each)) for each in (visits.grid.space, size))
-        raise CannotStream(f"images of {sides} pixels have no {tiles} tiles to visit")
+        raise CannotStream(f"images of {sides} pixels are too small for {tiles} tiles")
     return visits, visits.images(torch.Size(image), image_dtype(model), Split.at(even_cuts(samples, grid.batch)))
 
 

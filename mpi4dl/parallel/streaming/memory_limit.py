@@ -26,7 +26,7 @@ from mpi4dl.parallel.streaming.margins import CannotStream, Rehearsed, alone, re
 from mpi4dl.parallel.streaming.norms import KnownStatistics
 from mpi4dl.parallel.streaming.visits import Given, Visits, owned
 
-# What streaming takes of a rank's memory and time: one visit of each segment, run forward and backward on shapes.
+# Memory and time of streaming on a rank: one visit of each segment, run forward and backward on shapes.
 #
 # forward of segment 3      [given to 2][given to 3][made by 3 .......][visit]
 # the rest of the stage     [given to 2][given to 3][made by 3, with its gradient][what the rest takes]
@@ -321,7 +321,7 @@ def choose_visits(
         raise problem
     least = min(tried, key=lambda each: each.num_bytes)
     raise CannotStream(
-        f"no visits keep a rank within {mebibytes(most_bytes)}: the least would be {mebibytes(least.num_bytes)}, with "
+        f"no tiles keep a rank within {mebibytes(most_bytes)}: the least would be {mebibytes(least.num_bytes)}, with "
         f"{words(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
     )
 
@@ -330,7 +330,7 @@ def words(found: Visiting) -> str:
     """How many visits, in how many segments, and how far they read beyond their tiles."""
     tiles, segments = "x".join(map(str, found.options.counts)), len(found.needs.segments)
     many = f"{segments} segment{'s' * (segments > 1)}"
-    return f"{tiles} visits of each rank in {many}, a margin of {found.needs.margin} px"
+    return f"{tiles} tiles of each rank in {many}, a margin of {found.needs.margin} px"
 
 
 def mebibytes(num_bytes: float) -> str:

@@ -30,7 +30,7 @@ from mpi4dl.parallel.streaming.margins import Route
 from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
 from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, Script, Suspended, Told, VisitedGrid, owned
 
-# What a streamed part takes, and the gradient of it, of which every visit is given, and adds, what it holds.
+# The inputs of a streamed part, and their gradients: every visit reads, and adds to, the boxes that it holds.
 
 
 class Input:
@@ -332,7 +332,7 @@ class Streaming:
                 found = read(tile) if coming is None else coming.result()
                 if coming is not None and following is not None:
                     coming = thread.submit(read, following)
-                self._progress(f"{self._name}{doing}, visit {count} of {len(own)}")
+                self._progress(f"{self._name}{doing}, tile {count} of {len(own)}")
                 yield tile, found
 
     def _told_by_all(self, told: dict[int, Told], problem: Exception | None) -> dict[int, Told]:

@@ -201,7 +201,7 @@ def owned(y: SpatialTensor) -> Tensor:
     return found
 
 
-# What tiles that are visited one after the other tell each other: rounds, learned by visiting all of them once more.
+# Communication among tiles that are visited in turn: rounds, each of which visits all of them once more.
 #
 # Rules speak to other tiles through a communicator. Tiles of one process, visited in turn, cannot wait for each other,
 # so what one tells is written down, and its visit ends there. When all have told, the round is known, and the next time
@@ -224,7 +224,7 @@ class Suspended(Exception):
     """
 
     def __init__(self, told: Told, additive: bool) -> None:
-        super().__init__("a visit waits for what the other tiles tell")
+        super().__init__("a tile waits for the statistics of the others")
         self.told, self.additive = told, additive
 
 

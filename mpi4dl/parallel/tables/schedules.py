@@ -2,8 +2,8 @@
 
 A schedule writes for each stage the *program* of what it does in order; the programs are then merged into one order
 of all actions, from which every rank takes its share. The drawings show one row a rank and time to the right, with
-every action taking the same time: F0 is the forward of microbatch 0, B its backward, I and W the halves of a backward
-(gradients of the input, of the weights), small letters the mirrored copy, and F2.0 microbatch 0 in stage 2.
+equal times for all actions. F0 is the forward of microbatch 0, B its backward, I and W the halves of a backward
+(gradients of the input, of the weights). Small letters are the mirrored copy, and F2.0 is microbatch 0 in stage 2.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The ranks of each stage, the actions on it, and their order on every rank: the terms of a schedule.
 
-A *table* gives each rank its actions in order. It is cut out of one order of all actions, so that ranks which work
-together on a stage (its tiles) come to every action in the same order, and no table made so can deadlock.
+A *table* gives each rank its actions in order. It is a projection of one order of all actions. So ranks that share a
+stage (its tiles) come to every action in the same order, and such a table cannot deadlock.
 """
 
 from collections.abc import Iterable, Sequence

@@ -247,7 +247,8 @@ def _of_transformers(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
-# What the plans of transformers call layers that are cut by outputs, or by inputs. Any cut is exact: others stay whole.
+# The names in plans of transformers for layers that are cut by outputs, or by inputs. Any cut is exact: others stay
+# whole.
 PLANNED_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
 PLANNED_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
 PLANNED_TABLES = ("embedding_rowwise", "vocab_parallel_rowwise")
@@ -356,7 +357,7 @@ def _experts(modules: Mapping[str, nn.Module], num_ranks: int) -> dict[str, str]
     return found
 
 
-# What attentions call their numbers of heads: first those of keys and values, which are the fewest.
+# The names of numbers of heads in attentions: first those of keys and values, which are the fewest.
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
 
 

@@ -5,8 +5,8 @@
     event loop      Admission._take: statistics, the reply's queue; the place is free again after the last event
     event loop      Reply.close: what nobody waits for any longer is cancelled
 
-A place is taken until the batch itself has said that it is done with a request: so it knows at most `max_batch` +
-`max_queue` of them at any time, those that were just cancelled included.
+A place is taken until the batch reports the end of its request. So the batch knows at most `max_batch` + `max_queue`
+requests at any time, including those that were just cancelled.
 """
 
 import asyncio
@@ -156,7 +156,7 @@ class _UnderWay(Collector):
         yield GaugeMetricFamily("mpi4dl_pages_total", "Pages of keys and values there are", stats.pages_total)
 
 
-# What is refused, in words, and in the form in which OpenAI's clients expect it.
+# Errors, in words, and in the form that OpenAI's clients expect.
 
 RETRY_SECONDS = 1
 

@@ -196,7 +196,7 @@ async def streamed_answer(
     yield DONE
 
 
-# What may be asked: the fields of OpenAI's requests that have an effect here, with their types and ranges.
+# Requests: the fields of OpenAI's requests that have an effect here, with their types and ranges.
 #
 # Fields that are not named here are ignored, as by other servers that speak this protocol, except for those that would
 # change the answer: they are refused in words.

@@ -55,10 +55,10 @@ def test_partitions(costs: list[list[float]], counts: tuple[int, ...]):
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ([[1, 2]] * 3, "3 stages cannot be made of 2 atoms: every stage needs .* choose between 1 and 2 stages"),
-        ([], "0 stages cannot be made of 0 atoms"),
-        ([[1, 2], [1, -2]], "the cost of atom 1 on stage 1 is -2, but must be finite and not negative"),
-        ([[float("nan")]], "the cost of atom 0 on stage 0 is nan"),
+        ([[1, 2]] * 3, "3 stages cannot be made of 2 units: every stage needs .* choose between 1 and 2 stages"),
+        ([], "0 stages cannot be made of 0 units"),
+        ([[1, 2], [1, -2]], "the cost of unit 1 on stage 1 is -2, but must be finite and not negative"),
+        ([[float("nan")]], "the cost of unit 0 on stage 0 is nan"),
     ],
 )
 def test_what_cannot_be_partitioned(costs: list[list[float]], message: str):
@@ -71,7 +71,7 @@ def test_a_balance_by_hand_must_fit():
     assert by_hand(cuttable, [1, 2], 2) == (1, 2)
     with pytest.raises(ValueError, match="balance 1,2 has 2 numbers, but there are 3 stages"):
         by_hand(cuttable, [1, 2], 3)
-    with pytest.raises(ValueError, match="balance 3,4 puts 7 atoms into 2 stages, but Sequential has 3, and every"):
+    with pytest.raises(ValueError, match="balance 3,4 puts 7 units into 2 stages, but Sequential has 3, and every"):
         by_hand(cuttable, [3, 4], 2)
 
 

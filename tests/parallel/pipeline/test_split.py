@@ -439,7 +439,7 @@ def test_a_buffer_stays_in_one_stage() -> None:
     assert cuttable.names == ("0", "1", "0:2")
     message = (
         r"0.running_mean = 2.running_mean is used by 0 \(stage 0\), 0:2 \(stage 1\), but a buffer can only be in one "
-        r"stage: put atoms 0 to 2 \(counted from 0\) into the same stage"
+        r"stage: put units 0 to 2 \(counted from 0\) into the same stage"
     )
     with pytest.raises(ValueError, match=message):
         cuttable.stages((1, 2))
@@ -448,7 +448,7 @@ def test_a_buffer_stays_in_one_stage() -> None:
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (0, 3), ()])
 def test_counts_must_add_up(counts: tuple[int, ...]) -> None:
     cuttable = Cuttable(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    message = f"balance {','.join(map(str, counts))} puts {sum(counts)} atoms into {len(counts)} stages, but Sequential"
+    message = f"balance {','.join(map(str, counts))} puts {sum(counts)} units into {len(counts)} stages, but Sequential"
     with pytest.raises(ValueError, match=rf"{message} has 3, and every stage needs at least one"):
         cuttable.stage(counts, 0)
 

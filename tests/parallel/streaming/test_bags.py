@@ -185,7 +185,7 @@ def test_every_visit_is_told(ranks: Ranks) -> None:
     """24 patches a slide, 5 at once on each of two ranks; two batch norms, heard of in each direction."""
     heard = ranks(2).run(told, replace(SMALL, options=BagOptions(5)))[0]
     assert len(heard) == 5 * (3 + 3)
-    assert heard[0] == "forward, pass 1 of 3, visit 1 of 5"
-    assert heard[-1] == "backward, pass 3, visit 5 of 5"
+    assert heard[0] == "forward, pass 1 of 3, tile 1 of 5"
+    assert heard[-1] == "backward, pass 3, tile 5 of 5"
     heard = ranks(2).run(told, replace(SMALL, options=BagOptions(5, "frozen")))[0]
-    assert heard[4:6] == ["forward, pass 1 of 1, visit 5 of 5", "backward, pass 1, visit 1 of 5"]
+    assert heard[4:6] == ["forward, pass 1 of 1, tile 5 of 5", "backward, pass 1, tile 1 of 5"]

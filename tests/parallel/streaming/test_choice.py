@@ -51,7 +51,7 @@ def test_segments_are_as_many_as_make_least_work() -> None:
 
 def test_where_nothing_fits_the_least_is_said() -> None:
     with pytest.raises(
-        CannotStream, match=r"no visits keep a rank within 0.0 MiB: the least would be 0.0 MiB, with \d+x"
+        CannotStream, match=r"no tiles keep a rank within 0.0 MiB: the least would be 0.0 MiB, with \d+x"
     ):
         choose_visits(SIDES, Wanted(), needs_for, bytes_of, 100)
 

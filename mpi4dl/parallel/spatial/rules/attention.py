@@ -1,8 +1,9 @@
-"""Attention: each rank's own tokens ask, and everybody's keys and values come to them.
+"""Attention: each rank computes it for its own queries, with the keys and values of all ranks.
 
-Where ranks share the tokens, of a sequence or of an image, keys and values are gathered, once in forward and once more
-in backward, so that what a rank keeps of them in between is its own part; many go round the ranks instead (`ring`).
-Where ranks share the batch alone, nothing is sent. Weights that are dropped, or asked for, are there one by one.
+Where ranks share the tokens of a sequence or an image, they gather keys and values in the forward and again in the
+backward pass, so each keeps only its own part between. Many tokens travel around a ring instead (`ring`). Where ranks
+share the batch alone, nothing is sent. Attention with dropout, or with returned weights, computes the weights
+explicitly.
 """
 
 import math
@@ -117,7 +118,7 @@ class Ring(NamedTuple):
         return (2 * place, self.halves(place)[0]) if place <= mirror else (2 * mirror + 1, self.halves(mirror)[1])
 
     def onward(self, blocks: Sequence[Tensor], owner: int, tag: int) -> tuple[list[Tensor], Any]:
-        """Send these blocks of `owner` to the next rank; what comes from the one before, once it is waited for."""
+        """Send these blocks of `owner` to the next rank, and return those of the one before, and the wait for them."""
         size = len(self.lengths)
         length = self.taken((owner - 1) % size)
         coming = [block.new_empty(*block.shape[:-2], length, block.shape[-1]) for block in blocks]
@@ -372,7 +373,7 @@ def _ring(query: Tensor, key: Tensor, value: Tensor, causal: bool, options: dict
 
 
 def _of_fewer_heads(layout: Layout, heads: int, groups: int) -> Layout | None:
-    """The layout where each of the heads, which are dim `heads`, goes with so many of those that are cut here.
+    """The layout where each of the heads, which are dim `heads`, belongs to a group of those that are cut here.
 
     None if they are cut within such a group.
     """

@@ -35,8 +35,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal
 # Apart, the gradients of the strips are computed first, and travel while that of the tile is. It saves a copy of the
 # tile in forward and two in backward, and costs a small convolution for each strip, which reads the weights again.
 
-# What the convolution of a strip costs, in bytes of the tile that could be copied meanwhile, measured on CPUs: whatever
-# its size; for each byte of the weights; and one for each byte of the strip and pixel of the kernel.
+# The cost of the convolution of a strip, in bytes of the tile that could be copied meanwhile, measured on CPUs:
+# whatever its size; for each byte of the weights; and one for each byte of the strip and pixel of the kernel.
 PER_STRIP, PER_WEIGHT = 2 << 20, 8
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -541,7 +541,7 @@ def _transposed_convolution(
         stride, tuple(before for before, _ in kept), dilation, True, tuple(after for _, after in kept), groups
     )
     local = reached.crop(x.local) if reached.exchange is None else x.local
-    # What the needed rows add to, in the coordinates of the output; then that is cropped, or padded, to what is asked.
+    # The output rows to which the needed rows contribute; they are cropped, or padded, to the requested ones.
     covered, crop = output_shape(reached, x, local, windows, weight.shape[1] * groups), []
     for i, (axis, window) in reversed(list(enumerate(zip(axes_of(x, count), windows, strict=True)))):
         if own[i]:

@@ -134,7 +134,7 @@ class whole_gradients(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# What a tensor says of itself: shapes are those of the whole, autograd's state is that of the local part.
+# Attributes of a tensor: shapes are those of the whole, autograd's state is that of the local part.
 
 OF_THE_WHOLE = [
     Tensor.size,

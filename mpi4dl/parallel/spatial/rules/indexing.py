@@ -214,7 +214,7 @@ def one_row(x: SpatialTensor, dim: int, index: int) -> Tensor:
     return copied(wrap(local, reduced_layout(Layout(x.layout.grid, tiling, x.layout.dims), [dim], False)), x)
 
 
-# What indices choose, or where they write: local along dims that are not cut, once both have the same pixels.
+# Reads and writes by indices: local along dims that are not cut, once both have the same pixels.
 
 SELECTS_PIXELS = "a mask or a tensor of indices selects pixels"
 

@@ -129,8 +129,8 @@ def _merge(found: Any, values: Any, shares: Shares, count: int, eps: float, weig
 #             g -> of strips that others own -----------------> all ranks -> gradient of x
 #
 # Each way is one exchange, whether or not somebody asked for strips. The ranks' moments are merged in float64
-# (`merged`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. What is
-# saved is the input, the strips, and five numbers for each channel.
+# (`merged`), so that a mean of 1000 with unit variance keeps its digits, and every rank gets the same bits. It saves
+# the input, the strips, and five numbers for each channel.
 
 FEW = 8  # ranks up to which each tells each other beside the strips, rather than all in a collective of its own
 

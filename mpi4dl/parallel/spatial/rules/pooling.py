@@ -41,8 +41,8 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, register, wrap
 #     shifted by 2  c d e            max pooling of 64 x 64 px in 64 channels: 0.4 ms instead of 5.6
 #
 # Of equal pixels the first one of a window, in the order of rows, is its maximum, as in PyTorch: the last dim is pooled
-# first, and each pass keeps its own earliest maximum. What is kept for the backward pass is a byte for each pass, that
-# says which of the window it was.
+# first, and each pass keeps its own earliest maximum. The backward pass needs a byte for each pass, the index within
+# the window.
 
 WORTH = 1 << 15  # pixels looked at from which this is faster
 MOST_TAPS = 127  # what a byte can say
@@ -167,7 +167,7 @@ def _lengthened(x: Tensor, dim: int, size: Sequence[int]) -> Tensor:
 
 aten = torch.ops.aten
 Size = int | Sequence[int]
-# What pools in 2 and in 3 dims, and its gradient: one dim is pooled as images of one row.
+# Poolings in 2 and in 3 dims, and their gradients: one dim is pooled as images of one row.
 MAXIMA = {
     2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
     3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),

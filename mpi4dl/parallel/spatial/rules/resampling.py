@@ -367,7 +367,7 @@ def _last_two(x: Tensor, *mappings: Resampling | None) -> Tensor:
     assert isinstance(x, SpatialTensor)
     in_periods = all(mapping is None or mapping.period for mapping in mappings)
     for i, (mapping, other) in enumerate(zip(mappings, reversed(mappings), strict=True)):
-        # What gets smaller without an exchange leaves less to exchange.
+        # Axes that shrink without an exchange leave less to exchange.
         along = mapping and not in_periods and mapping.output < mapping.size
         if along and other and x.layout.cut(x.dim() - 1 - i) and not x.layout.cut(x.dim() - 2 + i):
             y = _last_two(x, *((mapping, None) if i == 0 else (None, mapping)))
