@@ -43,7 +43,7 @@ def show(argv: Sequence[str]) -> None:
     from mpi4dl.training.data import with_samples
 
     with ProgressLine() as progress:
-        progress("reading what there is to train on")
+        progress("reading the data")
         trained, samples = with_samples(config)
         if asked.search or asked.ranks is not None:
             lines = searched(trained, asked, samples, shown.rank_gflops, flags, progress)

@@ -93,7 +93,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """Images, volumes or text: where they are, their size, and how they vary."""
+    """Images, volumes or text: their folder, size and augmentation."""
 
     images: str = option(
         "synthetic",
@@ -199,7 +199,7 @@ class Data:
         "what to learn: one class or several labels of an image, numbers, a mask, survival; for text the next token "
         "or masked tokens; auto: by the labels, language for text",
         choice("auto", *TASK_NAMES),
-        brief="classify, segment, ...; auto: what the labels are for",
+        brief="classify, segment, ...; auto: by the labels",
         known_as=same_as("problem-type"),
     )
     context: int = option(
@@ -240,7 +240,7 @@ class Parallel:
         ((1, 1),),
         "grid of tiles of every image, one tile per rank: for all stages, or for each",
         GRIDS,
-        brief="the grid of tiles that each image is cut into",
+        brief="grid of tiles of each image",
         known_as=instead("use {option} with a grid of as many tiles, such as 2x2", "num-spatial-parts spatial-parts")
         | instead("use {option}: 2x2 is square, 1x4 vertical, 4x1 horizontal", "slice-method")
         | instead("use {option} with a grid such as 2x2: tiles are counted, not measured", "tile-size"),
@@ -249,7 +249,7 @@ class Parallel:
         1,
         "number of pipeline stages of the model",
         COUNT,
-        brief="pipeline stages that the model is cut into",
+        brief="number of pipeline stages",
         known_as=same_as("pp pp-size pipeline-parallel-size pipeline-model-parallel-size split-size num-stages"),
     )
     batch_ways: tuple[int, ...] = option(
@@ -259,7 +259,7 @@ class Parallel:
         1,
         "number of data replicas that share the batch",
         COUNT,
-        brief="data replicas: groups of ranks that share the batch",
+        brief="number of data replicas, which share the batch",
         known_as=same_as("dp dp-size data-parallel-size num-replicas")
         | instead("use {option} N for replicas, --zero to shard their state, --tiles for large images", "strategy")
         | instead("leave it out: batch norm takes its statistics over all ranks", "sync-bn sync-batchnorm"),
@@ -352,7 +352,7 @@ class Parallel:
         "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "
         "at once; auto: as few tiles as fit into --memory-limit",
         optional(sides_or("auto")),
-        brief="compute so many tiles of a rank one after the other",
+        brief="grid of tiles that each rank processes in turn",
     )
     memory_limit: int | None = option(
         None,
@@ -615,7 +615,7 @@ class Training:
         False,
         "recompute activations in the backward pass, to save memory",
         BOOLEAN,
-        brief="compute activations again, to save memory",
+        brief="recompute activations, to save memory",
         known_as=instead(
             "use {option}",
             "gradient-checkpointing grad-checkpointing activation-checkpointing activation-checkpoint "

@@ -75,14 +75,14 @@ class Learning:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Fine-tuning: weights to begin with, frozen parameters, rates by name, EMA."""
+    """Fine-tuning: initial weights, frozen parameters, rates by name, EMA."""
 
     weights: str | None = option(
         None,
         "initial weights: a file of PyTorch or safetensors, a run, torchvision's such as ResNet50_Weights.DEFAULT, or "
         "pretrained, those of the model's package, both from its cache; none: random",
         optional(NAME),
-        brief="weights to begin with: a file, a run, or pretrained",
+        brief="initial weights: a file, a run, or pretrained",
         known_as=same_as("pretrained-weights initial-checkpoint init-checkpoint load-from init-from finetune")
         | instead("use {option} pretrained", "pretrained"),
     )
