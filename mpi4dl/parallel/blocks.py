@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpi4dl.parallel.pipeline.decisions import INTERNAL, PLAIN
 from mpi4dl.parallel.pipeline.program import Value
 from mpi4dl.parallel.pipeline.stage import Stage
 
@@ -72,9 +73,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 # State of modules in Python besides tensors, such as counters: a repeated forward pass finds it unchanged.
-
-PLAIN = (int, float, complex, bool, str, bytes, type(None))
-INTERNAL = frozenset(vars(nn.Module()))
 
 
 class Attributes:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import even_cuts
+from mpi4dl.parallel.spatial.alignment import align
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.sums import add_up, with_all_features
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 

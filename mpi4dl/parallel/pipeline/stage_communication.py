@@ -25,7 +25,7 @@ from mpi4dl.parallel.pipeline.program import Header, TensorSpec, pack, unpack
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.flattening import copies_in, open_dims, opened
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.halo import without_flat_dims
+from mpi4dl.parallel.spatial.halo import gather_axes
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 
 # Tensors between stages in which several axes are one dim: all axes travel, and the entries that every rank has.
@@ -52,7 +52,7 @@ def take_apart(x: Tensor) -> tuple[list[Tensor], Assembly | None]:
     flats = x.layout.flat
     having = [flat for flat in flats if flat.copies]
     if having and len(flats) > 1:
-        return [without_flat_dims(x)], None
+        return [gather_axes(x, ())], None
     rest: Tensor = x
     beside = []
     for flat in having:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
+from mpi4dl._wording import aligned
 from mpi4dl.parallel.costs.meter import SavedTensors
 from mpi4dl.parallel.inputs import made_up
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, HaloChoice, dry_run_grid
@@ -22,6 +23,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name
 
 COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes")
 WORDS = {"module", "operator", "output", "block", "halos", "why"}
+HEADINGS: tuple[str, ...] = ("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")
 HALO_HEADINGS = ("block", "halos", "margin px", "exchanges saved", "more computed", "why")
 
 
@@ -59,26 +61,17 @@ class Explanation:
         return sum(getattr(operator, count) for operator in self.operators)
 
     def __str__(self) -> str:
-        rows = [("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")]
+        rows: list[tuple[str, ...]] = [
+            ("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")
+        ]
         for o in self.operators:
             if o.communicates:
                 rows.append((o.module, o.name, "x".join(map(str, o.output)), *_cells(partial(getattr, o))))
         rows.append((f"{len(self.operators)} operators", f"{len(rows) - 1} communicate", "", *_cells(self.total)))
-        tables = [_table(rows)]
+        tables = [rows]
         if self.halos:
-            tables.append(_table([HALO_HEADINGS, *(_halo_row(name, halo) for name, halo in self.halos.items())]))
-        return "\n\n".join(tables)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of cells below their headings: words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, rows[0], strict=True)
-        padded = (cell.ljust(n) if heading in WORDS else cell.rjust(n) for cell, n, heading in cells)
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+            tables.append([HALO_HEADINGS, *(_halo_row(name, halo) for name, halo in self.halos.items())])
+        return "\n\n".join("\n".join(aligned(table, WORDS)) for table in tables)
 
 
 def _halo_row(name: str, halo: HaloChoice) -> tuple[str, ...]:

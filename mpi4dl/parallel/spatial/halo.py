@@ -13,12 +13,20 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of, narrow
+from mpi4dl.comm.exchange import Cut, Exchange, at, cut_of
 from mpi4dl.geometry import AxisMap, Box, Interval, Split, Tiling, plan_axis, widest
-from mpi4dl.parallel.spatial.flattening import among_copies, close_dims, cut_out, open_dims, opened
+from mpi4dl.parallel.spatial.flattening import among_copies, close_dims, open_dims, opened
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo_prefetch import OfWindows
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, open_flat_dims, provided_by, refusal, tell_gathered, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    local_part,
+    open_flat_dims,
+    provided_by,
+    refusal,
+    tell_gathered,
+    wrap,
+)
 
 Maps = tuple[tuple[int, AxisMap], ...]
 
@@ -128,27 +136,6 @@ def _among_copies(x: SpatialTensor, rest: Tensor) -> Tensor:
     return among_copies(rest, x.local, having[0]) if having else rest
 
 
-def part(x: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of x in that layout, whatever x's own is: what x has cut is cut anew, what it has whole cropped.
-
-    x has the dims of `layout`, and its sizes along those that `layout` cuts. Gradients of a plain x are zero outside
-    the part, so that over all ranks they add up to that of the whole.
-    """
-    if layout.flat:
-        return cut_out(gather(x), layout)
-    dims: list[int | None] = list(layout.dims)
-    if isinstance(x, SpatialTensor):
-        elsewhere = [axis for axis in layout.grid.axes if x.layout.dims[axis] not in (None, layout.dims[axis])]
-        x = gather_axes(x, elsewhere) if elsewhere else x
-    if isinstance(x, SpatialTensor):
-        tiling = x.layout.tiling
-        for axis in layout.grid.axes:
-            if x.layout.dims[axis] is not None:
-                tiling, dims[axis] = tiling.replace(axis, layout.tiling.splits[axis]), None
-        x = retile(x, tiling).local
-    return narrow(x, dims, layout.tiling.whole, layout.held)
-
-
 def widen(x: SpatialTensor, halo: int) -> SpatialTensor:
     """Let every rank hold up to `halo` more pixels on each side of what it owns, along each axis of space.
 
@@ -167,10 +154,15 @@ def gather(x: Tensor) -> Tensor:
 TOLD_BYTES = 16 << 20  # more that an operator gathers gives a warning
 
 
-def gather_axes(x: SpatialTensor, axes: Sequence[int], tell: bool = True) -> Tensor:
-    """x with all of these axes on every rank. Where an operator needs that, and it is much, users get a warning."""
+def gather_axes(x: Tensor, axes: Sequence[int], tell: bool = True) -> Tensor:
+    """x with all of these axes, and those of flat dims, on every rank; x itself, where there are none.
+
+    Where an operator needs that, and it is much, users get a warning.
+    """
+    if not isinstance(x, SpatialTensor) or not (axes or x.layout.flat):
+        return x
     y = _gathered(x, axes)
-    more = (y.local if isinstance(y, SpatialTensor) else y).nbytes - x.local.nbytes
+    more = local_part(y).nbytes - x.local.nbytes
     if tell and more >= TOLD_BYTES and list(axes) != [x.layout.grid.features]:
         tell_gathered(x, more)
     return y
@@ -187,8 +179,7 @@ def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
         left = replace(layout, flat=()).with_dims(
             None if axis in first else dim for axis, dim in enumerate(layout.dims)
         )
-        local = bare.local if isinstance(bare, SpatialTensor) else bare
-        y = wrap(_among_copies(x, close_dims(local, layout, layout.tiling.whole)), left)
+        y = wrap(_among_copies(x, close_dims(local_part(bare), layout, layout.tiling.whole)), left)
         rest = [axis for axis in axes if axis not in first]
         return _gathered(y, rest) if rest and isinstance(y, SpatialTensor) else y
     for axis in axes:
@@ -200,9 +191,4 @@ def _gathered(x: SpatialTensor, axes: Sequence[int]) -> Tensor:
     return wrap(local, Layout(layout.grid, tiling, layout.dims).with_dims(dims))
 
 
-def without_flat_dims(x: Tensor) -> Tensor:
-    """x, with dims that several axes became on every rank."""
-    return gather_axes(x, ()) if isinstance(x, SpatialTensor) and x.layout.flat else x
-
-
-open_flat_dims.append(without_flat_dims)
+open_flat_dims.append(lambda x: gather_axes(x, ()))

@@ -11,6 +11,7 @@ from mpi4dl.comm.streams import carried
 from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel.replicas.reducer import Reducer
 from mpi4dl.parallel.spatial import halo
+from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Dims, Grid, Layout
 from mpi4dl.parallel.spatial.halo_prefetch import Source
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
@@ -69,7 +70,7 @@ def shard_like(x: Tensor, like: Tensor) -> Tensor:
             f"a tensor of shape {tuple(x.shape)} cannot be spread like one of {tuple(like.shape)}, whose dims {spread} "
             "are shared out: both must have the same number of dims, and the same sizes along those"
         )
-    return wrap(halo.part(x, layout), layout)
+    return wrap(part_of(x, layout), layout)
 
 
 def _agree(grid: Grid, shape: tuple[int, ...], dtype: str) -> None:

@@ -194,7 +194,7 @@ def owned(x: Tensor, grid: Grid) -> Owned:
         x = gather(x)
     if isinstance(x, SpatialTensor):
         rest = [axis for axis in grid.axes[BATCH + 1 :] if axis not in grid.space and x.layout.dims[axis] is not None]
-        x = gather_axes(x, rest) if rest or x.layout.flat else x
+        x = gather_axes(x, rest)
     if not isinstance(x, SpatialTensor):
         return Owned(x, tuple(slice(0, size) for size in x.shape), grid.rank == 0, False)
     x = retile(x, x.layout.tiling.narrow)

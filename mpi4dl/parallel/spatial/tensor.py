@@ -361,8 +361,10 @@ class SpatialTensor(Tensor):
                 return function(*args, **options)
         if substitutes:
             rule = functools.partial(substitutes[-1], function, rule)
-        if options and options.get("out") is not None:
-            raise refusal(function_name(function), "it was given out=")
+        if options and "out" in options:
+            if options["out"] is not None:
+                raise refusal(function_name(function), "it was given out=")
+            options = {name: value for name, value in options.items() if name != "out"}
         if writes(function, options):
             return _write(function, rule, args, options)
         result = rule(*args, **options)
@@ -511,6 +513,11 @@ def provided_by(result: Any, providers: tuple[Provider, ...]) -> Any:
     if isinstance(result, SpatialTensor):
         result.providers = providers
     return result
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this rank has of x: all of a plain tensor."""
+    return x.local if isinstance(x, SpatialTensor) else x
 
 
 def owned(x: SpatialTensor) -> Tensor:

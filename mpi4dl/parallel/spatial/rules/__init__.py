@@ -5,6 +5,7 @@ Importing a module registers its rules.
 
 import mpi4dl.parallel.spatial.rules.along_dim
 import mpi4dl.parallel.spatial.rules.attention
+import mpi4dl.parallel.spatial.rules.composed
 import mpi4dl.parallel.spatial.rules.contraction
 import mpi4dl.parallel.spatial.rules.convolution
 import mpi4dl.parallel.spatial.rules.hooks

@@ -28,7 +28,16 @@ from mpi4dl.parallel.spatial.rules.reductions import (
     total,
 )
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, place_of, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import (
+    SpatialTensor,
+    function_name,
+    local_part,
+    named,
+    place_of,
+    refusal,
+    register,
+    wrap,
+)
 
 Shared = Callable[..., Any]
 
@@ -195,7 +204,7 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     comm, part = input.layout.grid.along(axes), owned_along(input, axes)
     part = part.float() if part.itemsize < 4 else part
     with torch.no_grad():
-        most = _local(extremum(input, dims, True, maximum=True))
+        most = local_part(extremum(input, dims, True, maximum=True))
         most = most.masked_fill(most.isinf(), 0)
         y = comm.all_reduce((part - most).exp().sum(dims, keepdim=True)).log() + most
 
@@ -205,10 +214,6 @@ def logsumexp(input: SpatialTensor, dim: DimsArgument, keepdim: bool = False) ->
     result = exchange.linear(part, lambda _: y.clone(), hand_out)  # y itself would be kept by its own graph
     shape = [n for d, n in enumerate(result.shape) if keepdim or d not in dims]
     return wrap(result.reshape(shape).to(input.dtype), reduced_layout(input.layout, dims, keepdim))
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.local if isinstance(x, SpatialTensor) else x
 
 
 @register(*named("prod"))
@@ -252,8 +257,7 @@ def _prefix(function: Any, indexed: bool) -> Callable[..., Any]:
 
         def before(last: Tensor) -> Tensor:
             """The result of the parts before this one, of those that have any pixels."""
-            every = gather_axes(SpatialTensor(last, units), (axis,))
-            every = every.local if isinstance(every, SpatialTensor) else every
+            every = local_part(gather_axes(SpatialTensor(last, units), (axis,)))
             every = every.index_select(dim, torch.tensor(begun, device=every.device))
             return every.narrow(dim, 0, earlier)
 

@@ -6,6 +6,7 @@ share the batch alone, nothing is sent. Attention with dropout, or with returned
 explicitly.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,11 +21,11 @@ from mpi4dl.comm import Communicator
 from mpi4dl.comm.exchange import BACKWARD_TAG, FORWARD_TAG
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Split
+from mpi4dl.parallel.spatial.alignment import part_of
 from mpi4dl.parallel.spatial.grid import Factor, Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather_axes
-from mpi4dl.parallel.spatial.rules.pointwise import part_of
 from mpi4dl.parallel.spatial.rules.windows import cast
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, local_part, refusal, register, wrap
 
 # Attention over long sequences: keys and values go round the ranks, block by block, and nobody ever has all of them.
 #
@@ -270,6 +271,7 @@ def _ask_back(own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: 
 # So many tokens are not gathered, unless `Grid.attention` says so.
 MANY_TOKENS = 4096
 FEATURES = "features are spread over ranks"
+OF_HEADS = inspect.signature(F.multi_head_attention_forward)
 
 
 def _axes_at(x: Tensor, dim: int) -> list[int]:
@@ -281,8 +283,7 @@ def _axes_at(x: Tensor, dim: int) -> list[int]:
 
 def _with_all_tokens(x: Tensor, dim: int = -2) -> Tensor:
     """x (..., tokens, features), or a mask (..., queries, keys), with all of the tokens along a dim."""
-    axes = _axes_at(x, dim)
-    return gather_axes(x, axes) if isinstance(x, SpatialTensor) and (axes or x.layout.flat) else x
+    return gather_axes(x, _axes_at(x, dim))
 
 
 @register(F.scaled_dot_product_attention, flat=True)
@@ -325,7 +326,7 @@ def scaled_dot_product_attention(
         else:
             beside = fewer
     mask = None if attn_mask is None else part_of(attn_mask, asking, query.dim(), name)
-    parts = [x.local if isinstance(x, SpatialTensor) else x for x in (key, value)]
+    parts = [local_part(x) for x in (key, value)]
 
     def attend(own: Tensor, *others: Tensor) -> Tensor:
         alike = (
@@ -434,83 +435,54 @@ def _layout_of_queries(name: str, query: Tensor, lead: SpatialTensor) -> Layout:
 
 
 @register(F.multi_head_attention_forward, flat=True)
-def multi_head_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Dims: tokens, batch, features; or tokens and features of one image."""
     name = "torch.nn.functional.multi_head_attention_forward"
-    dropout_p = dropout_p if training else 0.0
-    apart = _shares_batch_alone(query, key, value, 1 if query.dim() == 3 else None)
-    if apart and not dropout_p and not _differs(attn_mask, key_padding_mask):
-        q, k, v = (x.local for x in (query, key, value) if isinstance(x, SpatialTensor))
-        y, weights = F.multi_head_attention_forward(
-            q, k, v, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn, 0.0,
-            out_proj_weight, out_proj_bias, training, None, need_weights, attn_mask, use_separate_proj_weight,
-            q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v, average_attn_weights, is_causal,
-        )  # fmt: skip
-        assert isinstance(query, SpatialTensor)
+    given = OF_HEADS.bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    inputs = {name: options[name] for name in ("query", "key", "value")}
+    query, num_heads, need_weights = options["query"], options["num_heads"], options["need_weights"]
+    attn_mask, padding = options["attn_mask"], options["key_padding_mask"]
+    dropout_p = options["dropout_p"] if options["training"] else 0.0
+    apart = _shares_batch_alone(list(inputs.values()), 1 if query.dim() == 3 else None)
+    if apart and not dropout_p and not _differs(attn_mask, padding):
+        local = {name: x.local for name, x in inputs.items()}
+        y, weights = F.multi_head_attention_forward(**options | local | {"dropout_p": 0.0})
         first = query.layout.moved(lambda dim: 0)
         return wrap(y, query.layout), None if weights is None else wrap(weights, first)
-    if add_zero_attn or any(x is not None for x in (bias_k, bias_v, static_k, static_v)):
+    added = (options[name] for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    if options["add_zero_attn"] or any(x is not None for x in added):
         raise refusal(name, "keys or values are added to those of the tokens")
     if query.dim() == 2:
-        args = (embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, None, None, False, dropout_p)
-        y, weights = multi_head_attention_forward(
-            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *args, out_proj_weight, out_proj_bias, training,
-            None if key_padding_mask is None else key_padding_mask.unsqueeze(0), need_weights, attn_mask,
-            use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, None, None, average_attn_weights,
-            is_causal,
-        )  # fmt: skip
+        batched = {name: x.unsqueeze(1) for name, x in inputs.items()}
+        batched["key_padding_mask"] = None if padding is None else padding.unsqueeze(0)
+        y, weights = multi_head_attention_forward(**options | batched)
         return y.squeeze(1), None if weights is None else weights.squeeze(0)
-    if use_separate_proj_weight:
-        kernels = [q_proj_weight, k_proj_weight, v_proj_weight]
+    if options["use_separate_proj_weight"]:
+        kernels = [options[f"{letter}_proj_weight"] for letter in "qkv"]
     else:
-        assert in_proj_weight is not None
-        kernels = list(in_proj_weight.chunk(3))
-    shifts = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
+        kernels = list(options["in_proj_weight"].chunk(3))
+    shifts = [None] * 3 if options["in_proj_bias"] is None else list(options["in_proj_bias"].chunk(3))
     q, k, v = (
-        F.linear(x, kernel, shift).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)  # type: ignore[arg-type]
-        for x, kernel, shift in zip((query, key, value), kernels, shifts, strict=True)
+        F.linear(x, kernel, shift).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+        for x, kernel, shift in zip(inputs.values(), kernels, shifts, strict=True)
     )
-    mask = _merged_mask(attn_mask, key_padding_mask, num_heads, q)
+    mask = _merged_mask(attn_mask, padding, num_heads, q)
     if need_weights:
         weights = F.dropout(_weights(q * _scale(q), k, mask), dropout_p)
         y = weights @ _with_all_tokens(v)
     else:
         weights = None
-        causal = is_causal and key_padding_mask is None
+        causal = options["is_causal"] and padding is None
         y = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout_p, causal)
-    y = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return y, weights if weights is None or not average_attn_weights else weights.mean(1)
+    y = F.linear(y.permute(2, 0, 1, 3).flatten(2), options["out_proj_weight"], options["out_proj_bias"])
+    return y, weights if weights is None or not options["average_attn_weights"] else weights.mean(1)
 
 
-def _shares_batch_alone(query: Tensor, key: Tensor, value: Tensor, batch: int | None) -> bool:
+def _shares_batch_alone(inputs: Sequence[Tensor], batch: int | None) -> bool:
     """Whether ranks have images of their own, whole, all three alike."""
-    layouts = [x.layout for x in (query, key, value) if isinstance(x, SpatialTensor)]
+    layouts = [x.layout for x in inputs if isinstance(x, SpatialTensor)]
     alike = len(layouts) == 3 and all(layout == layouts[0] for layout in layouts)
     return alike and all(dim in (None, batch) for dim in layouts[0].dims) and not layouts[0].flat
 

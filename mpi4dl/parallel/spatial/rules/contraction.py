@@ -6,7 +6,6 @@ Dims of the operands that go together have one label, as in einsum. An axis of t
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,181 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import Split, Tiling
-from mpi4dl.parallel.spatial.flattening import Unlike, between_copies, part_along
-from mpi4dl.parallel.spatial.grid import Flat, Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, retile, without_flat_dims
-from mpi4dl.parallel.spatial.sums import add_up, with_all_features
+from mpi4dl.parallel.spatial.alignment import Labels, contract
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, named, refusal, register
-
-Labels = Sequence[Hashable]
-
-
-def contract(
-    name: str, function: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels
-) -> Tensor:
-    """`function` of the operands, whose dims have these labels; those that `result` has not are summed over."""
-    try:
-        return _contract(name, function, operands, labels, result)
-    except Unlike as unlike:
-        opened = [without_flat_dims(x) for x in operands]
-        if all(x is y for x, y in zip(opened, operands, strict=True)):
-            raise refusal(name, str(unlike)) from None
-    return contract(name, function, opened, labels, result)
-
-
-def _contract(
-    name: str, function: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels
-) -> Tensor:
-    operands = [_one_pixel_gathered(x, i, operands, labels) for i, x in enumerate(operands)]
-    operands = _under_one_label(operands, labels, result)
-    lead = next((x for x in operands if isinstance(x, SpatialTensor)), None)
-    if lead is None:
-        return function(*operands)
-    held: dict[int, tuple[Hashable, Split]] = {}
-    for x, names in zip(operands, labels, strict=True):
-        for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
-            if dim is not None:
-                split = x.layout.tiling.splits[axis]  # type: ignore[attr-defined]
-                label, known = held.setdefault(axis, (names[dim], split))
-                if known.size != split.size:
-                    raise Unlike("operands have an axis of the image in other units")
-                if label != names[dim] or names.count(label) > 1:
-                    raise Unlike("an axis of the image would be multiplied with another dim")
-                if known != split or label not in result:
-                    held[axis] = label, known.narrow()
-    flats = _flats(operands, labels, held, result)
-    layout = _tiling_of(lead.layout, held)
-    once = {label: flat for label, flat in flats.items() if label not in result and not layout.first_along(flat)}
-    y = function(*(_part(x, names, held, layout, flats, once) for x, names in zip(operands, labels, strict=True)))
-    summed = tuple(axis for axis, (label, _) in held.items() if label not in result)
-    dims = [
-        list(result).index(held[axis][0]) if axis in held and axis not in summed else None for axis in layout.grid.axes
-    ]
-    layout = layout.with_dims(dims)
-    kept = [flat._replace(dim=list(result).index(label)) for label, flat in flats.items() if label in result]
-    return add_up(y, replace(layout, flat=tuple(kept)), summed)
-
-
-def _flats(
-    operands: Sequence[Tensor],
-    labels: Sequence[Labels],
-    held: dict[int, tuple[Hashable, Split]],
-    result: Labels,
-) -> dict[Hashable, Flat]:
-    """The flat dims by their labels. All operands that share such a dim have it alike."""
-    found: dict[Hashable, Flat] = {}
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(x, SpatialTensor):
-            for flat in x.layout.flat:
-                known = found.setdefault(names[flat.dim], flat)
-                if known[1:] != flat[1:]:
-                    raise Unlike("operands have different axes of the image in a dim")
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(x, SpatialTensor):
-            for axis, dim in enumerate(x.layout.dims):
-                if (
-                    dim is not None
-                    and names[dim] in found
-                    and x.layout.flat_at(dim) is None
-                    and x.layout.grid.shape[axis] > 1
-                ):
-                    raise Unlike("operands have different axes of the image in a dim")
-    together = [label for label, _ in held.values() if label not in found]
-    if len(set(together)) < len(together):
-        raise Unlike("two axes of the image are multiplied with each other")
-    return found
-
-
-def _under_one_label(operands: Sequence[Tensor], labels: Sequence[Labels], result: Labels) -> list[Tensor]:
-    """The operands, where an axis that stands under several labels, as in q @ k.T, is gathered under all but one.
-
-    It is kept in the longest of the dims that the result has, or else in the first operand. That of features is kept in
-    the last one: of tokens that ranks share they come to have all, rather than all of the parameter.
-    """
-    kept: dict[int, Hashable] = {}
-    for x, names in zip(operands, labels, strict=True):
-        features = x.layout.grid.features if isinstance(x, SpatialTensor) else None
-        if features is not None and (dim := x.layout.dims[features]) is not None:  # type: ignore[attr-defined]
-            kept[features] = names[dim]
-    length: dict[int, int] = {}  # of the dim where an axis is kept
-    for wanted in (True, False):
-        for x, names in zip(operands, labels, strict=True):
-            for axis, dim in enumerate(x.layout.dims if isinstance(x, SpatialTensor) else ()):
-                if dim is not None and (names[dim] in result or not wanted):
-                    longer = wanted and axis in length and x.shape[dim] > length[axis]
-                    if longer or axis not in kept:
-                        kept[axis], length[axis] = names[dim], x.shape[dim]
-    found = []
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(x, SpatialTensor):
-            axes = [axis for axis, dim in enumerate(x.layout.dims) if dim is not None and names[dim] != kept[axis]]
-            if x.layout.grid.features in axes:
-                axes.remove(x.layout.grid.axes[-1])
-                x = with_all_features(x)
-            x = gather_axes(x, axes) if axes and isinstance(x, SpatialTensor) else x
-        found.append(x)
-    return found
-
-
-def _tiling_of(lead: Layout, held: dict[int, tuple[Hashable, Split]]) -> Layout:
-    """A layout with the splits of all axes that any operand has; its dims say no more than that they are there."""
-    tiling: Tiling = lead.tiling
-    for axis, (_, split) in held.items():
-        tiling = tiling.replace(axis, split)
-    return Layout(lead.grid, tiling, tuple(axis if axis in held else None for axis in lead.grid.axes))
-
-
-def _one_pixel_gathered(x: Tensor, i: int, operands: Sequence[Tensor], labels: Sequence[Labels]) -> Tensor:
-    """x, with an axis of one pixel on all ranks if it broadcasts against more pixels of another operand."""
-    if not isinstance(x, SpatialTensor):
-        return x
-    single = []
-    for axis, dim in enumerate(x.layout.dims):
-        if dim is not None and x.shape[dim] == 1:
-            others = [(y, names) for j, (y, names) in enumerate(zip(operands, labels, strict=True)) if j != i]
-            if any(labels[i][dim] in names and y.shape[names.index(labels[i][dim])] != 1 for y, names in others):
-                single.append(axis)
-    return gather_axes(x, single) if single else x
-
-
-def _part(
-    x: Tensor,
-    names: Labels,
-    held: dict[int, tuple[Hashable, Split]],
-    layout: Layout,
-    flats: dict[Hashable, Flat],
-    once: dict[Hashable, Flat],
-) -> Tensor:
-    """This rank's part of an operand: of what it has whole, those entries that belong to the axes of the others.
-
-    Along the dims `once`, which are summed, another rank has the entries that every rank has.
-    """
-    present: tuple[int | None, ...] = (None,) * len(layout.dims)
-    if isinstance(x, SpatialTensor):
-        present, tiling = x.layout.dims, x.layout.tiling
-        for axis, dim in enumerate(present):
-            if dim is not None:
-                tiling = tiling.replace(axis, held[axis][1])
-        x = retile(x, tiling).local
-    crop: list[int | None] = [None] * len(layout.dims)
-    for label, flat in flats.items():
-        if label in names and not any(
-            present[factor.axis] is not None for factor in flat.factors if factor.axis is not None
-        ):
-            dim = names.index(label)
-            if x.shape[dim] != 1:
-                x = part_along(x, dim, layout, flat)
-    for axis, (label, split) in held.items():
-        if present[axis] is None and label in names and label not in flats:
-            dim = names.index(label)
-            if x.shape[dim] == split.size:
-                crop[axis] = dim
-    for label, flat in once.items():
-        if label in names and x.shape[names.index(label)] != 1:
-            x = between_copies(x, flat, names.index(label))
-    return narrow(x, crop, layout.tiling.whole, layout.held)
 
 
 def _matrices(left: Tensor, right: Tensor) -> tuple[list[Labels], Labels]:
@@ -205,8 +31,6 @@ def _product(function: Any) -> Callable[..., Tensor]:
     name = function_name(function)
 
     def rule(input: Tensor, *others: Tensor, **options: Any) -> Tensor:
-        if "out" in options:
-            raise refusal(name, "it was given out=")
         (other,) = others or options.values()
         labels, result = _matrices(input, other)
         _check(name, (input, other), labels)
@@ -228,11 +52,6 @@ def _check(name: str, operands: Sequence[Tensor], labels: Sequence[Labels]) -> N
 
 for function in [*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__]:
     register(function, flat=True)(_product(function))
-
-
-@register(Tensor.__rmatmul__, flat=True)
-def rmatmul(input: Tensor, other: Tensor) -> Tensor:
-    return torch.matmul(other, input)
 
 
 def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -327,7 +146,7 @@ def outer(input: Tensor, vec2: Tensor) -> Tensor:
 
 
 @register(*named("tensordot"))
-def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
     number = iter(count())
     if isinstance(dims, int):
         dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))

@@ -22,7 +22,7 @@ from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes
 from mpi4dl.parallel.spatial.redistribution import as_image
 from mpi4dl.parallel.spatial.rules.windows import axes_of, cast, check_image, each, hashable, output_shape, slide
 from mpi4dl.parallel.spatial.sums import shared, with_all_features
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, refusal, register, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, function_name, local_part, refusal, register, wrap
 
 # How a convolution takes its halo: joined to the tile, in a copy of both, or apart from it.
 #
@@ -279,9 +279,8 @@ def own_channels(x: Tensor) -> Tensor:
 def as_own(y: Tensor, grid: Grid, split: Split, dim: int) -> SpatialTensor:
     """y, made of this rank's own channels, as what it has of all of them, which are cut so."""
     layout = y.layout if isinstance(y, SpatialTensor) else Layout.of_copies(grid)
-    local = y.local if isinstance(y, SpatialTensor) else y
     tiling = layout.tiling.replace(grid.axes[-1], split)
-    return SpatialTensor(local, Layout(grid, tiling, (*layout.dims[:-1], dim), layout.flat))
+    return SpatialTensor(local_part(y), Layout(grid, tiling, (*layout.dims[:-1], dim), layout.flat))
 
 
 def of_channels(x: Tensor | None, channels: Interval) -> Tensor | None:
@@ -318,8 +317,7 @@ def with_cut_channels(function: Any, convolution: Convolve, out: int = 0) -> Con
         if groups == 1:
             x = _these(input, split, dim, grid)
             y = function(x, weight.local, None, *args, **options)
-            total = y.local if isinstance(y, SpatialTensor) else y
-            total = exchange.all_reduce(total, grid.along((grid.axes[-1],)))
+            total = exchange.all_reduce(local_part(y), grid.along((grid.axes[-1],)))
             y = wrap(total, y.layout) if isinstance(y, SpatialTensor) else total
             return y if bias is None else y + bias.view(-1, *[1] * (weight.dim() - 2))
         # Groups: some of the inputs make some of the outputs.

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mpi4dl.geometry import BATCH, Interval, Split, Window
+from mpi4dl.parallel.spatial.alignment import align, contract
 from mpi4dl.parallel.spatial.grid import Flat, Layout
 from mpi4dl.parallel.spatial.halo import gather as gather_whole
-from mpi4dl.parallel.spatial.halo import gather_axes, part, reach, without_flat_dims
+from mpi4dl.parallel.spatial.halo import gather_axes, reach
 from mpi4dl.parallel.spatial.redistribution import entries_on_all
-from mpi4dl.parallel.spatial.rules.contraction import contract
-from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.reductions import normalize_dims, reduced_layout
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
     copied,
     function_name,
+    local_part,
     named,
     owned,
     place_of,
@@ -79,17 +79,23 @@ def pick(x: SpatialTensor, dim: int, sources: Sequence[int], cuts: Sequence[int]
     return wrap(y, replace(layout, tiling=layout.narrow.tiling.replace(axis, output)))
 
 
-def choose(x: SpatialTensor, dim: int, index: Sequence[int]) -> Tensor:
-    """The rows of x, along any dim, that `index` names, from 0 or, negative, from the end; cut in x's proportions."""
+def choose(x: Tensor, dim: int, index: Sequence[int], moved: Callable[[int], int] | None = None) -> Tensor:
+    """The rows of x, along any dim, that `index` names, from 0 or, negative, from the end.
+
+    A cut of x comes to `moved(cut)`, or in proportion.
+    """
     size = x.shape[dim]
     outside = [row for row in index if not -size <= row < size]
     if outside:
         raise IndexError(f"index {outside[0]} is out of bounds for dimension {dim} with size {size}")
-    axis, sources = x.layout.axis(dim), [row % size for row in index]
-    if axis is None:
-        return wrap(x.local.index_select(dim, torch.tensor(sources, dtype=torch.int64, device=x.device)), x.layout)
-    cuts = [cut * len(sources) // max(size, 1) for cut in x.layout.tiling.splits[axis].cuts]
-    return pick(x, dim, sources, [*cuts[:-1], len(sources)])
+    sources = [row % size for row in index]
+    axis = x.layout.axis(dim) if isinstance(x, SpatialTensor) else None
+    if not isinstance(x, SpatialTensor) or axis is None:
+        local = local_part(x).index_select(dim, torch.tensor(sources, dtype=torch.int64, device=x.device))
+        return x.like(local) if isinstance(x, SpatialTensor) else local
+    _, *cuts, _ = x.layout.tiling.splits[axis].cuts
+    inner = (cut * len(sources) // max(size, 1) if moved is None else moved(cut) for cut in cuts)
+    return pick(x, dim, sources, [0, *inner, len(sources)])
 
 
 @register(*named("roll"))
@@ -103,48 +109,17 @@ def roll(input: SpatialTensor, shifts: int | Sequence[int], dims: int | Sequence
     x: Tensor = input
     for shift, dim in zip(by, (place_of(d, input.dim()) for d in over), strict=True):
         size = x.shape[dim]
-        axis = x.layout.axis(dim) if isinstance(x, SpatialTensor) else None
-        if not isinstance(x, SpatialTensor):
-            x = torch.roll(x, shift, dim)
-        elif axis is None:
-            x = wrap(torch.roll(x.local, shift, dim), x.layout)
-        else:
-            x = pick(x, dim, [(row - shift) % size for row in range(size)], x.layout.tiling.splits[axis].cuts)
+        x = choose(x, dim, [(row - shift) % size for row in range(size)])
     return x
 
 
 @register(*named("flip"))
 def flip(input: SpatialTensor, *dims: Any, **named_dims: Any) -> Tensor:
     given = numbers(dims or tuple(named_dims.values()))
-    over = normalize_dims(input, given) if given else ()
-    local = [dim for dim in over if input.layout.axis(dim) is None]
-    x = wrap(input.local.flip(local), input.layout)
-    for dim in over:
-        axis = input.layout.axis(dim)
-        if axis is not None:
-            assert isinstance(x, SpatialTensor)
-            x = pick(x, dim, range(x.shape[dim])[::-1], x.layout.tiling.splits[axis].cuts)
-    return x
-
-
-@register(*named("fliplr"))
-def fliplr(input: SpatialTensor) -> Tensor:
-    return input.flip(1)
-
-
-@register(*named("flipud"))
-def flipud(input: SpatialTensor) -> Tensor:
-    return input.flip(0)
-
-
-@register(*named("rot90"))
-def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    first, second = dims
-    if k % 4 == 2:
-        return input.flip(first, second)
-    if k % 2 == 0:
-        return input.clone()
-    return input.flip(second if k % 4 == 1 else first).transpose(first, second)
+    x: Tensor = input
+    for dim in normalize_dims(input, given) if given else ():
+        x = choose(x, dim, range(x.shape[dim])[::-1])
+    return x if given else input.clone()
 
 
 def repeat_by(x: Tensor, times: Sequence[int]) -> Tensor:
@@ -156,11 +131,7 @@ def repeat_by(x: Tensor, times: Sequence[int]) -> Tensor:
     spread = [dim for dim, n in enumerate(times) if n != 1 and x.layout.axis(dim) is not None]
     y = wrap(x.local.repeat([1 if dim in spread else n for dim, n in enumerate(times)]), x.layout)
     for dim in spread:
-        axis = x.layout.axis(dim)
-        assert axis is not None
-        assert isinstance(y, SpatialTensor)
-        cuts = [cut * times[dim] for cut in y.layout.tiling.splits[axis].cuts]
-        y = pick(y, dim, list(range(y.shape[dim])) * times[dim], cuts)
+        y = choose(y, dim, list(range(y.shape[dim])) * times[dim])
     return y
 
 
@@ -187,18 +158,13 @@ def repeat_interleave(
 ) -> Tensor:
     if isinstance(repeats, SpatialTensor):
         raise refusal("torch.repeat_interleave", "how often is spread over ranks")
-    x = without_flat_dims(input.flatten()) if dim is None else input
+    x = gather_axes(input.flatten(), ()) if dim is None else input
     dim = 0 if dim is None else place_of(dim, x.dim())
     if not isinstance(x, SpatialTensor):
         return torch.repeat_interleave(x, repeats, dim, output_size=output_size)
-    axis = x.layout.axis(dim)
-    if axis is None:
-        return wrap(torch.repeat_interleave(x.local, repeats, dim, output_size=output_size), x.layout)
-    size = x.shape[dim]
-    times = [repeats] * size if isinstance(repeats, int) else repeats.expand(size).tolist()
+    times = [repeats] * x.shape[dim] if isinstance(repeats, int) else repeats.expand(x.shape[dim]).tolist()
     ends = [0, *accumulate(times)]
-    sources = [row for row, n in enumerate(times) for _ in range(n)]
-    return pick(x, dim, sources, [ends[cut] for cut in x.layout.tiling.splits[axis].cuts])
+    return choose(x, dim, [row for row, n in enumerate(times) for _ in range(n)], ends.__getitem__)
 
 
 def one_row(x: SpatialTensor, dim: int, index: int) -> Tensor:
@@ -342,14 +308,6 @@ def _along_whole(x: Tensor, dim: int) -> Tensor:
     return wrap(owned(x), reduced_layout(x.layout.narrow, [dim], True))
 
 
-def _common(function: str, dim: int, *tensors: Tensor) -> Layout:
-    """The layout in which the others come to the first one that is spread; none may be cut along `dim`."""
-    spread = [x for x in tensors if isinstance(x, SpatialTensor)]
-    if any(x.layout.axis(dim) is not None for x in spread):
-        raise refusal(function, f"dim {dim} is spread over ranks")
-    return spread[0].layout.narrow
-
-
 @register(*named("gather"))
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """Entries from anywhere along a dim, which is gathered if ranks share it; the result is spread as the index is."""
@@ -361,12 +319,13 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     for other in range(input.dim()):
         if other != dim and index.shape[other] != input.shape[other]:
             input = input.narrow(other, 0, index.shape[other])
-    lead = index if isinstance(index, SpatialTensor) else input
-    if not isinstance(lead, SpatialTensor):
-        return torch.gather(input, dim, index, sparse_grad=sparse_grad)
-    layout = lead.layout.narrow
-    own = part(input, reduced_layout(layout, [dim], True))
-    return wrap(torch.gather(own, dim, part(index, layout), sparse_grad=sparse_grad), layout)
+    names: list[Any] = list(range(input.dim()))
+    sources = ["source" if d == dim else d for d in names]
+
+    def take(at: Tensor, own: Tensor) -> Tensor:
+        return torch.gather(own, dim, at, sparse_grad=sparse_grad)
+
+    return contract("torch.gather", take, (index, input), (names, sources), names)
 
 
 @register(*named("take_along_dim"))
@@ -379,72 +338,46 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     return torch.gather(input.expand(sizes), dim, indices.expand(sizes))
 
 
-def _scatter(function: Any) -> Any:
+def _writing(function: Any) -> Any:
+    """Writing along a dim that is not spread: entries by indices of their own, or whole slices by a list of them."""
     name = function_name(function)
-    in_place = name.endswith("_")
+    in_place, by_entries = name.endswith("_"), "scatter" in name
 
-    def rule(input: Tensor, dim: int, index: Tensor, src: Any = None, *rest: Any, **more: Any) -> Any:
-        written = more.pop("value", src)
-        dim = place_of(dim, input.dim())
-        tensors = [x for x in (input, index, written) if isinstance(x, Tensor) and x.dim()]
+    def rule(input: Tensor, dim: int, index: Tensor, source: Any = None, *rest: Any, **options: Any) -> Any:
+        written = options.pop("value", options.pop("src", source))
         if in_place and not isinstance(input, SpatialTensor):
-            return function(input, dim, gather_whole(index), _whole(written), *rest, **more)
-        if not in_place:
+            return function(input, dim, gather_whole(index), _whole(written), *rest, **options)
+        dim = place_of(dim, input.dim())
+        if by_entries and not in_place:
             input, index = _along_whole(input, dim), _along_whole(index, dim)
             written = _along_whole(written, dim) if isinstance(written, Tensor) and written.dim() else written
-            tensors = [x for x in (input, index, written) if isinstance(x, Tensor) and x.dim()]
-            if not any(isinstance(x, SpatialTensor) for x in tensors):
-                return function(input, dim, index, written, *rest, **more)
-        layout = _common(name, dim, *tensors)
-        for other, size in enumerate(input.shape):
-            if other in layout.dims and any(x.shape[other] != size for x in tensors):
-                raise refusal(name, f"its tensors differ in size along dim {other}, which is spread over ranks")
-        if isinstance(input, SpatialTensor) and in_place:
-            layout = input.layout
-        local, at = part(input, layout), part(index, layout)
-        if isinstance(written, Tensor) and written.dim():
-            written = part(written, layout)
-        y = function(local, dim, at, written, *rest, **more)
+        if not by_entries and isinstance(index, SpatialTensor):
+            raise refusal(name, "its index is spread over ranks")
+        operands = [input, *[index] * by_entries, *[written] * (isinstance(written, Tensor) and written.dim() > 0)]
+        spread = [x for x in operands if isinstance(x, SpatialTensor)]
+        if any(x.layout.axis(dim) is not None for x in spread):
+            raise refusal(name, f"dim {dim} is spread over ranks")
+        dims = {d for x in spread for d in x.layout.dims if d is not None}
+        if any(x.shape[d] != input.shape[d] for x in operands for d in dims):
+            raise refusal(name, "its tensors differ in size along dims that are spread over ranks")
+        if not spread:
+            return function(input, dim, index, written, *rest, **options)
+        parts, layout = align(operands, name, in_place)
+        own, index = parts[0], parts[1] if by_entries else index
+        written = parts[-1] if len(operands) > 1 + by_entries else written
+        y = function(own, dim, index, written, *rest, **options)
         return input if in_place else wrap(y, layout)
 
     return rule
 
 
-def _by_index(function: Any) -> Any:
-    """Writing whole slices along a dim: index_fill, index_add, index_copy, and these in place."""
-    name = function_name(function)
-
-    def rule(input: Tensor, dim: int, index: Tensor, source: Any = None, **options: Any) -> Any:
-        written = options.pop("value", source)
-        if name.endswith("_") and not isinstance(input, SpatialTensor):
-            return function(input, dim, gather_whole(index), _whole(written), **options)
-        dim = place_of(dim, input.dim())
-        if isinstance(index, SpatialTensor):
-            raise refusal(name, "its index is spread over ranks")
-        tensors = [x for x in (input, written) if isinstance(x, Tensor) and x.dim()]
-        layout = _common(name, dim, *tensors)
-        layout = input.layout if isinstance(input, SpatialTensor) else layout
-        if isinstance(written, Tensor) and written.dim():
-            sizes = [(input.shape[d], written.shape[d]) for d in layout.dims if d is not None]
-            if any(a != b for a, b in sizes):
-                raise refusal(name, f"sizes {sizes} along dims that are spread over ranks differ")
-            written = part(written, layout)
-        y = function(part(input, layout), dim, index, written, **options)
-        return input if name.endswith("_") else wrap(y, layout)
-
-    return rule
-
-
-for function in named("index_fill", "index_fill_", "index_add", "index_add_", "index_copy", "index_copy_"):
-    register(function)(_by_index(function))
+for name in ("index_fill", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"):
+    for function in named(name, f"{name}_"):
+        register(function)(_writing(function))
 
 
 def _whole(value: Any) -> Any:
     return gather_whole(value) if isinstance(value, Tensor) else value
-
-
-for function in named("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"):
-    register(function)(_scatter(function))
 
 
 def crop(x: SpatialTensor, dim: int, index: slice) -> Tensor:
@@ -558,11 +491,6 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
     if flat is None and input.layout.cut(dim):
         return one_row(input, dim, index)
     return wrap(input.local.select(dim, index), reduced_layout(input.layout, [dim], False))
-
-
-@register(*named("unbind"), flat=True)
-def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(select(input, dim, i) for i in range(input.shape[dim]))
 
 
 def _pieces(function: Any) -> Any:

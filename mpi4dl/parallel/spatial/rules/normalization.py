@@ -499,14 +499,6 @@ def _norm(layout: Layout, shape: Sequence[int], eps: float, held: Tiling) -> Nor
     return Norm(layout, layout.grid.the_one(output), sharers(layout, layout.grid.axes, others), eps)
 
 
-@register(torch.batch_norm)
-def torch_batch_norm(
-    input: SpatialTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any
-) -> Tensor:
-    """The same with its arguments in another order."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, *rest)
-
-
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...] | None) -> Tensor:
     """y * weight + bias, which may be seen in another shape, in the dtype of y, which may have fewer bits than they."""
     dtype = y.dtype

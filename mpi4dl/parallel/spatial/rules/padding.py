@@ -9,16 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import Exchange, ExchangePlan, Slab
-from mpi4dl.geometry import BATCH, Box, Interval, Split, Tiling, Window
+from mpi4dl.geometry import BATCH, Box, Split, Tiling, Window
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather_axes, reach
+from mpi4dl.parallel.spatial.rules.indexing import choose
 from mpi4dl.parallel.spatial.rules.windows import in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, named, refusal, register, wrap
-
-
-@register(torch.constant_pad_nd, flat=True)
-def constant_pad_nd(input: SpatialTensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    return pad_image(input, pad, value=value)
 
 
 @register(*named("pad"), flat=True)
@@ -37,7 +33,7 @@ def pad_image(input: SpatialTensor, pad: Sequence[int], mode: str = "constant", 
         ordinary = {dim: pair for dim, pair in amounts.items() if x.layout.axis(dim) is None}
         amounts = {dim: pair for dim, pair in amounts.items() if dim not in ordinary}
         for dim, pair in ordinary.items():
-            x = wrap(_pad_ordinary(x.local, dim, *pair, mode), x.layout)
+            x = choose(x, dim, _sources(x.shape[dim], *pair, mode))
             assert isinstance(x, SpatialTensor)
         if not any(any(pair) for pair in amounts.values()):
             return x
@@ -84,17 +80,10 @@ def _pad_dim(x: SpatialTensor, dim: int, before: int, after: int, mode: str, val
         reached = reach(x, {axis: window}, float(value or 0.0))
         local = reached.fetch(x.local)
         return wrap(local.clone() if reached.exchange is None else local, reached.output)
-    return _mirrored(x, dim, axis, window, mode)
-
-
-def _pad_ordinary(x: Tensor, dim: int, before: int, after: int, mode: str) -> Tensor:
-    """Mirrored, repeated or cropped along a dim of which every rank has all, such as channels."""
-    size = x.shape[dim]
-    if mode != "replicate":
-        _check_limit(max(before, after), size - (mode == "reflect"), size, mode)
-    shown = range(-before, size + after)
-    rows = [row % size if mode == "circular" else _source(row, size, mode) for row in shown]
-    return x.index_select(dim, torch.tensor(rows, dtype=torch.int64, device=x.device))
+    if mode not in ("reflect", "replicate"):
+        raise refusal("torch.nn.functional.pad", f"mode {mode!r}")
+    sources = _sources(x.shape[dim], before, after, mode)
+    return choose(x, dim, sources, lambda cut: min(max(cut + before, 0), len(sources)))
 
 
 def _axis(x: SpatialTensor, dim: int, mode: str) -> int | None:
@@ -203,35 +192,13 @@ def _repetition(rank: int, inner: Tiling, outer: Tiling, befores: tuple[int, ...
     return ExchangePlan(inner.held(rank), needed[rank], leaving, coming, owned[rank])
 
 
-def _source(row: int, size: int, mode: str) -> int:
-    """The row of the image that stands at `row`, which may lie outside it."""
+def _sources(size: int, before: int, after: int, mode: str) -> list[int]:
+    """Which row of an image of that size stands in each row, and in those before and after them."""
+    if mode != "replicate":
+        _check_limit(max(before, after), size - (mode == "reflect"), size, mode)
+    rows = range(-before, size + after)
+    if mode == "circular":
+        return [row % size for row in rows]
     if mode == "replicate":
-        return min(max(row, 0), size - 1)
-    return -row if row < 0 else 2 * (size - 1) - row if row >= size else row
-
-
-def _mirrored(x: SpatialTensor, dim: int, axis: int, window: Window, mode: str) -> Tensor:
-    """Every part fetches a run of rows that holds all that its output shows, and picks from it."""
-    if mode not in ("reflect", "replicate"):
-        raise refusal("torch.nn.functional.pad", f"mode {mode!r}")
-    if mode == "reflect":
-        _check_limit(max(window.before, window.after), x.shape[dim] - 1, x.shape[dim], mode)
-    mine, tiling = x.layout.grid.coordinates[axis], x.layout.narrow.tiling
-    output, needed, index = _picked(tiling.splits[axis], window, mode, mine, x.device)
-    local = x.layout.exchange_to(tiling.replace(axis, needed))(x.local)
-    layout = Layout(x.layout.grid, tiling.replace(axis, output), x.layout.dims)
-    return wrap(local.index_select(dim, index), layout)
-
-
-@lru_cache(maxsize=1024)
-def _picked(split: Split, window: Window, mode: str, mine: int, device: torch.device) -> tuple[Split, Split, Tensor]:
-    """How the padded rows are cut, which rows each part needs for that, and which of these make up part `mine`."""
-    rows = split.size + window.before + window.after
-    cuts = [0, *(min(max(cut + window.before, 0), rows) for cut in split.cuts[1:-1]), rows]
-    output = Split.at(cuts)
-    sources = [
-        [_source(row - window.before, split.size, mode) for row in range(*output.owned(i))] for i in range(split.parts)
-    ]
-    needed = tuple(Interval(min(rows), max(rows) + 1) if rows else Interval(0, 0) for rows in sources)
-    index = torch.tensor([row - needed[mine].start for row in sources[mine]], dtype=torch.int64, device=device)
-    return output, Split(split.cuts, needed), index
+        return [min(max(row, 0), size - 1) for row in rows]
+    return [-row if row < 0 else 2 * (size - 1) - row if row >= size else row for row in rows]

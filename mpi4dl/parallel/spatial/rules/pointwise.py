@@ -1,7 +1,6 @@
 """Operators that treat every pixel alike, recognised by PyTorch's own tag; and dropout."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +9,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mpi4dl.comm.exchange import narrow, shape_of
-from mpi4dl.geometry import Box, Interval, Split, Tiling, cut_alike
-from mpi4dl.parallel.spatial.flattening import Unlike, between_copies, copies_in, cut_out, part_along
+from mpi4dl.parallel.spatial.alignment import align
+from mpi4dl.parallel.spatial.flattening import between_copies, copies_in, cut_out
 from mpi4dl.parallel.spatial.grid import Dims, Layout
-from mpi4dl.parallel.spatial.halo import gather, gather_axes, retile, without_flat_dims
-from mpi4dl.parallel.spatial.redistribution import redistribute
-from mpi4dl.parallel.spatial.sums import share_alike
+from mpi4dl.parallel.spatial.halo import gather
 from mpi4dl.parallel.spatial.tensor import (
     ALIASES,
     Rule,
@@ -72,175 +69,6 @@ def _tagged(name: str) -> bool:
     tags = [set(getattr(packet, overload).tags) for overload in packet.overloads()]
     random = any(torch.Tag.nondeterministic_seeded in known for known in tags)
     return not random and any(torch.Tag.pointwise in known for known in tags)
-
-
-def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -> tuple[list[Tensor], Layout]:
-    """The local parts of operands that broadcast against each other, all of one box, and its layout.
-
-    SpatialTensors that are cut elsewhere than the first are cut anew; plain tensors, which every rank has whole, are
-    cropped. With `keep_first` the first one, which is written in place, is not cut anew, but may come to hold less.
-    """
-    try:
-        return _align(operands, function, keep_first)
-    except Unlike as unlike:
-        anew = _laid_alike(operands)
-        if anew is not None:
-            return align(anew, function, keep_first)
-        opened = [x if keep_first and x is operands[0] else without_flat_dims(x) for x in operands]
-        opened = _in_one_dim(opened)
-        if all(x is y for x, y in zip(opened, operands, strict=True)):
-            raise refusal(function, str(unlike)) from None
-    if any(isinstance(x, SpatialTensor) for x in opened):
-        return align(opened, function, keep_first)
-    grid = next(x.layout.grid for x in operands if isinstance(x, SpatialTensor))
-    return opened, Layout.of_copies(grid)
-
-
-def _laid_alike(operands: Sequence[Tensor]) -> list[Tensor] | None:
-    """The operands, where one of them has another layout than the first of the same shape, in that; None if none has.
-
-    Those that broadcast stay as they are.
-    """
-    spread = [x for x in operands if isinstance(x, SpatialTensor)]
-    lead, found, changed = spread[0], list(operands), False
-    if lead.layout.grid.arrangement.shares_tokens or len(lead.shape) < max(x.dim() for x in operands):
-        return None
-    layout = lead.layout.narrow
-    for i, x in enumerate(operands):
-        if isinstance(x, SpatialTensor) and x.shape == lead.shape and x.layout != layout and x is not lead:
-            anew = redistribute(x, layout)
-            if anew is None:
-                return None
-            found[i], changed = anew, True
-    return found if changed else None
-
-
-def _in_one_dim(operands: Sequence[Tensor]) -> list[Tensor]:
-    """The operands; an axis that is several dims of them, as in x[:, None] == x, is gathered in all but the first."""
-    place: dict[int, int] = {}
-    found = []
-    for x in operands:
-        if isinstance(x, SpatialTensor):
-            at = {axis: dim - x.dim() for axis, dim in enumerate(x.layout.dims) if dim is not None}
-            elsewhere = [axis for axis, dim in at.items() if place.setdefault(axis, dim) != dim]
-            x = gather_axes(x, elsewhere) if elsewhere else x
-        found.append(x)
-    return found
-
-
-def _align(operands: Sequence[Tensor], function: str, keep_first: bool) -> tuple[list[Tensor], Layout]:
-    alike = [x for x in operands if isinstance(x, SpatialTensor)]
-    if len(alike) == len(operands) and all(
-        x.layout == alike[0].layout and x.shape == alike[0].shape for x in alike[1:]
-    ):
-        return [x.local for x in alike], alike[0].layout
-    operands = share_alike(operands, keep_first)
-    ndim = max(x.dim() for x in operands)
-    first = next(x for x in operands if isinstance(x, SpatialTensor))
-    operands = [_broadcastable(x, operands) if isinstance(x, SpatialTensor) else x for x in operands]
-    spread = [x for x in operands if isinstance(x, SpatialTensor)]
-    if not spread:
-        return list(operands), first.layout.with_dims(None for _ in first.layout.dims)
-
-    def dims(x: SpatialTensor) -> Dims:
-        return shift(x.layout.dims, 0, ndim - x.dim())
-
-    lead = spread[0]
-    splits = list(lead.layout.tiling.splits)
-    place: list[int | None] = list(dims(lead))
-    for x in spread[1:]:
-        for axis, dim in enumerate(dims(x)):
-            split = x.layout.tiling.splits[axis]
-            if dim is None:
-                continue
-            if place[axis] is None:
-                place[axis], splits[axis] = dim, split
-            elif place[axis] != dim:
-                raise Unlike(f"operands have an axis of the image in dims {place[axis]} and {dim}")
-            elif splits[axis].size != split.size and (x.layout.flat or lead.layout.flat):
-                raise Unlike(f"operands have an axis of the image in other units in dim {dim}")
-            elif splits[axis].size != split.size:
-                raise RuntimeError(f"{function}: sizes {splits[axis].size} and {split.size} of dim {dim} must match")
-            else:
-                # Nothing is exchanged where all hold what the first one owns, wherever the others are cut.
-                splits[axis] = _held_by_both(splits[axis], split)
-    flats = {flat.dim + ndim - x.dim(): flat for x in spread for flat in x.layout.flat}
-    for dim, flat in flats.items():
-        for x in spread:
-            at = dim - ndim + x.dim()
-            if at >= 0 and x.shape[at] != 1 and _made_of(x, at) != flat[1:] and x.layout.cut(at):
-                raise Unlike(f"operands have different axes of the image in dim {dim}")
-    together = tuple(flat._replace(dim=dim) for dim, flat in sorted(flats.items()))
-    layout = Layout(lead.layout.grid, Tiling(tuple(splits)), tuple(place), together)
-    if keep_first and lead is operands[0] and layout != lead.layout:
-        if layout.dims != lead.layout.dims or not cut_alike(layout.tiling, lead.layout.tiling):
-            raise refusal(function, "its first operand is written in place, but the others hold other pixels")
-        lead.hold_less(layout.tiling)
-    return [part_of(x, layout, ndim, function) for x in operands], layout
-
-
-@lru_cache(maxsize=1024)
-def _held_by_both(first: Split, other: Split) -> Split:
-    """The first's cuts, and what parts hold by both; what they own, if another one is cut so that they lack of that."""
-    both = tuple(a.intersect(b) for a, b in zip(first.held, other.held, strict=True))
-    enough = all(held.covers(first.owned(part)) for part, held in enumerate(both))
-    return Split(first.cuts, both) if enough else first.narrow()
-
-
-def _made_of(x: SpatialTensor, dim: int) -> Any:
-    flat = x.layout.flat_at(dim)
-    return flat and flat[1:]
-
-
-def _broadcastable(x: SpatialTensor, operands: Sequence[Tensor]) -> Tensor:
-    """x, with an axis of one pixel gathered to all ranks if it broadcasts against more pixels of another operand."""
-    single = []
-    for axis, dim in enumerate(x.layout.dims):
-        if dim is not None and x.layout.tiling.splits[axis].size == 1:
-            places = [(other, dim + other.dim() - x.dim()) for other in operands]
-            if any(place >= 0 and other.shape[place] != 1 for other, place in places):
-                single.append(axis)
-    return gather_axes(x, single) if single else x
-
-
-def part_of(x: Tensor, layout: Layout, ndim: int, function: str) -> Tensor:
-    """The part of an operand that broadcasts against a local tensor of this layout."""
-    offset = ndim - x.dim()
-    if isinstance(x, SpatialTensor):
-        tiling = x.layout.tiling
-        for axis, dim in enumerate(x.layout.dims):
-            if dim is not None:
-                wanted = layout.tiling.splits[axis]
-                if wanted.size != tiling.splits[axis].size:
-                    raise refusal(function, f"an operand of shape {tuple(x.shape)} has an axis in other units")
-                tiling = tiling.replace(axis, wanted)
-        present = x.layout.dims
-        part = retile(x, tiling).local
-    else:
-        present = (None,) * len(layout.dims)
-        part = x
-    crop: list[int | None] = [None] * len(layout.dims)
-    for flat in layout.flat:
-        dim = flat.dim - offset
-        if (
-            dim >= 0
-            and part.shape[dim] != 1
-            and all(present[factor.axis] is None for factor in flat.factors if factor.axis is not None)
-        ):
-            part = part_along(part, dim, layout, flat)
-    for axis, dim in enumerate(layout.dims):
-        size = layout.tiling.splits[axis].size
-        if dim is not None and layout.flat_at(dim):
-            continue
-        if dim is None or present[axis] is not None or dim < offset or (part.shape[dim - offset] == 1 and size != 1):
-            continue
-        if part.shape[dim - offset] != size:
-            raise refusal(
-                function, f"a plain operand has shape {tuple(x.shape)} where the image is {layout.tiling.size}"
-            )
-        crop[axis] = dim - offset
-    whole = Box(*(Interval(0, split.size) for split in layout.tiling.splits))
-    return narrow(part, crop, whole, layout.held)
 
 
 def pointwise(function: Any) -> Rule:

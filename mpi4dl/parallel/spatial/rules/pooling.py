@@ -366,16 +366,20 @@ def _max_pool(
 ) -> Any:
     """Maxima, of equal pixels the first; their indices, if they are asked for, are those of the whole image."""
     x = check_image(input, f"torch.nn.functional.max_pool{count}d", count, True)
-    windows = windows_of(count, kernel_size, stride, padding, dilation, ceil_mode)
-    if count == 1:
-        row = x.unsqueeze(-2)
-        assert isinstance(row, SpatialTensor)
-        y, indices, reached = _pool(row, (Window(1, ceil_mode=ceil_mode), *windows), True, return_indices)
-        found = [wrap(y, reached.output).squeeze(-2)]
-        return (*found, wrap(indices, reached.output).squeeze(-2)) if return_indices else found[0]
+    x, windows = _of_rows(x, windows_of(count, kernel_size, stride, padding, dilation, ceil_mode))
     y, indices, reached = _pool(x, windows, True, return_indices)
-    pooled = reached.result(x, y)
-    return (pooled, wrap(indices, reached.output)) if return_indices else pooled
+    found = [reached.result(x, y), *([wrap(indices, reached.output)] if return_indices else [])]
+    found = [each.squeeze(-2) for each in found] if count == 1 else found
+    return tuple(found) if return_indices else found[0]
+
+
+def _of_rows(x: SpatialTensor, windows: tuple[Window, ...]) -> tuple[SpatialTensor, tuple[Window, ...]]:
+    """Sequences as images of one row."""
+    if len(windows) > 1:
+        return x, windows
+    row = x.unsqueeze(-2)
+    assert isinstance(row, SpatialTensor)
+    return row, (Window(1, ceil_mode=windows[0].ceil_mode), *windows)
 
 
 def _max_pool_with_indices(count: int, *args: Any, **kwargs: Any) -> Any:
@@ -394,11 +398,7 @@ def _avg_pool(
 ) -> Tensor:
     """The mean of each window, put right where PyTorch counts other than a whole window's pixels, as at the edges."""
     x = check_image(input, f"torch.nn.functional.avg_pool{count}d", count, True)
-    windows = windows_of(count, kernel_size, stride, padding, 1, ceil_mode)
-    if count == 1:
-        row = x.unsqueeze(-2)
-        assert isinstance(row, SpatialTensor)
-        x, windows = row, (Window(1, ceil_mode=ceil_mode), *windows)
+    x, windows = _of_rows(x, windows_of(count, kernel_size, stride, padding, 1, ceil_mode))
     y, _, reached = _pool(x, windows, maximum=False)
     area = window_area(windows)
     if divisor_override == 0:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, communicator, exchange
 from mpi4dl.geometry import Split
@@ -113,16 +112,6 @@ def sum_to_size(input: SpatialTensor, *size: Any) -> Tensor:
 @register(*named("nansum"))
 def nansum(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return total(input, normalize_dims(input, dim), keepdim, dtype, torch.nansum)
-
-
-@register(*named("nanmean"))
-def nanmean(input: SpatialTensor, dim: DimsArgument = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return nansum(input, dim, keepdim, dtype=dtype) / sum_(~input.isnan(), dim, keepdim)  # type: ignore[arg-type]
-
-
-@register(*named("count_nonzero"))
-def count_nonzero(input: SpatialTensor, dim: DimsArgument = None) -> Tensor:
-    return sum_(input != 0, dim)  # type: ignore[arg-type]
 
 
 def _variance(function: Any) -> Callable[..., Any]:
@@ -243,17 +232,15 @@ def norm_over(x: Tensor, order: float, dim: Dims, keepdim: bool = False, dtype: 
     return norm_over(every, order or 1, dims, keepdim).to(result)  # of order 0 are counts, which add up
 
 
-@register(torch.linalg.vector_norm)
+@register(torch.linalg.vector_norm, flat=True)
 def vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return norm_over(x, ord, dim, keepdim, dtype)
 
 
 @register(torch.norm, Tensor.norm)
-def norm(
-    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-) -> Tensor:
-    if p == "nuc" or out is not None:
-        raise refusal("torch.norm", f"{p=}" if p == "nuc" else "it was given out=")
+def norm(input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    if p == "nuc":
+        raise refusal("torch.norm", f"{p=}")
     return norm_over(input, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype)
 
 
@@ -266,13 +253,6 @@ def linalg_norm(A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = Fa
     if matrix and ord != "fro":
         raise refusal("torch.linalg.norm", "it is the norm of a matrix")
     return norm_over(A, 2 if ord in (None, "fro") else ord, dims, keepdim, dtype)
-
-
-@register(F.normalize, flat=True)
-def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
-    if out is not None:
-        raise refusal("torch.nn.functional.normalize", "it was given out=")
-    return input / norm_over(input, p, dim, True).clamp_min(eps)
 
 
 @register(*named("cosine_similarity"))
@@ -291,16 +271,6 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
         return x / (length + (length.detach().clamp_min(eps) - length.detach()))
 
     return (direction(x1) * direction(x2)).sum(dim)
-
-
-@register(*named("pairwise_distance"))
-def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    return norm_over(x1 - x2 + eps, p, -1, keepdim)
-
-
-@register(*named("dist"))
-def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    return norm_over(input - other, p, None)
 
 
 # Maxima and minima over the image and where they are, by comparing alone: values are exact, also of equals and NaN.
@@ -487,7 +457,7 @@ def aminmax(input: SpatialTensor, *, dim: int | None = None, keepdim: bool = Fal
 @register(*named("histc"), flat=True)
 def histc(input: SpatialTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     if min == max and input.numel():  # between the extrema of all ranks
-        min, max = (float(gather(end) if isinstance(end, SpatialTensor) else end) for end in torch.aminmax(input))
+        min, max = (float(gather(end)) for end in torch.aminmax(input))
 
     def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.histc(part, bins, min, max)
@@ -498,10 +468,8 @@ def histc(input: SpatialTensor, bins: int = 100, min: float = 0, max: float = 0)
 @register(*named("bincount"), flat=True)
 def bincount(input: SpatialTensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if input.dim() != 1 or weights is not None or not input.numel():
-        weights = gather(weights) if isinstance(weights, SpatialTensor) else weights
-        return torch.bincount(gather(input), weights, minlength)
-    largest = input.max()
-    length = max(minlength, 1 + int(gather(largest) if isinstance(largest, SpatialTensor) else largest))
+        return torch.bincount(gather(input), weights if weights is None else gather(weights), minlength)
+    length = max(minlength, 1 + int(gather(input.max())))
 
     def count(part: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.bincount(part, minlength=length)

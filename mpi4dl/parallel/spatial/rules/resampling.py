@@ -1,6 +1,6 @@
 """Interpolation to another size, grid_sample, and pixel shuffle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from mpi4dl.comm.exchange import Like
 from mpi4dl.geometry import BATCH, Interval, Tiling, TransposedWindow, Window, ceil_div
+from mpi4dl.parallel.spatial.alignment import part as part_of
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes, reach
-from mpi4dl.parallel.spatial.halo import part as part_of
 from mpi4dl.parallel.spatial.rules.windows import axes_of, check_image, each, in_plain_dtype
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, refusal, register, wrap
 
@@ -372,21 +372,12 @@ def _last_two(x: Tensor, *mappings: Resampling | None) -> Tensor:
         if along and other and x.layout.cut(x.dim() - 1 - i) and not x.layout.cut(x.dim() - 2 + i):
             y = _last_two(x, *((mapping, None) if i == 0 else (None, mapping)))
             return _last_two(y, *((None, other) if i == 0 else (other, None)))
-    axes = axes_of(x, 2)
-    maps = {axis: mapping for axis, mapping in zip(axes, mappings, strict=True) if mapping and axis is not None}
-    reached = reach(x, maps)
-    local, held = (x.local, x.layout.held) if reached.exchange is None else (reached.fetch(x.local), reached.needed)
-    parts: list[Resampled | None] = [None, None]
-    for i, (axis, mapping) in enumerate(zip(axes, mappings, strict=True)):
-        if mapping and axis is not None:
-            parts[i] = Resampled(mapping, reached.output.held[axis], held[axis])
-        elif mapping:
-            parts[i] = Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size))
+    layout, local, parts = _reached(x, {x.dim() - 2: mappings[0], x.dim() - 1: mappings[1]})
     empty = 0 in local.shape or any(part is not None and part.rows.empty for part in parts)
     channels = local.shape[1:-2]  # of volumes with the depth
     images = local.flatten(1, -3)
     y = _sum(images, parts) if empty or not in_periods else _by_operator(images, parts)
-    return wrap(y.unflatten(1, channels), reached.output)
+    return wrap(y.unflatten(1, channels), layout)
 
 
 def _along_depth(x: Tensor, mapping: Resampling | None) -> Tensor:
@@ -394,14 +385,29 @@ def _along_depth(x: Tensor, mapping: Resampling | None) -> Tensor:
     if mapping is None:
         return x
     assert isinstance(x, SpatialTensor)
-    axis = x.layout.axis(2)
-    reached = reach(x, {} if axis is None else {axis: mapping})
+    layout, local, (part,) = _reached(x, {2: mapping})
+    return wrap(_sum(local.flatten(3), (part, None)).unflatten(3, local.shape[3:]), layout)
+
+
+def _reached(
+    x: SpatialTensor, mappings: Mapping[int, Resampling | None]
+) -> tuple[Layout, Tensor, list[Resampled | None]]:
+    """The layout of x resampled along these dims; the pixels that this rank needs; what it makes of them."""
+    axes = {dim: x.layout.axis(dim) for dim in mappings}
+    reached = reach(
+        x, {axis: mapping for dim, mapping in mappings.items() if mapping and (axis := axes[dim]) is not None}
+    )
     local, held = (x.local, x.layout.held) if reached.exchange is None else (reached.fetch(x.local), reached.needed)
-    part = Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size))
-    if axis is not None:
-        part = Resampled(mapping, reached.output.held[axis], held[axis])
-    y = _sum(local.flatten(3), (part, None))
-    return wrap(y.unflatten(3, local.shape[3:]), reached.output)
+    parts: list[Resampled | None] = []
+    for dim, mapping in mappings.items():
+        axis = axes[dim]
+        if mapping is None:
+            parts.append(None)
+        elif axis is None:
+            parts.append(Resampled(mapping, Interval(0, mapping.output), Interval(0, mapping.size)))
+        else:
+            parts.append(Resampled(mapping, reached.output.held[axis], held[axis]))
+    return reached.output, local, parts
 
 
 def _by_operator(x: Tensor, parts: Sequence[Resampled | None]) -> Tensor:

@@ -1,6 +1,6 @@
 """Views, and tensors joined to one: dims move about and the image's axes with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.geometry import Interval, Split
+from mpi4dl.parallel.spatial.alignment import align, part
 from mpi4dl.parallel.spatial.flattening import cuts_that_divide, regroup, regrouped
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import gather_axes, part, retile
+from mpi4dl.parallel.spatial.halo import gather_axes, retile
 from mpi4dl.parallel.spatial.redistribution import in_grid_of, redistribute
 from mpi4dl.parallel.spatial.rules.indexing import numbers
-from mpi4dl.parallel.spatial.rules.pointwise import align
 from mpi4dl.parallel.spatial.rules.reductions import reduced_layout
 from mpi4dl.parallel.spatial.tensor import (
     SpatialTensor,
@@ -42,34 +42,6 @@ def transpose(input: SpatialTensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(input.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(input, order)
-
-
-@register(Tensor.mT.__get__, flat=True)  # type: ignore[attr-defined]
-def mT(input: SpatialTensor) -> Tensor:
-    return transpose(input, -2, -1)
-
-
-@register(Tensor.T.__get__, flat=True)  # type: ignore[attr-defined]
-def T(input: SpatialTensor) -> Tensor:
-    return permute(input, list(range(input.dim()))[::-1])
-
-
-@register(*named("t"), flat=True)
-def t(input: SpatialTensor) -> Tensor:
-    if input.dim() > 2:
-        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.dim()}D")
-    return T(input)
-
-
-@register(Tensor.H.__get__, Tensor.mH.__get__, *named("adjoint"), flat=True)  # type: ignore[attr-defined]
-def mH(input: SpatialTensor) -> Tensor:
-    return transpose(input, -2, -1).conj()
-
-
-@register(*named("movedim", "moveaxis"), flat=True)
-def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
-    places = torch.empty(tuple(range(2, 2 + input.dim())), device="meta").movedim(source, destination).shape
-    return permute(input, [n - 2 for n in places])
 
 
 def reshape_local(x: SpatialTensor, shape: Sequence[int]) -> Tensor:
@@ -128,11 +100,6 @@ def reshape(input: SpatialTensor, *shape: Any, **kwargs: Any) -> Tensor:
     return reshape_local(input, numbers(shape) or numbers(tuple(kwargs.values())))
 
 
-@register(Tensor.view_as, Tensor.reshape_as, flat=True)
-def view_as(input: Tensor, other: Tensor) -> Tensor:
-    return input.reshape(other.shape)
-
-
 @register(*named("flatten"), flat=True)
 def flatten(input: SpatialTensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     start, end = place_of(start_dim, input.dim()), place_of(end_dim, input.dim())
@@ -179,11 +146,6 @@ def expand(input: SpatialTensor, *sizes: Any) -> Tensor:
     return wrap(input.local.expand(layout.local_shape(tuple(whole))), layout)
 
 
-@register(Tensor.expand_as, flat=True)
-def expand_as(input: Tensor, other: Tensor) -> Tensor:
-    return input.expand(*other.shape)
-
-
 @register(torch.channel_shuffle, F.channel_shuffle)
 def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
     if input.layout.axis(1) is not None:
@@ -228,7 +190,7 @@ def _along_flat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     assert isinstance(middle, SpatialTensor)
     flat, layout = middle.layout.flat_at(dim), middle.layout
     if len(spread) > 1 or flat is None:
-        return torch.cat([gather_axes(x, ()) if isinstance(x, SpatialTensor) else x for x in tensors], dim)
+        return torch.cat([gather_axes(x, ()) for x in tensors], dim)
     before, after = tensors[: spread[0]], tensors[spread[0] + 1 :]
     carried = {factor.axis for each in layout.flat for factor in each.factors}
     beside = layout.with_dims(None if axis in carried else known for axis, known in enumerate(layout.dims))
@@ -256,54 +218,9 @@ def _join(function: Any, tensors: Sequence[Tensor], dim: int, new: bool) -> Tens
 
 @register(torch.cat, torch.concat, torch.concatenate, flat=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
-    if kwargs.get("out") is not None:
-        raise refusal("torch.cat", "it was given out=")
     return _join(torch.cat, tensors, kwargs.get("axis", dim), new=False)
 
 
 @register(torch.stack, flat=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _join(torch.stack, tensors, dim, new=True)
-
-
-@register(*named("diff"))
-def diff(
-    input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
-) -> Tensor:
-    """Differences of neighbours along a dim, n times."""
-    ends = [x for x in (prepend, input, append) if x is not None]
-    x = torch.cat(ends, dim) if len(ends) > 1 else input
-    for _ in range(n):
-        length = x.shape[dim] - 1
-        after, before = x.narrow(dim, 1, length), x.narrow(dim, 0, length)
-        x = after ^ before if x.dtype == torch.bool else after - before
-    return x
-
-
-def _beside(dim: int, at_least: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def rule(tensors: Sequence[Tensor]) -> Tensor:
-        shaped = [at_least(x) for x in tensors]
-        return torch.cat(shaped, 0 if shaped[0].dim() == 1 else dim)
-
-    return rule
-
-
-def _at_least(ndim: int) -> Callable[[Tensor], Tensor]:
-    """(n) as a row (1, n), and that as an image (1, n, 1): as torch.atleast_2d and torch.atleast_3d have it."""
-
-    def reshape(x: Tensor) -> Tensor:
-        x = x.reshape(1) if x.dim() == 0 else x
-        x = x.unsqueeze(0) if x.dim() < min(ndim, 2) else x
-        return x.unsqueeze(-1) if x.dim() < ndim else x
-
-    return reshape
-
-
-for dim, names, ndim in ((1, ("hstack",), 1), (0, ("vstack", "row_stack"), 2), (2, ("dstack",), 3)):
-    for function in named(*names):
-        register(function)(_beside(dim, _at_least(ndim)))
-
-
-@register(*named("column_stack"))
-def column_stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)

@@ -16,7 +16,7 @@ from mpi4dl.comm import exchange
 from mpi4dl.comm.exchange import Dims
 from mpi4dl.geometry import BATCH, AxisMap, Interval, Split, TransposedWindow, Window, plan_axis
 from mpi4dl.parallel.spatial.grid import Layout
-from mpi4dl.parallel.spatial.halo import HaloPlan, reach, without_flat_dims
+from mpi4dl.parallel.spatial.halo import HaloPlan, gather_axes, reach
 from mpi4dl.parallel.spatial.sums import shared
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, copied, owned, place_of, refusal, register, same_memory, wrap
 
@@ -165,7 +165,7 @@ def fold(
     size = each(output_size, 2)
     numbers = list(zip(*(each(n, 2) for n in (kernel_size, stride, padding, dilation)), strict=True))
     counts = [Window(k, s, p, p, d).output_size(n) for n, (k, s, p, d) in zip(size, numbers, strict=True)]
-    columns = without_flat_dims(input.unflatten(2, counts))  # (N, C * kernel, H', W')
+    columns = gather_axes(input.unflatten(2, counts), ())  # (N, C * kernel, H', W')
     if not isinstance(columns, SpatialTensor):
         return F.fold(columns.flatten(2), *arguments)
     x = check_image(columns, "torch.nn.functional.fold")
