@@ -5,7 +5,9 @@ reference is plain PyTorch on the whole image, computed on each rank beside the 
 """
 
 import copy
+import functools
 import importlib
+import inspect
 import itertools
 import math
 import time
@@ -210,6 +212,44 @@ def rehearse(comm: Communicator, model: nn.Module, image: Tensor, arrangement: A
     grid.foresight.settle()
 
 
+def compare_results(
+    comm: Communicator, ours: Any, plain: Any, spread: bool = False, finite: bool = False
+) -> tuple[list[str], Tensor, Tensor]:
+    """What is wrong with a result; and a weighted sum of each of both, whose gradients are to be compared.
+
+    `finite`: what is infinite or no number counts as nothing in the sums.
+    """
+    plain_leaves, plain_structure = pytree.tree_flatten(plain)
+    our_leaves, our_structure = pytree.tree_flatten(ours)
+    sums = [torch.zeros(()), torch.zeros(())]
+    if our_structure != plain_structure:
+        return [f"the result is {our_structure}, but plain {plain_structure}"], *sums
+    wrong = []
+    for i, (mine, whole) in enumerate(zip(our_leaves, plain_leaves, strict=True)):
+        if not isinstance(whole, Tensor):
+            wrong += [] if mine == whole else [f"result {i}: {mine}, but plain {whole}"]
+            continue
+        if spread and not isinstance(mine, spatial.SpatialTensor):
+            wrong.append(f"result {i} is not spread over ranks")
+        if mine.requires_grad != whole.requires_grad:
+            wrong.append(f"result {i}: requires_grad is {mine.requires_grad}, but plain {whole.requires_grad}")
+        if isinstance(mine, spatial.SpatialTensor):
+            if mine.shape != whole.shape:
+                wrong.append(f"result {i}: shape {tuple(mine.shape)}, but plain {tuple(whole.shape)}")
+            if tuple(mine.local.shape) != mine.layout.local_shape(tuple(mine.shape)):
+                wrong.append(f"result {i}: local shape {tuple(mine.local.shape)} in {mine.layout.held}")
+        gathered = spatial.gather(mine)
+        wrong += difference(f"result {i}", gathered.detach(), whole.detach())
+        if whole.is_floating_point() and whole.shape == gathered.shape:
+            weight = torch.randn_like(whole.detach())
+            products = [gathered * weight / comm.size, whole * weight]
+            sums = [
+                total + (each.nan_to_num(0, 0, 0) if finite else each).sum()
+                for total, each in zip(sums, products, strict=True)
+            ]
+    return wrong, *sums
+
+
 def compare(
     comm: Communicator, case: Case, shape: Shape, arrangement: Arrangement, rehearsed: bool = False
 ) -> list[str]:
@@ -219,38 +259,16 @@ def compare(
     plain_function = copy.deepcopy(function) if isinstance(function, nn.Module) else function
     image = case.image(torch.randn(shape))
     plain_image, our_image = image.clone().requires_grad_(), image.clone().requires_grad_()
+    grid = grid_of(comm, arrangement)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as PyTorch's of what padding="same" costs
         plain_result = plain_function(plain_image)
-    grid = grid_of(comm, arrangement)
-    if rehearsed and isinstance(function, nn.Module):
-        rehearse(comm, function, image.clone().requires_grad_(), arrangement, grid)
-    our_result = function(arrange(our_image, comm, arrangement, grid))
-    plain_leaves, plain_structure = pytree.tree_flatten(plain_result)
-    our_leaves, our_structure = pytree.tree_flatten(our_result)
-    wrong = [] if our_structure == plain_structure else [f"the result is {our_structure}, but plain {plain_structure}"]
-    plain_loss, our_loss = plain_image.sum() * 0, our_image.sum() * 0
-    for i, (ours, plain) in enumerate(zip(our_leaves, plain_leaves, strict=True)):
-        if not isinstance(plain, Tensor):
-            wrong += [] if ours == plain else [f"result {i}: {ours}, but plain {plain}"]
-            continue
-        if case.spread and not isinstance(ours, spatial.SpatialTensor):
-            wrong.append(f"result {i} is not spread over ranks")
-        if isinstance(ours, spatial.SpatialTensor):
-            if ours.shape != plain.shape:
-                wrong.append(f"result {i}: shape {tuple(ours.shape)}, but plain {tuple(plain.shape)}")
-            if tuple(ours.local.shape) != ours.layout.local_shape(tuple(ours.shape)):
-                wrong.append(f"result {i}: local shape {tuple(ours.local.shape)} in {ours.layout.held}")
-        whole = spatial.gather(ours)
-        wrong += difference(f"result {i}", whole, plain)
-        if plain.is_floating_point() and plain.shape == whole.shape:
-            weight = torch.randn_like(plain)
-            plain_loss = plain_loss + (plain * weight).sum()
-            our_loss = our_loss + (whole * weight).sum() / comm.size
-    plain_loss.backward()
-    our_loss.backward()
-    assert our_image.grad is not None
-    assert plain_image.grad is not None
+        if rehearsed and isinstance(function, nn.Module):
+            rehearse(comm, function, image.clone().requires_grad_(), arrangement, grid)
+        our_result = function(arrange(our_image, comm, arrangement, grid))
+    wrong, our_loss, plain_loss = compare_results(comm, our_result, plain_result, case.spread)
+    (plain_loss + plain_image.sum() * 0).backward()
+    (our_loss + our_image.sum() * 0).backward()
     wrong += difference("gradient of the image", comm.all_reduce(our_image.grad), plain_image.grad)
     if isinstance(function, nn.Module) and isinstance(plain_function, nn.Module):
         wrong += compare_models(comm, function, plain_function)
@@ -258,9 +276,11 @@ def compare(
 
 
 def compare_models(comm: Communicator, ours: nn.Module, plain: nn.Module) -> list[str]:
-    """The gradients of the parameters, summed over ranks, and the buffers."""
+    """The gradients of the parameters, summed over ranks, and the buffers; all ranks have the same bits of them."""
     grid = spatial.Grid(comm, rows=comm.size)
     spatial.sum_gradients(ours, grid)
+    found = [*(p.grad for p in ours.parameters() if p.grad is not None), *ours.buffers()]
+    comm.agree(None, found=[float(value.double().nan_to_num().sum()) for value in found])
     wrong = []
     scale = max(
         [float(p.grad.nan_to_num(0.0, 0.0, 0.0).abs().max()) for p in plain.parameters() if p.grad is not None],
@@ -285,15 +305,15 @@ def all_arrive(comm: Communicator, seconds: float) -> bool:
     return arrived
 
 
-def compare_table(comm: Communicator, module: str, arrangement: Arrangement) -> dict[str, str]:
-    """What is wrong with each case of a test module's CASES on this rank; nothing for those that are right.
+def compare_table(comm: Communicator, module: str, table: str, arrangement: Arrangement) -> dict[str, str]:
+    """What is wrong with each case of a test module's table on this rank; nothing for those that are right.
 
-    CASES may be tables by the number of axes of space.
+    It may be one table for each number of axes of space.
     """
     torch.set_default_dtype(torch.float64)
     failures = {}
     control = comm.split(0)  # so that its barrier is not taken for a collective of the case
-    cases = importlib.import_module(module).CASES
+    cases = getattr(importlib.import_module(module), table)
     cases = cases.get(len(arrangement.shape.space), cases)
     for name, case in itertools.islice(cases.items(), arrangement.turn, None, 1 if arrangement.turn is None else 2):
         for shape in case.shapes:
@@ -310,13 +330,63 @@ def compare_table(comm: Communicator, module: str, arrangement: Arrangement) -> 
     return failures
 
 
-def check_table(ranks: Ranks, module: str, arrangement: Arrangement) -> None:
-    """Fail with all that is wrong in a test module's table of cases."""
-    results = ranks(arrangement.size).run(compare_table, module, arrangement)
-    found: dict[str, list[int]] = {}
-    for rank, failures in enumerate(results):
-        for name, text in failures.items():
-            found.setdefault(f"{name}:\n    {text}", []).append(rank)
-    assert not found, f"{len(found)} differences on {arrangement}\n" + "\n".join(
-        f"ranks {ranks}: {text}" for text, ranks in found.items()
-    )
+def table_test(module: str, arrangements: Sequence[Any], table: str = "CASES") -> Any:
+    """The test of a module's table: each case is that of the whole image, on each of these arrangements."""
+
+    @pytest.mark.parametrize("arrangement", arrangements, ids=str)
+    def test(ranks: Ranks, arrangement: Arrangement) -> None:
+        results = ranks(arrangement.size).run(compare_table, module, table, arrangement)
+        found: dict[str, list[int]] = {}
+        for rank, failures in enumerate(results):
+            for name, text in failures.items():
+                found.setdefault(f"{name}:\n    {text}", []).append(rank)
+        assert not found, f"{len(found)} differences on {arrangement}\n" + "\n".join(
+            f"ranks {ranks}: {text}" for text, ranks in found.items()
+        )
+
+    return test
+
+
+def run_body(comm: Communicator, module: str, test: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), test).body(comm, **arguments)
+
+
+def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Make a function of a communicator a test that runs on so many ranks, or on those of its `arrangement`."""
+
+    def make(body: Callable[..., None]) -> Any:
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            team = ranks(arguments["arrangement"].size if num_ranks is None else num_ranks)
+            team.run(run_body, body.__module__, body.__name__, arguments)
+
+        comm, *others = inspect.signature(body).parameters.values()
+        signature = inspect.Signature([comm.replace(name="ranks"), *others])
+        test.__dict__.update(body=body, __signature__=signature)
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        return test
+
+    return make
+
+
+class Traffic:
+    """What a communicator passes on from now on.
+
+    `rounds`: how often ranks had to wait for each other. Of what went to others `pieces`, their `pixels` and `bytes`.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.clear()
+        self._rank = comm.rank
+        for name in ("iexchange", "all_gather", "all_reduce"):
+            setattr(comm, name, functools.partial(self._pass_on, name, getattr(comm, name)))
+
+    def clear(self) -> None:
+        self.rounds = self.pieces = self.pixels = self.bytes = 0
+
+    def _pass_on(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.rounds += name != "iexchange" or any(args[:2])  # where the image ends, padding is all there is
+        for peer, tensor in args[0] if name == "iexchange" else ():
+            if peer != self._rank:
+                self.pieces, self.pixels = self.pieces + 1, self.pixels + tensor.numel()
+                self.bytes += tensor.nbytes
+        return call(*args, **kwargs)

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, arrange
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Arrangement, arrange, on_ranks
 
 
 def add_to_channels(x: Tensor) -> Tensor:
@@ -97,7 +96,11 @@ FLAT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def change_in_place(comm: Communicator, arrangement: Arrangement) -> list[str]:
+@pytest.mark.parametrize("arrangement", [Arrangement(2, 1), Arrangement(2, 2, style="wide")], ids=str)
+@on_ranks()
+def test_in_place_operators_change_what_they_change_in_plain_pytorch(
+    comm: Communicator, arrangement: Arrangement
+) -> None:
     """The names of those that leave something else than plain PyTorch."""
     image = torch.randn(2, 4, 8, 9)
     wrong = []
@@ -116,15 +119,11 @@ def change_in_place(comm: Communicator, arrangement: Arrangement) -> list[str]:
             x.add_(1)
         with pytest.raises(spatial.NoRule, match="copy"):
             spatial.gather(x + copy.add_(1).sum())
-    return wrong
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("arrangement", [Arrangement(2, 1), Arrangement(2, 2, style="wide")], ids=str)
-def test_in_place_operators_change_what_they_change_in_plain_pytorch(ranks: Ranks, arrangement: Arrangement) -> None:
-    assert ranks(arrangement.size).run(change_in_place, arrangement) == [[]] * arrangement.size
-
-
-def change_what_is_broadcast(comm: Communicator) -> None:
+@on_ranks(2)
+def test_the_operand_that_is_written_keeps_its_tiles(comm: Communicator) -> None:
     """In place, the first operand keeps its tiles; the others come to it. Of a halo it keeps what all have."""
     image = torch.randn(2, 4, 8, 8)
     grid = spatial.Grid(comm, rows=2)
@@ -144,11 +143,8 @@ def change_what_is_broadcast(comm: Communicator) -> None:
     assert torch.equal(spatial.gather(view), 2 * image[:, 1:3])
 
 
-def test_the_operand_that_is_written_keeps_its_tiles(ranks: Ranks) -> None:
-    ranks(2).run(change_what_is_broadcast)
-
-
-def forget_copies(comm: Communicator) -> None:
+@on_ranks(2)
+def test_copies_count_as_long_as_they_matter(comm: Communicator) -> None:
     """A copy that is there no longer, or that nobody reads the source of, is in nobody's way."""
     image = torch.randn(2, 4, 8, 9)
     x = spatial.shard(image, spatial.Grid(comm, rows=2)) * 1
@@ -170,11 +166,18 @@ def forget_copies(comm: Communicator) -> None:
             z + 1
 
 
-def test_copies_count_as_long_as_they_matter(ranks: Ranks) -> None:
-    ranks(2).run(forget_copies)
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-def write_what_has_gradients(comm: Communicator) -> None:
+@on_ranks(4)
+def test_what_is_written_in_place_keeps_its_gradients(comm: Communicator) -> None:
     """Gradients of what was written arrive, and a custom function that would swallow them is still refused."""
     image, weight = (
         torch.randn(1, 4, 8, 8, dtype=torch.float64),
@@ -191,17 +194,3 @@ def write_what_has_gradients(comm: Communicator) -> None:
     assert torch.allclose(comm.all_reduce(gradient), torch.autograd.grad((expected * expected).sum(), weight)[0])
     with pytest.raises(spatial.NoRule, match=r"autograd\.Function"):
         spatial.gather(Identity.apply(canvas)).sum().backward()
-
-
-class Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def test_what_is_written_in_place_keeps_its_gradients(ranks: Ranks) -> None:
-    ranks(4).run(write_what_has_gradients)

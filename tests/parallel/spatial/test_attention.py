@@ -12,7 +12,17 @@ from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Split, Tiling
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import attention
-from tests.parallel.spatial.comparing import Arrangement, arrange, grid_of
+from tests.parallel.spatial import comparing
+from tests.parallel.spatial.comparing import (
+    Arrangement,
+    Case,
+    arrange,
+    compare,
+    functions,
+    grid_of,
+    on_ranks,
+    table_test,
+)
 from tests.pool.ranks import Ranks
 
 BATCH, TOKENS, FEATURES = 3, 6, 4  # of 3 images, ranks have 1 and 2
@@ -80,11 +90,7 @@ class WithToken(nn.Module):
         return self.head(x[:, 0])
 
 
-ALIKE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
-    "sdpa": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x) * 2),
-    "sdpa, heads": lambda: lambda x: sdpa(*(sequence(x).unflatten(2, (2, 2)).transpose(1, 2) for _ in range(3))),
-    "sdpa, mask": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASK),
-    "sdpa, causal": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x), is_causal=True, scale=0.3),
+MODULES: dict[str, Callable[[], nn.Module]] = {
     "mha": lambda: Attention({"need_weights": False}, batch_first=True),
     "mha, weights": lambda: Attention({}, batch_first=True),
     "mha, weights of heads": lambda: Attention({"average_attn_weights": False}),
@@ -94,33 +100,47 @@ ALIKE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "mha, causal": lambda: Attention({"attn_mask": MASK, "is_causal": True, "need_weights": False}, batch_first=True),
     "mha, padding": lambda: Attention({"key_padding_mask": PADDING}, batch_first=True),
     "mha, masks": lambda: Attention({"attn_mask": MASKS, "need_weights": False}, batch_first=True),
-    "sdpa, masks": lambda: lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
-    "sdpa, padding": lambda: lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=~PADDING[:, None, None]),
-    "sdpa, padding of pixels": lambda: lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=bright(x)[:, None, None]),
-    "sdpa, masks of pixels": lambda: (
-        lambda x: sdpa(
-            *(sequence(x),) * 3,
-            attn_mask=bright(x)[:, None] & bright(x)[..., None] | torch.eye(TOKENS, dtype=torch.bool),
-        )
-    ),
-    "sdpa, biases of pixels": lambda: lambda x: sdpa(*(sequence(x),) * 3, attn_mask=sequence(x).mean(-1)[:, None]),
     "mha, padding of pixels": Padded,
-    "sdpa, keys of all": lambda: lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
-    "sdpa, asked by all": lambda: lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
-    "sdpa, of one head's keys": lambda: (
-        lambda x: sdpa(
-            sequence(x).unflatten(2, (2, 2)).transpose(1, 2), *(sequence(x)[..., :2].unsqueeze(1),) * 2, enable_gqa=True
-        )
-    ),
-    "written out": lambda: lambda x: (sequence(x) @ sequence(x).mT + MASK).softmax(-1) @ sequence(x),
-    "einsum": lambda: (
-        lambda x: torch.einsum("nst,ntf->nsf", torch.einsum("nsf,ntf->nst", sequence(x), sequence(x)), sequence(x))
-    ),
     "with a token": lambda: WithToken(),
 }
-TOGETHER: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
-    "mha, biases": lambda: Attention({}, batch_first=True, add_bias_kv=True),
-    "mha, of zero": lambda: Attention({}, batch_first=True, add_zero_attn=True),
+SHAPE = (BATCH, FEATURES, 2, 3)
+CASES = {
+    **functions(
+        {
+            "sdpa": lambda x: sdpa(sequence(x), sequence(x), sequence(x) * 2),
+            "sdpa, heads": lambda x: sdpa(*(sequence(x).unflatten(2, (2, 2)).transpose(1, 2) for _ in range(3))),
+            "sdpa, mask": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASK),
+            "sdpa, causal": lambda x: sdpa(sequence(x), sequence(x), sequence(x), is_causal=True, scale=0.3),
+            "sdpa, masks": lambda x: sdpa(sequence(x), sequence(x), sequence(x), attn_mask=MASKS[:BATCH]),
+            "sdpa, padding": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=~PADDING[:, None, None]),
+            "sdpa, padding of pixels": lambda x: sdpa(heads(x), heads(x), heads(x), attn_mask=bright(x)[:, None, None]),
+            "sdpa, masks of pixels": lambda x: sdpa(
+                *(sequence(x),) * 3,
+                attn_mask=bright(x)[:, None] & bright(x)[..., None] | torch.eye(TOKENS, dtype=torch.bool),
+            ),
+            "sdpa, biases of pixels": lambda x: sdpa(*(sequence(x),) * 3, attn_mask=sequence(x).mean(-1)[:, None]),
+            "sdpa, keys of all": lambda x: sdpa(sequence(x), KEYS, KEYS * 2),
+            "sdpa, asked by all": lambda x: sdpa(KEYS, sequence(x), sequence(x) * 2),
+            "sdpa, of one head's keys": lambda x: sdpa(
+                sequence(x).unflatten(2, (2, 2)).transpose(1, 2),
+                *(sequence(x)[..., :2].unsqueeze(1),) * 2,
+                enable_gqa=True,
+            ),
+            "written out": lambda x: (sequence(x) @ sequence(x).mT + MASK).softmax(-1) @ sequence(x),
+            "einsum": lambda x: torch.einsum(
+                "nst,ntf->nsf", torch.einsum("nsf,ntf->nst", sequence(x), sequence(x)), sequence(x)
+            ),
+        },
+        FEATURES,
+        [SHAPE[2:]],
+        spread=False,
+    ),
+    **{name: Case(make, (SHAPE,), spread=False) for name, make in MODULES.items()},
+}
+IN_EVALUATION = {name: Case(lambda make=make: make().eval(), (SHAPE,), spread=False) for name, make in MODULES.items()}
+TOGETHER = {
+    "mha, biases": Case(lambda: Attention({}, batch_first=True, add_bias_kv=True), (SHAPE,), spread=False),
+    "mha, of zero": Case(lambda: Attention({}, batch_first=True, add_zero_attn=True), (SHAPE,), spread=False),
 }
 ARRANGEMENTS = [
     Arrangement(1, 1, batch=2),
@@ -133,53 +153,24 @@ ARRANGEMENTS = [
 ]
 
 
-def compare(comm: Communicator, name: str, training: bool, arrangement: Arrangement, way: Any = "auto") -> None:
-    """Outputs, and the gradients of the image and of all parameters."""
-    torch.manual_seed(1)
-    torch.set_default_dtype(torch.float64)
-    function = (ALIKE | TOGETHER)[name]()
-    parameters = []
-    if isinstance(function, nn.Module):
-        parameters = list(function.train(training).parameters())
-    image = torch.randn(BATCH, FEATURES, 2, 3, requires_grad=True)
-
-    def run(image: Tensor, share: int) -> list[Tensor]:
-        found = function(image)
-        outputs = [spatial.gather(x) for x in (found if isinstance(found, tuple) else (found,))]
-        weights = [torch.arange(float(x.numel())).view(x.shape).cos() for x in outputs]
-        loss = sum(((x * w).sum() for x, w in zip(outputs, weights, strict=True)), torch.zeros(()))
-        gradients = torch.autograd.grad(loss / share, [source, *parameters])
-        return [*outputs, *gradients]
-
-    source = image
-    expected = run(image, 1)
-    grid = grid_of(comm, arrangement)
-    grid.attention = way
-    tiles = arrange(image, comm, arrangement, grid)
-    found = run(tiles, comm.size)
-    num_outputs = len(expected) - 1 - len(parameters)
-    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        whole = ours if i < num_outputs else comm.all_reduce(ours.clone())
-        torch.testing.assert_close(whole, theirs, rtol=1e-10, atol=1e-12)
-
-
-def compare_all(comm: Communicator, training: bool, arrangement: Arrangement) -> None:
-    for name in ALIKE:
-        compare(comm, name, training, arrangement)
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.sample(2)
-def test_attention_is_that_of_the_whole_batch(ranks: Ranks, training: bool, arrangement: Arrangement) -> None:
-    ranks(arrangement.size).run(compare_all, training, arrangement)
+sample = pytest.mark.sample(1)
+test_attention_is_that_of_the_whole_batch = sample(table_test(__name__, ARRANGEMENTS))
+test_attention_in_evaluation_is_that_of_the_whole_batch = sample(table_test(__name__, ARRANGEMENTS, "IN_EVALUATION"))
+test_attention_where_ranks_share_the_batch_alone = table_test(__name__, ARRANGEMENTS[:1], "TOGETHER")
 
 
 ROUND = ("sdpa", "sdpa, heads", "sdpa, causal", "mha", "mha, causal", "mha, tokens first")
 
 
+def in_a_ring(comm: Communicator, arrangement: Arrangement) -> spatial.Grid:
+    grid = grid_of(comm, arrangement)
+    grid.attention = "ring"
+    return grid
+
+
 def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) -> int:
     """How often keys and values went round the ranks."""
+    torch.set_default_dtype(torch.float64)
     rounds, plain = [], attention.RingAttention
 
     class Counted(plain):
@@ -192,8 +183,9 @@ def compare_round(comm: Communicator, arrangement: Arrangement, kernel: bool) ->
         patch.setattr(attention, "RingAttention", Counted)
         patch.setattr(attention, "_has_kernel", lambda q: kernel)
         patch.setattr(attention, "CHUNK", 2)
-        for name in ROUND:
-            compare(comm, name, True, arrangement, "ring")
+        patch.setattr(comparing, "grid_of", in_a_ring)
+        wrong = [text for name in ROUND for text in compare(comm, CASES[name], SHAPE, arrangement)]
+    assert not wrong, wrong
     return len(rounds)
 
 
@@ -272,7 +264,8 @@ def test_sequences_go_round_with_as_much_work_for_each_rank(ranks: Ranks, name: 
         assert len({work for _, work in found}) == 1
 
 
-def halves(comm: Communicator) -> tuple[torch.dtype, float]:
+@on_ranks(2)
+def test_autocast_holds_for_what_goes_round(comm: Communicator) -> None:
     """Under autocast keys and values travel, and scores are, in 16 bits; as far from float64 as plain PyTorch's."""
     q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
     tiles = spatial.Grid(comm, tokens=2)
@@ -285,13 +278,9 @@ def halves(comm: Communicator) -> tuple[torch.dtype, float]:
     exact = sdpa(q.double(), k.double(), v.double())
     assert plain.dtype == found.dtype
     error = float((plain - exact).abs().max())
-    return found.dtype, float((spatial.gather(found) - exact).abs().max()) / error
-
-
-def test_autocast_holds_for_what_goes_round(ranks: Ranks) -> None:
-    for dtype, ratio in ranks(2).run(halves):
-        assert dtype == torch.bfloat16
-        assert ratio < 2
+    dtype, ratio = found.dtype, float((spatial.gather(found) - exact).abs().max()) / error
+    assert dtype == torch.bfloat16
+    assert ratio < 2
 
 
 UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
@@ -309,33 +298,25 @@ UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def drop(comm: Communicator, arrangement: Arrangement) -> dict[str, Tensor]:
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@on_ranks()
+def test_weights_are_dropped_one_by_one(comm: Communicator, arrangement: Arrangement) -> None:
+    """Equal weights of a row of ones: what remains is twice the share of those that were kept."""
     image = torch.randn(BATCH, FEATURES, 2, 3)
     tiles = arrange(image, comm, arrangement)
     encoder = nn.TransformerEncoderLayer(FEATURES, 2, 8, 0.1, batch_first=True)
     assert spatial.gather(encoder(sequence(tiles))).isfinite().all()
     ours, plain = (spatial.gather(encoder.eval()(sequence(x))) for x in (tiles, image))
     torch.testing.assert_close(ours, plain)
-    return {name: spatial.gather(function(tiles)) for name, function in UNIFORM.items()}
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
-def test_weights_are_dropped_one_by_one(ranks: Ranks, arrangement: Arrangement) -> None:
-    """Equal weights of a row of ones: what remains is twice the share of those that were kept."""
-    for found in ranks(arrangement.size).run(drop, arrangement):
-        kept = found["sdpa"] * TOKENS / 2
-        torch.testing.assert_close(kept, kept.round())
-        assert 0.2 < float(kept.mean()) / TOKENS < 0.8
-        assert len(kept.unique()) > 2
-        first = found["causal"][:, 0]  # asks one token
-        assert set(first.unique().tolist()) <= {0.0, 2.0}
-        assert not found["grouped"].any()
-        assert not found["masked"].any()
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_attention_where_ranks_share_the_batch_alone(ranks: Ranks, name: str) -> None:
-    ranks(2).run(compare, name, True, Arrangement(1, 1, batch=2))
+    found = {name: spatial.gather(function(tiles)) for name, function in UNIFORM.items()}
+    kept = found["sdpa"] * TOKENS / 2
+    torch.testing.assert_close(kept, kept.round())
+    assert 0.2 < float(kept.mean()) / TOKENS < 0.8
+    assert len(kept.unique()) > 2
+    first = found["causal"][:, 0]  # asks one token
+    assert set(first.unique().tolist()) <= {0.0, 2.0}
+    assert not found["grouped"].any()
+    assert not found["masked"].any()
 
 
 TILES = Arrangement(1, 2)
@@ -345,16 +326,13 @@ REFUSED: dict[str, tuple[Arrangement, Callable[[Tensor], Any], str]] = {
 }
 
 
-def refuse(comm: Communicator, name: str) -> str:
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_what_ranks_cannot_compute_apart_is_refused(comm: Communicator, name: str) -> None:
     arrangement, function, _ = REFUSED[name]
     tiles = arrange(torch.randn(BATCH, FEATURES, 2, 3), comm, arrangement)
     with pytest.raises(spatial.NoRule) as refused:
         function(tiles)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_cannot_compute_apart_is_refused(ranks: Ranks, name: str) -> None:
-    for said in ranks(2).run(refuse, name):
-        assert REFUSED[name][2] in said
-        assert "attention" in said.split(" has no exact rule")[0]
+    said = str(refused.value)
+    assert REFUSED[name][2] in said
+    assert "attention" in said.split(" has no exact rule")[0]

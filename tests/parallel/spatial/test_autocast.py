@@ -1,13 +1,18 @@
-"""Under autocast, operators on tiles give the dtype that PyTorch gives, and values as near as 16 bits are."""
+"""Under autocast operators on tiles give PyTorch's dtypes, those of GPUs too, and values as near as 16 bits are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 WEIGHT, KERNEL = torch.linspace(0.5, 1.5, 4), torch.linspace(-1, 1, 16).view(4, 4, 1, 1)
 
@@ -76,7 +81,9 @@ FUNCTIONS = {
 }
 
 
-def run_under_autocast(comm: Communicator, dtype: torch.dtype) -> dict[str, str]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(4)
+def test_operators_have_the_dtypes_of_plain_pytorch(comm: Communicator, dtype: torch.dtype) -> None:
     """What differs from plain PyTorch, by operator."""
     image = torch.rand(2, 4, 6, 8).to(dtype) + 0.25
     x = spatial.shard(image, spatial.Grid(comm, rows=2, cols=2))
@@ -90,9 +97,71 @@ def run_under_autocast(comm: Communicator, dtype: torch.dtype) -> dict[str, str]
                 wrong[name] = f"{mine.dtype}, but plain {whole.dtype}"
             elif not torch.allclose(spatial.gather(mine).float(), whole.float(), rtol=0.03, atol=0.03):
                 wrong[name] = "other values"
-    return wrong
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_operators_have_the_dtypes_of_plain_pytorch(ranks: Ranks, dtype: torch.dtype) -> None:
-    assert ranks(4).run(run_under_autocast, dtype) == [{}] * 4
+# Of those that PyTorch runs in float32 on CUDA devices, and on CPUs as they come.
+IN_FLOAT32 = (
+    "group_norm",
+    "layer_norm",
+    "rms_norm",
+    "linalg_vector_norm",
+    "logsumexp",
+    "softmax.int",
+    "log_softmax.int",
+    "cumsum",
+    "upsample_nearest2d",
+    "upsample_bilinear2d",
+)
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "group norm": lambda x: F.group_norm(x, 2),
+    "layer norm over the image": lambda x: F.layer_norm(x, x.shape[2:]),
+    "rms norm over the image": lambda x: F.rms_norm(x, list(x.shape[2:])),
+    "layer norm of pixels": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (4,)),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=(2, 3)),
+    "logsumexp": lambda x: x.logsumexp((2, 3)),
+    "softmax": lambda x: x.softmax(2),
+    "log softmax": lambda x: x.log_softmax(3),
+    "cumsum": lambda x: x.cumsum(3),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bilinear, corners": lambda x: F.interpolate(x, size=(12, 9), mode="bilinear", align_corners=True),
+}
+
+
+@contextmanager
+def as_on_gpus() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+
+    def in_float32(name: str) -> Callable[..., Any]:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                wide = tree_map(lambda a: a.float() if isinstance(a, Tensor) and a.is_floating_point() else a, args)
+                return operator(*wide, **kwargs)
+
+        return kernel
+
+    for name in IN_FLOAT32:
+        library.impl(name, in_float32(name), "AutocastCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@on_ranks(2)
+def test_operators_work_in_the_dtype_of_the_device(comm: Communicator, name: str) -> None:
+    """The dtype of plain PyTorch's result, without and with the policy of GPUs, of ours, and how far they are apart."""
+    function, x = OPERATORS[name], torch.randn(2, 4, 8, 6).bfloat16()
+    with torch.autocast("cpu"):
+        before = function(x).dtype
+        with as_on_gpus():
+            plain = function(x)
+            ours = spatial.gather(function(spatial.shard(x, spatial.Grid(comm, rows=2))))
+    before, plain, ours, apart = before, plain.dtype, ours.dtype, float((plain.double() - ours.double()).abs().max())
+    assert (before, plain, ours) == (torch.bfloat16, torch.float32, torch.float32)
+    assert apart < 1e-5

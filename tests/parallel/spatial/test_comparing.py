@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import Arrangement, Case, compare, difference
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Arrangement, Case, compare, difference, on_ranks
 
 
 def on_tiles(wrong: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -45,20 +44,17 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], list[str]]] = {
 }
 
 
-def compare_wrongly(comm: Communicator) -> dict[str, str]:
+@on_ranks(2)
+def test_what_is_wrong_is_said(comm: Communicator) -> None:
     torch.set_default_dtype(torch.float64)
     shape = (3, 4, 6, 7)
-    return {
+    found = {
         name: "\n".join(compare(comm, Case(make, (shape,)), shape, Arrangement(2, 1)))
         for name, (make, _) in WRONG.items()
     }
-
-
-def test_what_is_wrong_is_said(ranks: Ranks) -> None:
-    for found in ranks(2).run(compare_wrongly):
-        assert found["right"] == ""
-        for name, (_, expected) in WRONG.items():
-            assert all(text in found[name] for text in expected), (name, found[name])
+    assert found["right"] == ""
+    for name, (_, expected) in WRONG.items():
+        assert all(text in found[name] for text in expected), (name, found[name])
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-12, 1 - 1e-12])

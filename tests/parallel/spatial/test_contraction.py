@@ -1,12 +1,10 @@
 """Matrix products, einsum and linear layers over tiles are those over the whole image."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, check_table, functions
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, functions, table_test
 
 
 def plain(*shape: int) -> Tensor:
@@ -60,7 +58,4 @@ CASES = {
     ),
 }
 
-
-@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-def test_products_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_products_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS)

@@ -1,4 +1,4 @@
-"""Convolutions on tiles, of many kernels, strides, paddings, dilations and groups, are those of the whole image."""
+"""Convolutions on tiles of many kernels, strides, paddings and groups, also transposed ones, are those of the whole."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mpi4dl.geometry import Window
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.halo import reach
 from mpi4dl.parallel.spatial.rules import convolution
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, compare_table, modules
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, chosen, compare_table, modules, table_test
 from tests.pool.ranks import Ranks
 
 CASES = {
@@ -67,12 +67,30 @@ CASES = {
         lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)),
         lambda: nn.Sequential(nn.Conv2d(4, 4, 7, padding=6), nn.Conv2d(4, 4, 2), nn.Conv2d(4, 4, 5, 3)),
     ),
+    **{
+        f"{name} of whole tiles": case
+        for name, case in modules(
+            lambda: nn.Conv2d(4, 6, 3, padding=1),
+            lambda: nn.Conv2d(4, 6, 7, 2, 3),
+            lambda: nn.Conv2d(4, 6, 3, 2),
+            lambda: nn.Conv2d(4, 6, 3, 2, 1),
+            lambda: nn.Conv2d(4, 6, 4, 2, 1),
+            lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, 1),
+            lambda: nn.Sequential(nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False)),
+            lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Upsample(scale_factor=2, mode="bilinear")),
+            lambda: nn.Sequential(
+                nn.Conv2d(4, 8, 7, 2, 3, bias=False),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.MaxPool2d(3, 2, 1),
+                nn.Conv2d(8, 8, 3),
+            ),
+            sizes=[(64, 32), (62, 32)],
+        ).items()
+    },
 }
 
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_convolutions_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_convolutions_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
 
 def always(exchange: Exchange, x: Tensor, weight: Tensor) -> bool:
@@ -90,7 +108,7 @@ def compare_apart(comm: Communicator, arrangement: Arrangement) -> tuple[dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolution, "_pays", always)
         patch.setattr(convolution, "choose", choose)
-        wrong = compare_table(comm, __name__, arrangement)
+        wrong = compare_table(comm, __name__, "CASES", arrangement)
     apart = sum(isinstance(way, convolution.Apart) for way in ways)
     return wrong, apart, len(ways) - apart
 
@@ -121,3 +139,24 @@ def test_the_way_of_a_convolution_is_chosen_by_what_copies_cost(ranks: Ranks) ->
     """Large tiles are not copied; small ones are, those of many channels, and halves, that would be rounded twice."""
     cases = [(8, 512, torch.float32), (8, 64, torch.float32), (512, 64, torch.float32), (8, 512, torch.bfloat16)]
     assert ranks(2).run(ways, cases) == [["Apart", "Joined", "Joined", "Joined"]] * 2
+
+
+TRANSPOSED = modules(
+    lambda: nn.ConvTranspose2d(4, 6, 1),
+    lambda: nn.ConvTranspose2d(4, 6, 1, stride=2),
+    lambda: nn.ConvTranspose2d(4, 6, 2, stride=2),
+    lambda: nn.ConvTranspose2d(4, 6, 2, stride=3),
+    lambda: nn.ConvTranspose2d(4, 6, 3, bias=False),
+    lambda: nn.ConvTranspose2d(4, 6, 3, padding=1),
+    lambda: nn.ConvTranspose2d(4, 6, 3, padding=2),
+    lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+    lambda: nn.ConvTranspose2d(4, 6, 4, stride=2, padding=1),
+    lambda: nn.ConvTranspose2d(4, 6, 5, stride=3, padding=2, output_padding=2),
+    lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=2, dilation=2, output_padding=1),
+    lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(1, 2), padding=(1, 0)),
+    lambda: nn.ConvTranspose2d(4, 8, 4, stride=2, padding=1, groups=2),
+    lambda: nn.ConvTranspose2d(4, 4, 7, stride=2, padding=3, output_padding=1, groups=4),
+    lambda: nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.ConvTranspose2d(4, 4, 2, stride=2)),
+)
+
+test_transposed_convolutions_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS), "TRANSPOSED")

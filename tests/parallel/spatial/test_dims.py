@@ -7,8 +7,7 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import Arrangement, Case, Function, Shape, check_table
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import Arrangement, Case, Function, Shape, table_test
 
 SIZES: dict[int, tuple[Shape, ...]] = {1: ((17,), (9,)), 2: ((13, 9),), 3: ((7, 9, 6), (9, 5, 8))}
 
@@ -119,9 +118,6 @@ ARRANGEMENTS = [
 FEW = [arrangement for arrangement in ARRANGEMENTS if str(arrangement) not in ("1x2x2", "2x2x1", "2x2")]
 
 
-@pytest.mark.parametrize(
-    "arrangement", [pytest.param(a, marks=() if a in FEW else pytest.mark.exhaustive) for a in ARRANGEMENTS], ids=str
+test_operators_equal_those_of_the_whole = pytest.mark.sample(1)(
+    table_test(__name__, [pytest.param(a, marks=() if a in FEW else pytest.mark.exhaustive) for a in ARRANGEMENTS])
 )
-@pytest.mark.sample(1)
-def test_operators_equal_those_of_the_whole(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.spatial.rules import pointwise
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, arrange, difference, on_ranks
 from tests.pool.ranks import Ranks
 
 
@@ -22,7 +22,6 @@ def drop_pixels(comm: Communicator, inplace: bool) -> dict[str, float]:
         dropped = spatial.gather(F.dropout(tiles * 1, 0.25, inplace=inplace))
     dropped.sum().backward()
     dropped = dropped.detach()
-    assert image.grad is not None
     gradient = comm.all_reduce(image.grad) / comm.size
     quarters = dropped.unflatten(3, (2, 32)).unflatten(2, (2, 32))
     corners = [quarters[:, :, i, :, j].reshape(-1) for i in (0, 1) for j in (0, 1)]
@@ -46,37 +45,15 @@ def test_each_tile_has_a_mask_of_its_own(ranks: Ranks, inplace: bool) -> None:
     assert first["most alike"] < 0.65  # 0.75^2 + 0.25^2 = 0.625 by chance
 
 
-def drop_twice(comm: Communicator) -> tuple[bool, bool]:
+@on_ranks(2)
+def test_dropout_repeats_by_the_seed_and_only_by_it(comm: Communicator) -> None:
     tiles = spatial.shard(torch.ones(1, 4, 16, 16), spatial.Grid(comm, cols=2))
     torch.manual_seed(3)
     first, second = F.dropout(tiles), F.dropout(tiles)
     torch.manual_seed(3)
     again = F.dropout(tiles)
-    return torch.equal(first.local, again.local), torch.equal(first.local, second.local)
-
-
-def test_dropout_repeats_by_the_seed_and_only_by_it(ranks: Ranks) -> None:
-    assert ranks(2).run(drop_twice) == [(True, False)] * 2
-
-
-def drop_channels(comm: Communicator, arrangement: Arrangement, inplace: bool) -> list[str]:
-    """What is wrong with values or gradients where channels are dropped, on images, lines and volumes of one sample."""
-    wrong = []
-    for name, function in CHANNELS.items():
-        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
-        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
-        torch.manual_seed(4)
-        expected = function(plain * 1, 0.4, inplace)
-        torch.manual_seed(4)
-        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1, 0.4, inplace))
-        weights = torch.randn_like(image).reshape(expected.shape)
-        (expected * weights).sum().backward()
-        (found * weights).sum().div(comm.size).backward()
-        assert ours.grad is not None
-        assert plain.grad is not None
-        wrong += difference(name, found, expected)
-        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
-    return wrong
+    assert torch.equal(first.local, again.local)
+    assert not torch.equal(first.local, second.local)
 
 
 CHANNELS = {
@@ -92,23 +69,37 @@ CHANNELS = {
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
+@on_ranks()
 def test_dropped_pixels_and_channels_are_those_of_plain_pytorch(
-    ranks: Ranks, arrangement: Arrangement, inplace: bool
+    comm: Communicator, arrangement: Arrangement, inplace: bool
 ) -> None:
-    assert ranks(arrangement.size).run(drop_channels, arrangement, inplace) == [[]] * arrangement.size
+    """What is wrong with values or gradients where channels are dropped, on images, lines and volumes of one sample."""
+    wrong = []
+    for name, function in CHANNELS.items():
+        image = torch.randn(3, 16, 6, 5, dtype=torch.float64)
+        plain, ours = image.clone().requires_grad_(), image.clone().requires_grad_()
+        torch.manual_seed(4)
+        expected = function(plain * 1, 0.4, inplace)
+        torch.manual_seed(4)
+        found = spatial.gather(function(arrange(ours, comm, arrangement) * 1, 0.4, inplace))
+        weights = torch.randn_like(image).reshape(expected.shape)
+        (expected * weights).sum().backward()
+        (found * weights).sum().div(comm.size).backward()
+        wrong += difference(name, found, expected)
+        wrong += difference(f"gradient of {name}", comm.all_reduce(ours.grad), plain.grad)
+    assert not wrong, wrong
 
 
-def drop_all_or_nothing(comm: Communicator) -> list[float]:
+@on_ranks(2)
+def test_dropout_at_its_ends_and_in_evaluation(comm: Communicator) -> None:
     tiles = spatial.shard(torch.ones(1, 2, 4, 4), spatial.Grid(comm, cols=2))
     layers = [nn.Dropout(1.0), nn.Dropout(0.0), nn.Dropout(0.9).eval(), nn.Dropout2d(0.9).eval()]
-    return [float(spatial.gather(layer(tiles)).mean()) for layer in layers]
+    assert [float(spatial.gather(layer(tiles)).mean()) for layer in layers] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_dropout_at_its_ends_and_in_evaluation(ranks: Ranks) -> None:
-    assert ranks(2).run(drop_all_or_nothing) == [[0.0, 1.0, 1.0, 1.0]] * 2
-
-
-def drop_where_a_halo_is_held(comm: Communicator, in_place: bool) -> tuple[bool, bool]:
+@pytest.mark.parametrize("in_place", [False, True])
+@on_ranks(2)
+def test_dropout_of_what_holds_a_halo(comm: Communicator, in_place: bool) -> None:
     """A pixel of a halo is dropped as its owner drops it."""
     tiles = spatial.widen(spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, cols=2)), 1) * 1
     torch.manual_seed(0)
@@ -116,20 +107,13 @@ def drop_where_a_halo_is_held(comm: Communicator, in_place: bool) -> tuple[bool,
     around = spatial.widen(y, 1)
     whole = spatial.gather(around)
     held = around.layout.held.cols
-    return y.layout.wide, torch.equal(around.local, whole[..., held.start : held.stop])
+    assert y.layout.wide
+    assert torch.equal(around.local, whole[..., held.start : held.stop])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_dropout_of_what_holds_a_halo(ranks: Ranks, in_place: bool) -> None:
-    assert ranks(2).run(drop_where_a_halo_is_held, in_place) == [(True, True)] * 2
-
-
-def drop_where_it_would_not_be_exact(comm: Communicator) -> None:
+@on_ranks(2)
+def test_random_numbers_that_would_differ_between_holders_are_refused(comm: Communicator) -> None:
     tiles = spatial.shard(torch.ones(2, 2, 8, 8), spatial.Grid(comm, cols=2))
     for function in (torch.rand_like, torch.randn_like, torch.bernoulli, F.alpha_dropout, F.feature_alpha_dropout):
         with pytest.raises(spatial.NoRule, match="random"):
             function(tiles)
-
-
-def test_random_numbers_that_would_differ_between_holders_are_refused(ranks: Ranks) -> None:
-    ranks(2).run(drop_where_it_would_not_be_exact)

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, compare_models
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    Arrangement,
+    Case,
+    arrange,
+    compare_models,
+    on_ranks,
+    table_test,
+)
 from tests.pool.ranks import Ranks
 
 UNBATCHED = ((4, 13, 17), (4, 5, 9))
@@ -30,9 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("arrangement", [a for a in ARRANGEMENTS if a.batch == 1], ids=str)
-def test_images_without_a_batch(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_images_without_a_batch = table_test(__name__, [a for a in ARRANGEMENTS if a.batch == 1])
 
 
 def network() -> nn.Sequential:
@@ -47,7 +53,11 @@ def network() -> nn.Sequential:
     )
 
 
-def run_channels_last(comm: Communicator, arrangement: Arrangement) -> tuple[bool, list[str]]:
+@pytest.mark.parametrize(
+    "arrangement", [Arrangement(2, 2), Arrangement(4, 1), Arrangement(2, 2, style="wide")], ids=str
+)
+@on_ranks(4)
+def test_channels_last_stays_so_and_is_exact(comm: Communicator, arrangement: Arrangement) -> None:
     torch.set_default_dtype(torch.float64)
     model = network().to(memory_format=torch.channels_last)
     plain_model = network()
@@ -59,14 +69,8 @@ def run_channels_last(comm: Communicator, arrangement: Arrangement) -> tuple[boo
     (whole.square().sum() / comm.size).backward()
     plain.square().sum().backward()
     torch.testing.assert_close(whole, plain, rtol=1e-12, atol=1e-12)
-    return last, compare_models(comm, model, plain_model)
-
-
-@pytest.mark.parametrize(
-    "arrangement", [Arrangement(2, 2), Arrangement(4, 1), Arrangement(2, 2, style="wide")], ids=str
-)
-def test_channels_last_stays_so_and_is_exact(ranks: Ranks, arrangement: Arrangement) -> None:
-    assert ranks(4).run(run_channels_last, arrangement) == [(True, [])] * 4
+    assert last
+    assert compare_models(comm, model, plain_model) == []
 
 
 def train_in_low_precision(comm: Communicator, arrangement: Arrangement, dtype: torch.dtype, whole_model: bool) -> None:
@@ -90,9 +94,6 @@ def train_in_low_precision(comm: Communicator, arrangement: Arrangement, dtype: 
     error, plain_error = ((r.double() - reference).abs().max() for r in (result, plain_result))
     assert error <= 2 * plain_error + 0.01, (error, plain_error)
     for (name, a), b, c in zip(ours.named_parameters(), plain.parameters(), exact.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert c.grad is not None
         assert a.grad.dtype == b.grad.dtype
         error, plain_error = ((p.grad.double() - c.grad).abs().max() for p in (a, b))
         assert error <= 3 * plain_error + 0.02 * c.grad.abs().max() + 1e-3, (name, error, plain_error)
@@ -105,7 +106,9 @@ def test_low_precision_is_as_near_as_that_of_pytorch(ranks: Ranks, dtype: torch.
         ranks(4).run(train_in_low_precision, arrangement, dtype, whole_model)
 
 
-def freeze(comm: Communicator, trained: str) -> None:
+@pytest.mark.parametrize("trained", ["weight", "bias", "image"])
+@on_ranks(2)
+def test_gradients_that_nobody_asked_for_are_not_needed(comm: Communicator, trained: str) -> None:
     """Only the weight, or only the bias, or only the image, has a gradient; and each is exact."""
     torch.set_default_dtype(torch.float64)
     layer, image = nn.Conv2d(4, 6, 3, padding=1), torch.randn(1, 4, 9, 8)
@@ -118,19 +121,11 @@ def freeze(comm: Communicator, trained: str) -> None:
     torch.testing.assert_close(comm.all_reduce(found.contiguous()) / comm.size, expected)
 
 
-@pytest.mark.parametrize("trained", ["weight", "bias", "image"])
-def test_gradients_that_nobody_asked_for_are_not_needed(ranks: Ranks, trained: str) -> None:
-    ranks(2).run(freeze, trained)
-
-
-def use_hooks(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_forward_hooks_see_the_whole(comm: Communicator) -> None:
     torch.set_default_dtype(torch.float64)
     model, image = network(), torch.randn(2, 4, 12, 12)
     seen: list[str] = []
     model[3].register_forward_hook(lambda module, args, y: seen.append(f"{type(module).__name__} {tuple(y.shape)}"))
     model(arrange(image, comm, Arrangement(2, 1)))
-    return seen
-
-
-def test_forward_hooks_see_the_whole(ranks: Ranks) -> None:
-    assert ranks(2).run(use_hooks) == [["MaxPool2d (2, 8, 6, 6)"]] * 2
+    assert seen == ["MaxPool2d (2, 8, 6, 6)"]

@@ -23,8 +23,9 @@ from tests.parallel.spatial.comparing import (
     Case,
     Function,
     arrange,
-    check_table,
     compare_models,
+    on_ranks,
+    table_test,
 )
 from tests.pool.ranks import Ranks
 
@@ -84,10 +85,7 @@ CASES = {
     **{name: Case(gathered(function), SHAPES, spread=False) for name, function in WHOLE.items()},
 }
 
-
-@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-def test_what_is_gathered_equals_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_what_is_gathered_equals_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS)
 
 
 class Spectral(nn.Module):
@@ -125,7 +123,7 @@ def train_gathering(comm: Communicator) -> list[str]:
         expected = plain(image)
     expected.square().sum().backward()
     wrong = compare_models(comm, model, plain)
-    assert wrong == []
+    assert not wrong, wrong
     return [str(warning.message) for warning in caught]
 
 
@@ -140,7 +138,8 @@ def test_each_module_and_operator_is_named_once_with_its_bytes(ranks: Ranks) -> 
     assert "cut again" in first[0]
 
 
-def refuse_what_a_copy_cannot_do(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_what_a_copy_cannot_do_is_refused_on_all_ranks(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(2, 4, 8, 8), spatial.Grid(comm, rows=2))
     refused = {
         "data_ptr": lambda: x.data_ptr(),
@@ -163,15 +162,11 @@ def refuse_what_a_copy_cannot_do(comm: Communicator) -> list[str]:
             torch.rand_like(x)
     with pytest.raises(spatial.NoRule):
         torch.rand_like(x)
-    return [str(caught.value)]
+    comm.agree(None, message=str(caught.value))
 
 
-def test_what_a_copy_cannot_do_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks(2).run(refuse_what_a_copy_cannot_do)
-    assert first == second
-
-
-def copy_there_and_back(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_spread_tensor_is_copied_into_a_plain_one_and_spread_again(comm: Communicator) -> None:
     """As detectors batch images of several sizes; then spread again."""
     grid = spatial.Grid(comm, rows=2)
     torch.set_default_dtype(torch.float64)
@@ -199,10 +194,6 @@ def copy_there_and_back(comm: Communicator) -> None:
         assert torch.allclose(mine, image.grad, rtol=1e-12)
     with pytest.raises(ValueError, match="same number of dims"):
         spatial.shard_like(whole, spatial.shard(torch.zeros(2, 1, 9, 9), grid))
-
-
-def test_a_spread_tensor_is_copied_into_a_plain_one_and_spread_again(ranks: Ranks) -> None:
-    ranks(2).run(copy_there_and_back)
 
 
 class Pool(nn.Module):

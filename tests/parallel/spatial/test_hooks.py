@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, difference
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, arrange, compare_models, difference, on_ranks
 
 HOOKS: dict[str, Callable[[Tensor], Any]] = {
     "clamp": lambda g: g.clamp(-0.01, 0.01),
@@ -51,6 +50,15 @@ class Hooked(nn.Module):
         return outer.square()
 
 
+@pytest.mark.parametrize("arrangement", [*ARRANGEMENTS, ALSO_EMPTY], ids=str)
+@pytest.mark.sample(4)
+@on_ranks()
+def test_what_a_hook_returns_counts_as_in_plain_pytorch(comm: Communicator, arrangement: Arrangement) -> None:
+    for name in HOOKS:
+        wrong = train(comm, name, arrangement)
+        assert not wrong, (name, wrong)
+
+
 def train(comm: Communicator, name: str, arrangement: Arrangement) -> list[str]:
     torch.set_default_dtype(torch.float64)
     image = torch.randn(3, 2, 11, 13)
@@ -63,36 +71,18 @@ def train(comm: Communicator, name: str, arrangement: Arrangement) -> list[str]:
     with spatial.whole_gradients(x.layout.grid):
         (spatial.gather(ours(x)).sum() / comm.size).backward()
     wrong = []
-    assert our_image.grad is not None
-    assert plain_image.grad is not None
     wrong += difference("gradient of the image", comm.all_reduce(our_image.grad), plain_image.grad)
-    for (part, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        wrong += difference(part, comm.all_reduce(a.grad), b.grad)
+    wrong += compare_models(comm, ours, plain)
     for i, (a, b) in enumerate(zip(ours.kept, plain.kept, strict=True)):
-        assert a.grad is not None
-        assert b.grad is not None
         wrong += difference(f"retained {i}", spatial.gather(a.grad), b.grad)
     return wrong
 
 
-@pytest.mark.parametrize("arrangement", [*ARRANGEMENTS, ALSO_EMPTY], ids=str)
-@pytest.mark.sample(4)
-def test_what_a_hook_returns_counts_as_in_plain_pytorch(ranks: Ranks, arrangement: Arrangement) -> None:
-    for name in HOOKS:
-        assert ranks(arrangement.size).run(train, name, arrangement) == [[]] * arrangement.size, name
-
-
-def return_less(comm: Communicator) -> str:
+@on_ranks(2)
+def test_a_hook_returns_a_gradient_of_the_same_shape(comm: Communicator) -> None:
     x = arrange(torch.randn(1, 2, 8, 8, requires_grad=True), comm, Arrangement(1, 2))
     y = x * 2
     y.register_hook(lambda g: g.sum(1))
     with pytest.raises(ValueError, match="a hook got a gradient") as caught:
         spatial.gather(F.relu(y)).sum().backward()
-    return str(caught.value)
-
-
-def test_a_hook_returns_a_gradient_of_the_same_shape(ranks: Ranks) -> None:
-    (message,) = set(ranks(2).run(return_less))
-    assert message == "a hook got a gradient of shape (1, 2, 8, 8), but returned one of (1, 8, 8)"
+    assert str(caught.value) == "a hook got a gradient of shape (1, 2, 8, 8), but returned one of (1, 8, 8)"

@@ -3,13 +3,12 @@
 import torch
 
 from mpi4dl.comm import Communicator
-from mpi4dl.comm.packing import Piece
-from mpi4dl.comm.transport import Messenger
 from mpi4dl.geometry import BATCH, GridShape, Tiling
 from mpi4dl.models import build
 from mpi4dl.parallel.spatial import SpatialTensor
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
+from tests.parallel.spatial.comparing import Traffic
 from tests.pool.ranks import Ranks
 
 SHAPE, IMAGE = GridShape(1, 1, 3), (2, 3, 32, 36)
@@ -27,19 +26,8 @@ def run(grid: Grid) -> tuple[tuple[int, ...], int]:
 
 
 def real(comm: Communicator) -> tuple[tuple[tuple[int, ...], int], int]:
-    sent = [0]
-    exchange = Messenger.iexchange
-
-    def counted(self: Messenger, sends: list[Piece], *args: object, **kwargs: object) -> object:
-        sent[0] += sum(tensor.nbytes for _, tensor in sends)
-        return exchange(self, sends, *args, **kwargs)
-
-    grid = Grid.of(comm, SHAPE)
-    Messenger.iexchange = counted
-    try:
-        return run(grid), sent[0]
-    finally:
-        Messenger.iexchange = exchange
+    traffic = Traffic(comm)
+    return run(Grid.of(comm, SHAPE)), traffic.bytes
 
 
 def test_an_imagined_rank_is_like_each_real_one(ranks: Ranks) -> None:

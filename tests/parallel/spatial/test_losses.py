@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, Arrangement, check_table, functions
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import SOME_ARRANGEMENTS, functions, on_ranks, table_test
 
 
 def classes(x: Tensor, ignored: bool = False) -> Tensor:
@@ -131,13 +130,11 @@ CASES = {
     ),
 }
 
-
-@pytest.mark.parametrize("arrangement", SOME_ARRANGEMENTS, ids=str)
-def test_losses_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_losses_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS)
 
 
-def refuse_losses(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_losses_that_would_not_be_exact_are_refused(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(2, 4, 6, 8), spatial.Grid(comm, rows=2))
     messages = []
     for loss in (
@@ -150,14 +147,9 @@ def refuse_losses(comm: Communicator) -> list[str]:
         with pytest.raises((ValueError, spatial.NoRule)) as caught:
             loss()
         messages.append(str(caught.value))
-    return messages
-
-
-def test_losses_that_would_not_be_exact_are_refused(ranks: Ranks) -> None:
-    first, second = ranks(2).run(refuse_losses)
-    assert first == second
+    comm.agree(None, messages=messages)
     for message, what in zip(
-        first,
+        messages,
         ("a target of shape (2, 6, 8)", "target size", "median", "of classes that ranks share", "dim 1 is not the cl"),
         strict=True,
     ):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
+from mpi4dl.parallel.costs.meter import SavedTensors
+from tests.parallel.spatial.comparing import on_ranks
 from tests.pool.ranks import Ranks
 
 IMAGE = (2, 4, 64, 48)
@@ -25,13 +27,6 @@ def recording(saved: list[Tensor]) -> AbstractContextManager[Any]:
         return x
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-
-def saved_bytes(saved: list[Tensor], parameters: list[Tensor]) -> int:
-    """The bytes of distinct storages, without those of parameters, which live anyway."""
-    known = {p.untyped_storage().data_ptr() for p in parameters}
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved if x.numel()}
-    return sum(size for pointer, size in storages.items() if pointer not in known)
 
 
 def alive(rows: int) -> list[tuple[int, ...]]:
@@ -92,37 +87,29 @@ def network() -> nn.Sequential:
     )
 
 
-def compare_what_is_saved(comm: Communicator) -> tuple[int, int]:
+@on_ranks(2)
+def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(comm: Communicator) -> None:
     """Bytes that a network saves on a tile, and that it saves in plain PyTorch on an image of a tile's size."""
-    model = network()
-    ours: list[Tensor] = []
-    plain: list[Tensor] = []
-    x = spatial.from_tile(torch.randn(2, 4, 64, 128), spatial.Grid(comm, rows=2), (128, 128))
-    with recording(ours):
-        result = model(x)
-    with recording(plain):
-        reference = model(torch.randn(2, 4, 64, 128))
-    assert result.requires_grad
-    assert reference.requires_grad
-    parameters = list(model.parameters())
-    return saved_bytes(ours, parameters), saved_bytes(plain, parameters)
+    model, counts = network(), []
+    for x in (
+        spatial.from_tile(torch.randn(2, 4, 64, 128), spatial.Grid(comm, rows=2), (128, 128)),
+        torch.randn(2, 4, 64, 128),
+    ):
+        saved = SavedTensors(model.parameters())
+        with saved.counting():
+            assert model(x).requires_grad
+        counts.append(saved.num_bytes)
+    ours, plain = counts
+    strips = 4 * 2 * 128 * (4 * 1 + 8 * 2 + 8 * 1)
+    assert plain > 1 << 20
+    assert ours <= plain + strips
 
 
-def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(ranks: Ranks) -> None:
-    for ours, plain in ranks(2).run(compare_what_is_saved):
-        strips = 4 * 2 * 128 * (4 * 1 + 8 * 2 + 8 * 1)
-        assert plain > 1 << 20
-        assert ours <= plain + strips
-
-
-def release(comm: Communicator) -> int:
+@on_ranks(2)
+def test_nothing_outlives_the_step_but_the_tile(comm: Communicator) -> None:
     """Tensors of the tile's size that outlive a training step."""
     model = network()
     x = spatial.shard(torch.randn(2, 4, 78, 50), spatial.Grid(comm, rows=2))
     for _ in range(3):
         spatial.gather(model(x)).sum().backward()
-    return len(alive(39)) + len(alive(20))
-
-
-def test_nothing_outlives_the_step_but_the_tile(ranks: Ranks) -> None:
-    assert ranks(2).run(release) == [1, 1]
+    assert len(alive(39)) + len(alive(20)) == 1

@@ -12,7 +12,16 @@ from mpi4dl.engine import Engine
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, Case, arrange, check_table, chosen, modules
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    Arrangement,
+    Case,
+    arrange,
+    chosen,
+    modules,
+    on_ranks,
+    table_test,
+)
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT, assert_close
 
@@ -97,13 +106,12 @@ CASES = {
     ),
 }
 
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_norms_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_norms_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
 
-def normalize_far_from_zero(comm: Communicator, arrangement: Arrangement) -> tuple[float, float, float]:
+@pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(4, 1, style="uneven")], ids=str)
+@on_ranks(4)
+def test_a_mean_of_1000_keeps_its_digits_in_float32(comm: Communicator, arrangement: Arrangement) -> None:
     """How far the mean, the standard deviation and the running variance are from those in float64."""
     image = torch.randn(2, 3, 64, 48) + 1000
     plain = nn.BatchNorm2d(3).double()
@@ -111,21 +119,15 @@ def normalize_far_from_zero(comm: Communicator, arrangement: Arrangement) -> tup
     norm = nn.BatchNorm2d(3)
     y = spatial.gather(norm(arrange(image, comm, arrangement))).detach()
     assert y.dtype is torch.float32
-    assert norm.running_var is not None
-    assert plain.running_var is not None
     variance = (norm.running_var.double() - plain.running_var).abs().max()
-    return float(y.double().mean().abs()), float((y.double() - reference).abs().max()), float(variance)
+    mean, error, variance = float(y.double().mean().abs()), float((y.double() - reference).abs().max()), float(variance)
+    assert mean < 1e-4
+    assert error < 3e-4  # the image itself is rounded to 6e-5
+    assert variance < 1e-5
 
 
-@pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(4, 1, style="uneven")], ids=str)
-def test_a_mean_of_1000_keeps_its_digits_in_float32(ranks: Ranks, arrangement: Arrangement) -> None:
-    for mean, error, variance in ranks(4).run(normalize_far_from_zero, arrangement):
-        assert mean < 1e-4
-        assert error < 3e-4  # the image itself is rounded to 6e-5
-        assert variance < 1e-5
-
-
-def normalize_one_pixel(comm: Communicator) -> None:
+@on_ranks(2)
+def test_one_value_per_channel_is_refused_as_by_pytorch(comm: Communicator) -> None:
     grid = spatial.Grid(comm, cols=2)
     norm = nn.BatchNorm2d(3)
     one = spatial.shard(torch.randn(1, 3, 1, 2), grid)[..., :1]
@@ -133,18 +135,11 @@ def normalize_one_pixel(comm: Communicator) -> None:
         norm(one)
 
 
-def test_one_value_per_channel_is_refused_as_by_pytorch(ranks: Ranks) -> None:
-    ranks(2).run(normalize_one_pixel)
-
-
-def group_channels_that_do_not_divide(comm: Communicator) -> None:
+@on_ranks(2)
+def test_groups_that_do_not_divide_the_channels_are_refused(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(1, 4, 4, 4), spatial.Grid(comm, cols=2))
     with pytest.raises(ValueError, match=r"`num_channels` \(=4\) must be divisible by `num_groups` \(=3\)"):
         nn.functional.group_norm(x, 3)
-
-
-def test_groups_that_do_not_divide_the_channels_are_refused(ranks: Ranks) -> None:
-    ranks(2).run(group_channels_that_do_not_divide)
 
 
 class TokensOfOneImage(nn.Module):

@@ -1,17 +1,22 @@
 """Padding in every mode, and cropping by negative padding, on tiles are those of the whole image."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpi4dl.comm import Communicator, Pending
-from mpi4dl.comm.packing import Piece
+from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    Arrangement,
+    Traffic,
+    chosen,
+    functions,
+    modules,
+    on_ranks,
+    table_test,
+)
 from tests.pool.ranks import Ranks
 
 CASES = {
@@ -54,40 +59,21 @@ CASES = {
     ),
 }
 
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_padding_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_padding_equals_that_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
 
-@pytest.mark.parametrize(
-    "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(3, 1, style="uneven"), Arrangement(1, 4)], ids=str
+test_padding_of_parts_of_few_rows_and_of_none = pytest.mark.sample(1)(
+    table_test(__name__, [Arrangement(1, 3, style="empty"), Arrangement(3, 1, style="uneven"), Arrangement(1, 4)])
 )
-@pytest.mark.sample(1)
-def test_padding_of_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
-
-
-class Travelling:
-    """Counts the pixels that a communicator sends to other ranks from now on."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.pixels = 0
-        self._exchange, self._rank = comm.iexchange, comm.rank
-        comm.iexchange = self.iexchange  # type: ignore[method-assign]
-
-    def iexchange(self, sends: Sequence[Piece], receives: Sequence[Piece], *rest: Any, **options: Any) -> Pending:
-        self.pixels += sum(piece.tensor.numel() for piece in sends if piece.peer != self._rank)
-        return self._exchange(sends, receives, *rest, **options)
 
 
 def count_what_travels(comm: Communicator) -> dict[str, int]:
     x = spatial.shard(torch.randn(1, 1, 8, 20), spatial.Grid(comm, cols=comm.size))
-    travelling, found = Travelling(comm), {}
+    traffic, found = Traffic(comm), {}
     for mode in ("constant", "reflect", "replicate", "circular"):
-        travelling.pixels = 0
+        traffic.clear()
         F.pad(x, (2, 3, 1, 0), mode=mode)
-        found[mode] = travelling.pixels
+        found[mode] = traffic.pixels
     return found
 
 
@@ -99,11 +85,8 @@ def test_nothing_travels_but_the_strips_that_others_show(ranks: Ranks) -> None:
     assert not any(inner.values())
 
 
-def pad_too_much(comm: Communicator) -> None:
+@on_ranks(2)
+def test_more_reflection_than_image_is_refused(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(1, 1, 4, 4), spatial.Grid(comm, cols=2))
     with pytest.raises(ValueError, match="padding of 4 in mode 'reflect' must be at most 3 for 4 pixels"):
         F.pad(x, (4, 0), mode="reflect")
-
-
-def test_more_reflection_than_image_is_refused(ranks: Ranks) -> None:
-    ranks(2).run(pad_too_much)

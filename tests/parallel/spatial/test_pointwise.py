@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.parallel.spatial.tensor import ALIASES, find_rule, function_name
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions, modules
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import ARRANGEMENTS, chosen, functions, modules, table_test
 
 
 def plane(x: Tensor) -> Tensor:
@@ -134,10 +133,7 @@ CASES = {
     ),
 }
 
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_pointwise_operators_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_pointwise_operators_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
 
 def _rules_differ(function: Any, alias: Any) -> bool:

@@ -1,11 +1,25 @@
-"""Sums, means, extrema, variances and softmax of tiles are those of the whole image."""
+"""Sums, means, extrema with their places, norms, and cumulative sums, of tiles are those of the whole image."""
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from tests.parallel.spatial.comparing import ARRANGEMENTS, Arrangement, check_table, chosen, functions
-from tests.pool.ranks import Ranks
+from mpi4dl.comm import Communicator
+from mpi4dl.parallel import spatial
+from tests.parallel.spatial.comparing import (
+    ARRANGEMENTS,
+    SOME_ARRANGEMENTS,
+    Arrangement,
+    Case,
+    chosen,
+    functions,
+    in_turns,
+    on_ranks,
+    table_test,
+)
 
 CASES = {
     **functions(
@@ -87,7 +101,170 @@ CASES = {
     ),
 }
 
+test_reductions_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_reductions_equal_those_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+
+NORMS = {
+    **functions(
+        {
+            "norm of rows": lambda x: x.norm(dim=2),
+            "norm, p=1, kept": lambda x: x.norm(1, 3, keepdim=True),
+            "norm, p=3": lambda x: torch.norm(x, p=3, dim=2),
+            "norm, p=0.5": lambda x: torch.linalg.vector_norm(x, 0.5, 3),
+            "norm, p=0": lambda x: torch.linalg.vector_norm(x.round(), 0, 3) + x.sum(3),
+            "norm, p=inf, of equals": lambda x: x.clamp(-0.2, 0.2).norm(torch.inf, 2),
+            "norm of the image, kept": lambda x: x * x.norm(dim=(2, 3), keepdim=True),
+            "norm of zeros": lambda x: x + x.clamp(0, 0).norm(dim=(2, 3), keepdim=True),
+            "linalg.norm": lambda x: torch.linalg.norm(x, dim=(2, 3), keepdim=True) * x,
+            "response norm": lambda x: x / (x.norm(p=2, dim=(2, 3), keepdim=True).mean(1, keepdim=True) + 1e-6),
+            "normalize rows": lambda x: F.normalize(x, dim=2),
+            "normalize images": lambda x: F.normalize(x, dim=(2, 3)),
+            "normalize, p=1": lambda x: F.normalize(x, 1, 3),
+            "cosine_similarity of channels": lambda x: F.cosine_similarity(x, x.roll(1, 1)),
+            "cosine_similarity of columns": lambda x: F.cosine_similarity(x, x.detach().flip(1), dim=3),
+            "cosine_similarity that broadcasts": lambda x: F.cosine_similarity(x, x.mean(2, keepdim=True), dim=2),
+            "cosine_similarity with zeros": lambda x: F.cosine_similarity(x, x.clamp(0, 0), dim=2),
+            "pairwise_distance": lambda x: F.pairwise_distance(x, x.flip(1)),
+        }
+    ),
+    **functions(
+        {
+            "norm": lambda x: x.norm(),
+            "norm of all": lambda x: torch.linalg.vector_norm(x),
+            "linalg.norm of all": lambda x: torch.linalg.norm(x),
+            "norm of an image": lambda x: x[0].norm(p=1, dim=(-2, -1)),
+            "dist": lambda x: torch.dist(x, x.detach().flip(1), 3),
+        },
+        spread=False,
+    ),
+}
+
+test_norms_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS, "NORMS")
+
+
+PREFIXES = {
+    **functions(
+        {
+            "cumsum of rows": lambda x: x.cumsum(2),
+            "cumsum of columns": lambda x: torch.cumsum(x, dim=-1),
+            "integral image": lambda x: x.cumsum(2).cumsum(3),
+            "cumsum of integers": lambda x: (3 * x.detach()).int().cumsum(3),
+            "cumsum of booleans, as floats": lambda x: (x > 0).cumsum(2, dtype=torch.float64),
+            "cumprod of columns": lambda x: x.cumprod(3),
+            "cumprod of zeros": lambda x: (x * (x.detach() > -1)).cumprod(2),
+            "logcumsumexp of rows": lambda x: x.logcumsumexp(2),
+            "cummax of columns": lambda x: x.cummax(3),
+            "cummin of rows": lambda x: torch.cummin(x, 2),
+            "cummax of equals": lambda x: x.round().cummax(3),
+            "cummin of equals": lambda x: x.clamp(-0.5, 0.5).cummin(2),
+            "cummax of channels": lambda x: x.cummax(1),
+            "cumsum of the batch": lambda x: x.cumsum(0),
+        }
+    ),
+}
+
+test_prefixes_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS, "PREFIXES")
+
+
+OF_SHAPE = (3, 4, 6, 7)
+
+
+def some(x: Tensor, value: float) -> Tensor:
+    """A third of the pixels, in all of a row and a column too, have this value."""
+    y = x.masked_fill(torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < 0.3, value)
+    y[:, :, 1], y[:, 1, :, -1] = value, value
+    return y
+
+
+IMAGES = {
+    "drawn": lambda x: x,
+    "of few values": lambda x: x.round(),
+    "constant": lambda x: torch.full_like(x, 0.3),
+    "with infinities": lambda x: some(some(x, math.inf), -math.inf),
+    "of minus infinity": lambda x: torch.full_like(x, -math.inf),
+    "with what is no number": lambda x: some(x, math.nan),
+    "with all of it": lambda x: some(x, math.nan) + some(x.flip(0), math.inf) + some(x.flip(2), -math.inf),
+}
+OF_EXTREMA = {
+    "amax of the image": lambda x: x.amax((2, 3)),
+    "amax of rows, kept": lambda x: x.amax(2, keepdim=True),
+    "amin of all": lambda x: x.amin(),
+    "amin of columns and batch": lambda x: x.amin((0, 3)),
+    "max of all": lambda x: x.max(),
+    "min of all": lambda x: torch.min(x),
+    "max along rows": lambda x: x.max(2),
+    "min along columns, kept": lambda x: x.min(dim=3, keepdim=True),
+    "max along channels": lambda x: x.max(1),
+    "argmax of all": lambda x: x.argmax(),
+    "argmin of all, kept": lambda x: x.argmin(keepdim=True),
+    "argmax along columns": lambda x: x.argmax(3),
+    "argmin along rows, kept": lambda x: x.argmin(2, keepdim=True),
+    "aminmax": lambda x: torch.aminmax(x),
+    "aminmax along rows": lambda x: torch.aminmax(x, dim=2, keepdim=True),
+    "topk along columns": lambda x: x.topk(3),
+    "topk along channels": lambda x: x.topk(2, 1),
+    "sort along rows": lambda x: torch.sort(x, dim=2, stable=True),
+    "kthvalue along rows": lambda x: x.kthvalue(2, 2),
+    "median along columns": lambda x: x.median(-1),
+    "median": lambda x: x.median(),
+    "nanmedian along rows": lambda x: x.nanmedian(2),
+    "mode along columns": lambda x: x.mode(),
+    "quantiles along rows": lambda x: x.quantile(torch.tensor([0.25, 0.8]), 2),
+    "logsumexp of the image": lambda x: x.logsumexp((2, 3)),
+    "softmax along columns": lambda x: x.softmax(3),
+    "log_softmax along rows": lambda x: F.log_softmax(x, 2),
+    "any along rows": lambda x: (x > 0).any(2),
+    "all of it": lambda x: (x == x).all(),
+    "nansum": lambda x: x.nansum((2, 3)),
+    "nanmean": lambda x: x.nanmean(3),
+    "max pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max pool with indices": lambda x: F.max_pool2d(x, (2, 3), (2, 1), 1, return_indices=True),
+    "dilated max pool with indices": lambda x: F.max_pool2d(x, 3, 2, 1, 2, return_indices=True),
+    "max pool over the edge with indices": lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True, return_indices=True),
+    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, 1),
+    "adaptive max pool with indices": lambda x: F.adaptive_max_pool2d(x, (4, 3), return_indices=True),
+}
+EXTREMA = {
+    f"{name}, image {kind}": Case(lambda function=function: function, (OF_SHAPE,), False, image)
+    for name, function in OF_EXTREMA.items()
+    for kind, image in IMAGES.items()
+}
+ARRANGEMENTS = [Arrangement(2, 2), Arrangement(1, 2, batch=2), Arrangement(4, 1, style="uneven")]
+
+
+test_extrema_equal_those_of_the_whole_image = table_test(
+    __name__,
+    [
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ARRANGEMENTS[:2]),
+        *in_turns(ARRANGEMENTS[2], Arrangement(2, 2, style="wide")),
+    ],
+    "EXTREMA",
+)
+
+
+@on_ranks(4)
+def test_extrema_and_sums_of_16_bits_do_not_overflow(comm: Communicator) -> None:
+    """Values that PyTorch has in 16 bits, though what the parts come to would leave their range."""
+    image = torch.full((1, 1, 256, 256), 6.0, dtype=torch.float16)
+    apart = torch.cat([image * 20, image * -20], -1)
+    grid = spatial.Grid(comm, rows=2, cols=2)
+    x, y = spatial.shard(image, grid), spatial.shard(apart, grid)
+    assert [
+        torch.equal(x.amax((2, 3)), image.amax((2, 3))),
+        torch.equal(x.max(), image.max()),
+        torch.equal(F.adaptive_max_pool2d(x, 1), F.adaptive_max_pool2d(image, 1)),
+        torch.equal(y.sum(), apart.sum()),
+        torch.equal(x.mean(), image.mean()),
+    ] == [True] * 5
+
+
+@on_ranks(2)
+def test_a_dim_that_there_is_not_is_an_error(comm: Communicator) -> None:
+    x = spatial.shard(torch.randn(2, 3, 4, 4), spatial.Grid(comm, rows=2))
+    for call in (lambda: x.sum(4), lambda: x.amax(-5), lambda: x.max(4), lambda: x.softmax(4), lambda: x.sort(4)):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            call()
+    with pytest.raises(RuntimeError, match="more than once"):
+        x.mean((2, -2))
+    with pytest.raises((RuntimeError, IndexError), match="zero-size"):
+        x[:, :0].amax(1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel import spatial
-from tests.pool.ranks import Ranks
+from tests.parallel.spatial.comparing import on_ranks
 
 LABELS = torch.zeros(2, 8, 8, dtype=torch.int64)
 WEIGHT = torch.ones(4, 4, 3, 3)
@@ -73,8 +73,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def refuse(comm: Communicator) -> dict[str, tuple[str, str]]:
-    """The type and the message of what each function raises."""
+@on_ranks(4)
+def test_what_has_no_rule_is_refused_alike_on_all_ranks(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(2, 4, 8, 8, requires_grad=True), spatial.Grid(comm, rows=2, cols=2)) * 1
     raised = {}
     for name, function in REFUSED.items():
@@ -84,16 +84,11 @@ def refuse(comm: Communicator) -> dict[str, tuple[str, str]]:
             raised[name] = type(error).__name__, str(error)
         else:
             raised[name] = "", "nothing was raised"
-    return raised
-
-
-def test_what_has_no_rule_is_refused_alike_on_all_ranks(ranks: Ranks) -> None:
-    first, *others = ranks(4).run(refuse)
-    assert others == [first] * 3
-    assert {name: what for name, what in first.items() if what[0] != "NoRule"} == {}
-    unnamed = {name: message for name, (_, message) in first.items() if name not in message}
-    assert unnamed == {}
-    for _, message in first.values():
+    comm.agree(None, raised=raised)
+    assert {name for name, (kind, _) in raised.items() if kind != "NoRule"} == set()
+    unnamed = {name: message for name, (_, message) in raised.items() if name not in message}
+    assert unnamed == {}, unnamed
+    for _, message in raised.values():
         assert "has no exact rule for a tensor whose image is spread over ranks" in message
         assert "spatial.gather(x)" in message
         assert "spatial.register(" in message
@@ -120,17 +115,13 @@ class Network(nn.Module):
         return self.stages(self.stem(x))
 
 
-def call_a_network(comm: Communicator) -> str:
+@on_ranks(2)
+def test_the_message_names_the_module_by_its_path(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(1, 3, 8, 8), spatial.Grid(comm, cols=comm.size))
     with pytest.raises(spatial.NoRule) as caught:
         Network()(x)
-    return str(caught.value)
-
-
-def test_the_message_names_the_module_by_its_path(ranks: Ranks) -> None:
-    first, second = ranks(2).run(call_a_network)
-    assert first == second
-    assert "fft2 in module stages.1.1 (Fourier) has no exact rule" in first
+    comm.agree(None, message=str(caught.value))
+    assert "fft2 in module stages.1.1 (Fourier) has no exact rule" in str(caught.value)
 
 
 class Double(torch.autograd.Function):
@@ -159,7 +150,8 @@ class Mean(torch.autograd.Function):
         return (gradient / (h * w)).view(n, c, 1, 1).expand(n, c, h, w)
 
 
-def call_custom_functions(comm: Communicator) -> list[str]:
+@on_ranks(2)
+def test_a_custom_autograd_function_is_refused_rather_than_left_without_gradients(comm: Communicator) -> None:
     x = spatial.shard(torch.randn(1, 3, 8, 8), spatial.Grid(comm, cols=comm.size))
     layer = nn.Conv2d(3, 4, 3)
     messages = []
@@ -168,16 +160,12 @@ def call_custom_functions(comm: Communicator) -> list[str]:
             spatial.gather(function.apply(layer(x))).sum().backward()
         messages.append(str(caught.value))
     assert layer.weight.grad is None
-    return messages
+    comm.agree(None, messages=messages)
+    assert all("torch.autograd.Function" in message for message in messages)
 
 
-def test_a_custom_autograd_function_is_refused_rather_than_left_without_gradients(ranks: Ranks) -> None:
-    first, second = ranks(2).run(call_custom_functions)
-    assert first == second
-    assert all("torch.autograd.Function" in message for message in first)
-
-
-def use_without_gradients(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_without_gradients_custom_functions_and_inference_work(comm: Communicator) -> None:
     """Where nothing needs a gradient, a custom function is its forward pass, made of operators that have rules."""
     image = torch.randn(1, 3, 8, 8)
     x = spatial.shard(image, spatial.Grid(comm, cols=comm.size))
@@ -187,15 +175,13 @@ def use_without_gradients(comm: Communicator) -> bool:
         second = torch.allclose(spatial.gather(layer(x)), layer(image))
     with torch.inference_mode():
         third = torch.allclose(spatial.gather(layer(x)), layer(image))
-    return first and second and third
+    assert first
+    assert second
+    assert third
 
 
-def test_without_gradients_custom_functions_and_inference_work(ranks: Ranks) -> None:
-    assert ranks(2).run(use_without_gradients) == [True, True]
-
-
-def harmless(comm: Communicator) -> list[Any]:
-    """What models and their users ask a tensor, answered for the whole."""
+@on_ranks(2)
+def test_questions_about_a_tensor_are_answered_for_the_whole(comm: Communicator) -> None:
     grid = spatial.Grid(comm, rows=2)
     x = spatial.shard(torch.randn(2, 3, 10, 7, requires_grad=True), grid)
     y = x * 2
@@ -212,15 +198,12 @@ def harmless(comm: Communicator) -> list[Any]:
     assert "SpatialTensor" in str(x)
     assert x.new_zeros(3).shape == (3,)
     print(x, file=io.StringIO())
-    return [tuple(y.shape), y.size(), y.size(-1), y.ndim, y.dim(), y.numel(), len(y), y.dtype, y.device.type, y.nbytes]
+    found = [y.shape, y.size(), y.size(-1), y.ndim, y.dim(), y.numel(), len(y), y.dtype, y.device.type, y.nbytes]
+    assert found == [(2, 3, 10, 7), (2, 3, 10, 7), 7, 4, 4, 420, 2, torch.float32, "cpu", 1680]
 
 
-def test_questions_about_a_tensor_are_answered_for_the_whole(ranks: Ranks) -> None:
-    expected = [(2, 3, 10, 7), (2, 3, 10, 7), 7, 4, 4, 420, 2, torch.float32, "cpu", 1680]
-    assert ranks(2).run(harmless) == [expected] * 2
-
-
-def teach(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_a_user_can_teach_a_rule(comm: Communicator) -> None:
     """A rule that a user registers: a spectrum of channels is local."""
     image = torch.randn(1, 4, 6, 6)
     x = spatial.shard(image, spatial.Grid(comm, rows=2))
@@ -232,8 +215,4 @@ def teach(comm: Communicator) -> bool:
         assert not input.layout.cut(dim)
         return spatial.wrap(torch.fft.fft(input.local, n, dim), input.layout)
 
-    return torch.equal(spatial.gather(torch.fft.fft(x, dim=1)), torch.fft.fft(image, dim=1))
-
-
-def test_a_user_can_teach_a_rule(ranks: Ranks) -> None:
-    assert ranks(2).run(teach) == [True, True]
+    assert torch.equal(spatial.gather(torch.fft.fft(x, dim=1)), torch.fft.fft(image, dim=1))

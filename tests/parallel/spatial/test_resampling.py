@@ -1,23 +1,26 @@
-"""Interpolation in every mode, and pixel shuffle, on tiles are those of the whole image."""
+"""Interpolation in every mode, pixel shuffle, and sampling at any places, on tiles are those of the whole image."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.geometry import Split
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.spatial.rules.resampling import channels_last
+from mpi4dl.parallel.spatial.rules import resampling
+from mpi4dl.parallel.spatial.rules.resampling import Weighing, channels_last, sums_of, transposed, weigh
 from tests.parallel.spatial.comparing import (
     ARRANGEMENTS,
+    SOME_ARRANGEMENTS,
     Arrangement,
     Case,
     arrange,
-    check_table,
     chosen,
     functions,
     modules,
+    on_ranks,
+    table_test,
 )
 from tests.pool.ranks import Ranks
 
@@ -71,18 +74,12 @@ CASES |= modules(lambda: nn.PixelUnshuffle(3), sizes=[(15, 9)])
 for size in ((3, 5), (26, 18), (1, 1)):
     CASES |= resize("area", size=size)
 
-
-@pytest.mark.parametrize("arrangement", chosen(ARRANGEMENTS), ids=str)
-def test_resampling_equals_that_of_the_whole_image(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
+test_resampling_equals_that_of_the_whole_image = table_test(__name__, chosen(ARRANGEMENTS))
 
 
-@pytest.mark.parametrize(
-    "arrangement", [Arrangement(1, 3, style="empty"), Arrangement(1, 4, style="uneven"), Arrangement(4, 1)], ids=str
+test_parts_of_few_rows_and_of_none = pytest.mark.exhaustive(
+    table_test(__name__, [Arrangement(1, 3, style="empty"), Arrangement(1, 4, style="uneven"), Arrangement(4, 1)])
 )
-@pytest.mark.exhaustive
-def test_parts_of_few_rows_and_of_none(ranks: Ranks, arrangement: Arrangement) -> None:
-    check_table(ranks, __name__, arrangement)
 
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -109,8 +106,6 @@ def compare_formats(comm: Communicator, arrangement: Arrangement) -> list[str]:
             rows, cols = owned.layout.owned[1:]
             owned.local.backward(gradient[:, :, rows.start : rows.stop, cols.start : cols.stop])
             rows, cols = tiles.layout.held[1:]
-            assert leaf.grad is not None
-            assert tile.grad is not None
             pairs = [(spatial.gather(ours), expected)]
             if not tiles.layout.wide:
                 pairs.append((tile.grad, leaf.grad[:, :, rows.start : rows.stop, cols.start : cols.stop]))
@@ -132,7 +127,8 @@ def test_dtypes_and_memory_formats(ranks: Ranks, style: str) -> None:
     assert not any(found), "\n".join(sorted({text for texts in found for text in texts}))
 
 
-def one_pixel_on_a_rank(comm: Communicator) -> None:
+@on_ranks(2)
+def test_ranks_agree_whatever_their_strides(comm: Communicator) -> None:
     """Whose strides fit either memory format: PyTorch finds nearest pixels by another kernel in each."""
     for size, factor in ((100, 1.004), (100, 2.004), (96, 88 / 96)):
         image = torch.randn(1, 4, 1, size, dtype=torch.float64)
@@ -145,5 +141,83 @@ def one_pixel_on_a_rank(comm: Communicator) -> None:
             assert torch.equal(ours, expected)
 
 
-def test_ranks_agree_whatever_their_strides(ranks: Ranks) -> None:
-    ranks(2).run(one_pixel_on_a_rank)
+def places(x: Tensor, depth: int = 2) -> Tensor:
+    """Some beside the image, the same on every rank."""
+    return torch.rand(x.shape[0], 7, 11, depth, generator=torch.Generator().manual_seed(3)) * 2.4 - 1.2
+
+
+def turn(x: Tensor) -> Tensor:
+    """An affine map for each image, made of the image."""
+    return x.mean((1, 2, 3)).view(-1, 1, 1) * torch.tensor([[0.8, -0.6, 0.1], [0.6, 0.8, 0.2]])
+
+
+SAMPLES = {
+    **functions(
+        {
+            "grid_sample, everybody's places": lambda x: F.grid_sample(x, places(x), align_corners=False),
+            "grid_sample, spread places": lambda x: F.grid_sample(
+                x, x[:, :2].tanh().permute(0, 2, 3, 1), mode="bicubic", align_corners=True
+            ),
+            "grid_sample of a plain image": lambda x: F.grid_sample(
+                places(x, 4).permute(0, 3, 1, 2), x[:, :2].permute(0, 2, 3, 1), align_corners=False
+            ),
+            "grid_sample, nearest, reflected": lambda x: F.grid_sample(
+                x, 2 * places(x), "nearest", "reflection", False
+            ),
+            "affine_grid": lambda x: F.grid_sample(x, F.affine_grid(turn(x), (3, 4, 6, 7), False), align_corners=False),
+        }
+    ),
+}
+
+test_samples_equal_those_of_the_whole_image = table_test(__name__, SOME_ARRANGEMENTS, "SAMPLES")
+
+
+Taps = list[list[tuple[int, float]]]
+ROWS: Taps = [[(0, 0.5), (3, 2.0)], [(2, -1.0)], [], [(3, 0.25), (3, 0.5), (1, 1.0)]]
+COLS: Taps = [[(4, 1.5)], [(0, 1.0), (1, 2.0)]]
+
+
+def weighing_of(taps: Taps, num_rows: int) -> Weighing:
+    like = torch.empty(0, dtype=torch.float64)
+    return Weighing(sums_of(taps, True, like), sums_of(transposed(taps, num_rows), True, like))
+
+
+def matrix(taps: Taps, num_rows: int) -> Tensor:
+    found = torch.zeros(len(taps), num_rows, dtype=torch.float64)
+    for i, of_sum in enumerate(taps):
+        for row, weight in of_sum:
+            found[i, row] += weight
+    return found
+
+
+@pytest.mark.parametrize("cached_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_sums_and_gradients_are_those_of_matrices(
+    monkeypatch: pytest.MonkeyPatch, cached_bytes: int, memory_format: torch.memory_format
+) -> None:
+    monkeypatch.setattr(resampling, "CACHED_BYTES", cached_bytes)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64).contiguous(memory_format=memory_format).requires_grad_()
+    y = weigh(x, weighing_of(ROWS, 4), weighing_of(COLS, 5))
+    expected = matrix(ROWS, 4) @ x @ matrix(COLS, 5).mT
+    torch.testing.assert_close(y, expected)
+    gradient = torch.randn_like(expected)
+    ours, plain = (torch.autograd.grad(each, x, gradient)[0] for each in (y, expected))
+    torch.testing.assert_close(ours, plain)
+
+
+def test_what_no_sum_reads_does_not_matter() -> None:
+    """Not even if it is infinite or not a number, as it would in a product with a matrix."""
+    x = torch.tensor([[1.0, 2.0, torch.inf, torch.nan]]).view(1, 1, 4, 1)
+    taps: Taps = [[(0, 0.5), (1, 0.5)], [(1, 1.0)]]
+    like = torch.empty(0)
+    y = weigh(x, Weighing(sums_of(taps, True, like), sums_of(transposed(taps, 4), True, like)), None)
+    assert y.flatten().tolist() == [1.5, 2.0]
+
+
+def test_16_bits_are_not_added_up_in_16_bits() -> None:
+    x = torch.tensor([1.0] + [2.0**-8] * 8, dtype=torch.bfloat16).view(1, 1, 9, 1)
+    taps: Taps = [[(row, 1.0) for row in range(9)]]
+    like = torch.empty(0)
+    y = weigh(x, Weighing(sums_of(taps, True, like), sums_of(transposed(taps, 9), True, like)), None)
+    assert y.item() == 1.03125
+    assert y.dtype == torch.bfloat16

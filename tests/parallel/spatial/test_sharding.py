@@ -10,60 +10,53 @@ from torch import nn
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.geometry import BATCH, Split, Tiling
 from mpi4dl.parallel import spatial
+from tests.parallel.spatial.comparing import Shape, on_ranks
 from tests.pool.ranks import Ranks
 
 
-def shard_and_gather(comm: Communicator, grid_shape: tuple[int, int, int], shape: tuple[int, ...]) -> Any:
+def shard_and_gather(comm: Communicator, grid_shape: Shape, shape: Shape) -> Shape:
     batch, rows, cols = grid_shape
     grid = spatial.Grid(comm, rows, cols, batch)
     image = torch.arange(float(torch.Size(shape).numel())).view(shape)
     x = spatial.shard(image, grid)
     assert tuple(x.shape) == shape
     assert torch.equal(spatial.gather(x), image)
-    held = x.layout.held
-    return tuple(x.local.shape), float(x.local.flatten()[0]) if x.local.numel() else None, held
+    own = image
+    for dim, part, parts in zip((0, -2, -1), grid.coordinates, grid_shape, strict=True):
+        own = own.tensor_split([own.shape[dim] * i // parts for i in range(1, parts)], dim)[part]
+    assert torch.equal(x.local, own)
+    return tuple(x.local.shape)
 
 
-def test_each_rank_keeps_its_own_tile(ranks: Ranks) -> None:
-    results = ranks(4).run(shard_and_gather, (1, 2, 2), (2, 3, 5, 7))
-    assert [shape for shape, *_ in results] == [(2, 3, 2, 3), (2, 3, 2, 4), (2, 3, 3, 3), (2, 3, 3, 4)]
-    assert [first for _, first, _ in results] == [0.0, 3.0, 14.0, 17.0]
+@pytest.mark.parametrize(
+    ("grid", "shape", "tiles"),
+    [
+        ((1, 2, 2), (2, 3, 5, 7), [(2, 3, 2, 3), (2, 3, 2, 4), (2, 3, 3, 3), (2, 3, 3, 4)]),
+        ((1, 2, 1), (3, 5, 7), [(3, 2, 7), (3, 3, 7)]),
+        ((1, 1, 2), (5, 7), [(5, 3), (5, 4)]),
+        ((1, 2, 1), (2, 3, 4, 5, 7), [(2, 3, 4, 2, 7), (2, 3, 4, 3, 7)]),
+        ((2, 1, 2), (3, 2, 4, 4), [(1, 2, 4, 2), (1, 2, 4, 2), (2, 2, 4, 2), (2, 2, 4, 2)]),
+        ((1, 4, 1), (1, 1, 4, 1), [(1, 1, 1, 1)] * 4),
+    ],
+)
+def test_each_rank_keeps_its_own_tile(ranks: Ranks, grid: Shape, shape: Shape, tiles: list[Shape]) -> None:
+    assert ranks(len(tiles)).run(shard_and_gather, grid, shape) == tiles
 
 
-def test_images_without_batch_or_channels_are_spread_too(ranks: Ranks) -> None:
-    assert [shape for shape, *_ in ranks(2).run(shard_and_gather, (1, 2, 1), (3, 5, 7))] == [(3, 2, 7), (3, 3, 7)]
-    assert [shape for shape, *_ in ranks(2).run(shard_and_gather, (1, 1, 2), (5, 7))] == [(5, 3), (5, 4)]
-    assert [shape for shape, *_ in ranks(2).run(shard_and_gather, (1, 2, 1), (2, 3, 4, 5, 7))] == [
-        (2, 3, 4, 2, 7),
-        (2, 3, 4, 3, 7),
-    ]
-
-
-def test_a_grid_may_cut_the_batch(ranks: Ranks) -> None:
-    results = ranks(4).run(shard_and_gather, (2, 1, 2), (3, 2, 4, 4))
-    assert [shape for shape, *_ in results] == [(1, 2, 4, 2), (1, 2, 4, 2), (2, 2, 4, 2), (2, 2, 4, 2)]
-
-
-def test_as_many_tiles_as_pixels(ranks: Ranks) -> None:
-    assert [shape for shape, *_ in ranks(4).run(shard_and_gather, (1, 4, 1), (1, 1, 4, 1))] == [(1, 1, 1, 1)] * 4
-
-
-def differentiate(comm: Communicator) -> tuple[bool, bool, bool]:
+@on_ranks(2)
+def test_the_gradient_of_an_image_is_the_sum_over_ranks(comm: Communicator) -> None:
     """The gradient of the image that every rank has is its tile's, zeros around it; over ranks it sums to the whole."""
     image = torch.randn(1, 2, 6, 5, requires_grad=True)
     weight = torch.randn(1, 2, 6, 5)
     x = spatial.shard(image, spatial.Grid(comm, rows=2))
     (spatial.gather(x) * weight).sum().div(comm.size).backward()
-    assert image.grad is not None
     mine = image.grad.clone()
     rows = slice(0, 3) if comm.rank == 0 else slice(3, 6)
     inside = torch.equal(mine[:, :, rows], weight[:, :, rows])
     mine[:, :, rows] = 0
-    return inside, not mine.any(), torch.equal(comm.all_reduce(image.grad), weight)
-
-
-def test_the_gradient_of_an_image_is_the_sum_over_ranks(ranks: Ranks) -> None:
-    assert ranks(2).run(differentiate) == [(True, True, True)] * 2
+    assert inside
+    assert not mine.any()
+    assert torch.equal(comm.all_reduce(image.grad), weight)
 
 
 def start_from_tiles(comm: Communicator, row_cuts: list[int], col_cuts: list[int], batch_cuts: list[int]) -> bool:
@@ -84,8 +77,6 @@ def start_from_tiles(comm: Communicator, row_cuts: list[int], col_cuts: list[int
     expected, found = layer(whole), spatial.gather(layer(x))
     expected.square().sum().backward()
     found.square().sum().div(grid.size).backward()
-    assert tile.grad is not None
-    assert whole.grad is not None
     gradient = whole.grad[slices[0], :, slices[1], slices[2]]
     return torch.allclose(found, expected, atol=1e-12) and torch.allclose(tile.grad, gradient, atol=1e-12)
 
@@ -191,38 +182,29 @@ MISTAKES: dict[str, tuple[Wrong, list[str]]] = {
 }
 
 
-def make_mistakes(comm: Communicator) -> dict[str, tuple[str, str]]:
+@on_ranks(2)
+def test_mistakes_are_told_to_all_ranks_alike(comm: Communicator) -> None:
     told = {}
     for name, (mistake, _) in MISTAKES.items():
         try:
             mistake(comm, spatial.Grid(comm, rows=2))
         except Exception as error:
             told[name] = type(error).__name__, str(error)
-    return told
+    comm.agree(None, told=told)
+    assert {name for name, (kind, _) in told.items() if kind != Refusal.__name__} == set()
+    assert told.keys() == MISTAKES.keys()
+    missing = {name: told[name] for name, (_, words) in MISTAKES.items() if any(w not in told[name][1] for w in words)}
+    assert missing == {}, missing
 
 
-def test_mistakes_are_told_to_all_ranks_alike(ranks: Ranks) -> None:
-    first, second = ranks(2).run(make_mistakes)
-    assert {name: told for name, told in first.items() if told[0] != Refusal.__name__} == {}
-    assert first.keys() == MISTAKES.keys()
-    missing = {
-        name: first[name][1] for name, (_, words) in MISTAKES.items() if any(w not in first[name][1] for w in words)
-    }
-    assert missing == {}
-    assert second == first
-
-
-def make_wrong_grids(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_grid_that_does_not_fit_the_ranks_says_what_to_do(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=r"rows\(2\) x cols\(2\) = 4 ranks, but there are 2: start with mpirun -n 4"):
         spatial.Grid(comm, rows=2, cols=2)
     with pytest.raises(ValueError, match=r"batch\(2\) x rows\(2\) x cols\(1\) = 4 ranks, but there are 2"):
         spatial.Grid(comm, rows=2, batch=2)
     with pytest.raises(ValueError, match="at least one rank on each axis, but got 1 x 0 x 2"):
         spatial.Grid(comm, rows=0, cols=2)
-
-
-def test_a_grid_that_does_not_fit_the_ranks_says_what_to_do(ranks: Ranks) -> None:
-    ranks(2).run(make_wrong_grids)
 
 
 def describe_grid(comm: Communicator) -> tuple[Any, ...]:
@@ -254,7 +236,6 @@ def retile_and_back(comm: Communicator) -> tuple[list[tuple[int, ...]], bool, bo
     back = spatial.retile(y, x.layout.tiling)
     weight = torch.randn(1, 2, 8, 6)
     (spatial.gather(y) * weight).sum().div(comm.size).backward()
-    assert image.grad is not None
     assert spatial.retile(back, x.layout.tiling) is back
     return shapes, torch.equal(back.local, x.local), torch.allclose(comm.all_reduce(image.grad), weight)
 
@@ -268,11 +249,9 @@ def test_retile_moves_pixels_and_gradients(ranks: Ranks) -> None:
     ]
 
 
-def gather_what_is_plain(comm: Communicator) -> bool:
+@on_ranks(2)
+def test_what_every_rank_has_whole_is_plain(comm: Communicator) -> None:
     plain = torch.randn(3)
     whole = spatial.shard(torch.randn(1, 1, 4, 4), spatial.Grid(comm, rows=2)).mean((2, 3))
-    return spatial.gather(plain) is plain and not isinstance(whole, spatial.SpatialTensor)
-
-
-def test_what_every_rank_has_whole_is_plain(ranks: Ranks) -> None:
-    assert ranks(2).run(gather_what_is_plain) == [True, True]
+    assert spatial.gather(plain) is plain
+    assert not isinstance(whole, spatial.SpatialTensor)

@@ -32,7 +32,7 @@ def reduce_pixels(pixels: Tensor, reduction: str) -> Tensor:
 def of_losses(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make `pixels(function, options, reduction)` the rule of these losses.
 
-    `options` are all arguments of a call by their names, with the reduction "none", as `pixels` calls PyTorch's function.
+    `options` are all arguments of a call by their names, with "none" as the reduction that PyTorch is to use.
     `reduction` is the one that the call asks for, perhaps by two older options.
     """
 
