@@ -1,37 +1,83 @@
-"""Files and folders that others write to as well: opened without waiting, locked, and named by their errors."""
+"""Files and folders that others use as well: opened without waiting, replaced as a whole, locked, named by errors."""
 
 import errno
 import fcntl
+import glob
 import logging
 import os
 import stat
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 LOCK = ".lock"
 LOCK_SECONDS = 10.0  # for the ranks of a job that was killed to be gone
 POLL_SECONDS = 0.05
+LEFT_SECONDS = 86_400.0  # after which nobody writes a temporary file any more
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without locks answer
 
 
-def open_regular(path: Path) -> int:
-    """A file descriptor for reading. Raises OSError, also for what is no regular file: a pipe would be waited for."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(None, "it is no regular file", str(path))
-    except OSError:
-        os.close(file)
-        raise
-    return file
+def open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading. Raises OSError, also for a pipe or a device, at which a reader could wait forever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(None, "it is no regular file, but a pipe, a device or a folder", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(path: Path) -> bytes:
     """All of a file. Raises OSError as `open_regular` does."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_regular(path) as file:
         return file.read()
+
+
+class Replacement:
+    """A new file, written at `temporary`, that takes the name `path` once it is whole.
+
+    As a context it gives `temporary`, and keeps it at the end, or drops it after an error. `shared`: several processes
+    may replace the file at once, and the last one wins; what killed ones left is removed after a day.
+    """
+
+    def __init__(self, path: Path, shared: bool = False) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.{f'{uuid.uuid4().hex}.' if shared else ''}new")
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.new") if shared else ():
+            with suppress(FileNotFoundError):  # another process was faster
+                if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+                    left.unlink()
+
+    def keep(self) -> None:
+        self.temporary.replace(self.path)
+
+    def drop(self) -> None:
+        self.temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.keep()
+        finally:
+            self.drop()
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace a small file as a whole: a reader finds the old one or the new one, also after a crash."""
+    with Replacement(path) as temporary, temporary.open("wb") as file:
+        file.write(data)
+        flush(file)
+
+
+def flush(file: BinaryIO) -> None:
+    """Put what was written on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpi4dl._commands import one_message, typed
+from mpi4dl._files import Replacement
 
 DESCRIPTION = "Write the weights of a run as a state_dict for plain PyTorch. No MPI needed."
 SUFFIXES = (".pt", ".safetensors")
@@ -88,8 +89,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
             raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
     state |= {name: state[first] if same else state[first].clone() for name, first in ties.items()}
-    temporary = out.with_name(f".{out.name}.new")
-    try:
+    with Replacement(out) as temporary:
         if same:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
                 values = OrderedDict(state)
@@ -100,9 +100,6 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
                 {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about
             )
             write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
-        temporary.rename(out)
-    finally:
-        temporary.unlink(missing_ok=True)
     checked = "" if chosen is not None else " (without checksums: this run has no checkpoints)"
     of = (
         ""

@@ -47,6 +47,7 @@ FLOORS = {
     "_files": 0,
     "_randomness": 0,
     "_wording": 0,
+    "_palette": 0,
     "_patterns": 0,
     "_progress": 1,
 }
@@ -55,7 +56,7 @@ OLD_NAME = "mpi4dl.comm.backend"  # of mpi4dl.torch_backend, which it imports: n
 FLOOR_1_MAY_IMPORT = {
     "geometry": set(),
     "models": {"_torchvision", "_wording"},
-    "datasets": {"geometry", "_wording"},
+    "datasets": {"geometry", "_files", "_wording"},
     "_torchvision": {"_wording"},
 }
 

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpi4dl._files import LOCK, POLL_SECONDS, lock, naming
+from mpi4dl._files import LOCK, POLL_SECONDS, Replacement, lock, naming
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.json_values import Damaged, Unreadable, encode, random_state, unlike
 from mpi4dl.checkpoints.manifest import (
     CLASSES,
     MODEL,
     OPTIMIZER,
-    TEMPORARY,
     Job,
     Writing,
     checkpoints_in,
@@ -400,15 +399,15 @@ def save_model(engine: Kept, path: Path, classes: Sequence[str] = (), about: Map
     layout, pieces = model_values(engine)
     told = {CLASSES: json.dumps(list(classes))} if classes else {}
     layout = storage.StorageLayout.of(layout.specs, {**layout.metadata, **told, **(about or {})})
-    temporary, comm = path.with_name(f"{TEMPORARY}{MODEL}"), engine.comm
+    new, comm = Replacement(path), engine.comm
     try:
         with comm.together((OSError,)), naming(path):
-            storage.write(temporary, layout, pieces, header=comm.rank == 0)
+            storage.write(new.temporary, layout, pieces, header=comm.rank == 0)
     except Refusal:
         if comm.rank == 0:
-            temporary.unlink(missing_ok=True)
+            new.drop()
         raise
     with comm.together((OSError,)):
         if comm.rank == 0:
-            temporary.rename(path)
+            new.keep()
             storage.flush_folder(path.parent)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpi4dl._files import read_regular
+from mpi4dl._files import read_regular, write_durably
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.json_values import Damaged, Machine, Unreadable, parse
 from mpi4dl.checkpoints.storage import Range, StorageLayout, uncovered
@@ -178,7 +178,7 @@ class Writing:
             found[file] = storage.write(self.temporary / file, layout, pieces, header=self.rank == 0, go_on=go_on)
         self.job = self.job._replace(files={file: (layout, ()) for file, (layout, _) in self.job.files.items()})
         part = {"ranges": found, "mine": self.job.mine}
-        storage.write_durably(self._part(self.rank), json.dumps(part).encode())
+        write_durably(self._part(self.rank), json.dumps(part).encode())
 
     def _not_cancelled(self) -> bool:
         return not self._cancelled.is_set()
@@ -212,10 +212,10 @@ class Writing:
             files[file] = Written(layout.size, ranges)
         state = json.dumps({**self.job.state, "ranks": [part["mine"] for part in parts]}).encode()
         files[STATE] = Written(len(state), [Range(0, len(state), zlib.crc32(state))])
-        storage.write_durably(self.temporary / STATE, state)
+        write_durably(self.temporary / STATE, state)
         for rank in range(self.size):
             self._part(rank).unlink()
-        storage.write_durably(self.temporary / MANIFEST, manifest_bytes(files))
+        write_durably(self.temporary / MANIFEST, manifest_bytes(files))
         storage.flush_folder(self.temporary)
         if self._not_cancelled():
             self._publish(sum(written.size for written in files.values()))

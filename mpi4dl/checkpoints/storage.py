@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,10 +105,10 @@ class StorageLayout:
         return cls(dict(specs), absolute, dict(metadata or {}), header, len(header) + begin)
 
     @classmethod
-    def read(cls, file: int, name: str) -> "StorageLayout":
+    def read(cls, file: BinaryIO, name: str) -> "StorageLayout":
         """The layout of an open file. Raises OSError, and Damaged unless its values fill it, one behind the other."""
-        size = os.fstat(file).st_size
-        length = int.from_bytes(os.pread(file, LENGTH_BYTES, 0), "little")
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(os.pread(file.fileno(), LENGTH_BYTES, 0), "little")
         if not 0 < length <= size - LENGTH_BYTES:
             raise Damaged(f"{name}: this is no safetensors file, or it is cut")
         begin = LENGTH_BYTES + length
@@ -231,7 +231,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The elements from `start` up to `stop` of a flattened value: 1-D, on the host. Raises OSError, Damaged."""
@@ -250,10 +250,10 @@ class Reader:
         return self.read(name).reshape(self.layout.specs[name].shape)
 
 
-def pread(file: int, start: int, stop: int) -> Iterator[bytes]:
+def pread(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     """The bytes from `start` to `stop` of an open file, in blocks; fewer if it ends before."""
     while start < stop:
-        part = os.pread(file, min(READ_BYTES, stop - start), start)
+        part = os.pread(file.fileno(), min(READ_BYTES, stop - start), start)
         if not part:
             return
         yield part
@@ -262,26 +262,13 @@ def pread(file: int, start: int, stop: int) -> Iterator[bytes]:
 
 def verify(path: Path, ranges: Iterable[Range]) -> None:
     """Raise Damaged at the first range that does not hold what was written to it, and OSError."""
-    file = open_regular(path)
-    try:
+    with open_regular(path) as file:
         for start, stop, expected in ranges:
             crc32 = 0
             for part in pread(file, start, stop):
                 crc32 = zlib.crc32(part, crc32)
             if crc32 != expected:
                 raise Damaged(f"{path.name}: bytes {start} to {stop} are not those that were written")
-    finally:
-        os.close(file)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace a small file as a whole: a reader finds the old one or the new one, also after a crash."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def flush_folder(path: Path) -> None:

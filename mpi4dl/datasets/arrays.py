@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError, Image, Pixels, WholeImage, unit_values
 from mpi4dl.datasets.colour import bytes_of
-from mpi4dl.datasets.files import open_regular
 from mpi4dl.geometry import Interval
 
 NPZ_LAYOUT = "expected arrays x_train, y_train, x_test, y_test, or x, y"

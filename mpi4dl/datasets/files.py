@@ -1,17 +1,15 @@
 """Which reader opens an image file; whatever a reader stumbles over becomes one kind of error here."""
 
-import os
-import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import PIL.Image
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import BadImage, DatasetError, Image, Pixels, Values
 from mpi4dl.datasets.colour import TAG, rgb_of_pillow, upright
@@ -138,16 +136,3 @@ def blaming(path: Path) -> Iterator[None]:
         raise BadImage(path, reason) from error
     except Exception as error:
         raise BadImage(path, f"cannot be decoded: {str(error) or type(error).__name__}") from error
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading. Pipes, sockets and devices, at which a reader could wait for ever, are refused.
-
-    Raises:
-        OSError: it cannot be opened, or is none of the regular files.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "it is no regular file, but a pipe, a device or a folder", str(path))
-    return os.fdopen(descriptor, "rb")

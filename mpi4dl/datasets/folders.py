@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError
-from mpi4dl.datasets.files import open_regular
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError, Image
-from mpi4dl.datasets.files import SUFFIXES, open_image, open_regular
+from mpi4dl.datasets.files import SUFFIXES, open_image
 from mpi4dl.datasets.volumes import AS_THEY_ARE, VOLUME_SUFFIXES, VolumeFile, open_volume
 
 # Which folders of a source of images are its classes, and which are its parts for training and for validation.

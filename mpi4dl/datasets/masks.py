@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets import tiff
 from mpi4dl.datasets.base import IGNORED, BadImage
 from mpi4dl.datasets.colour import TAG, upright
-from mpi4dl.datasets.files import blaming, open_regular
+from mpi4dl.datasets.files import blaming
 from mpi4dl.datasets.volumes import VOLUME_SUFFIXES, open_volume
 from mpi4dl.geometry import Interval
 

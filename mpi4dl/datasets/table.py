@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.files import open_regular
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
 
 TABLE = "labels.csv"

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._files import open_regular
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import BadImage, DatasetError, Values, unit_values
-from mpi4dl.datasets.files import blaming, open_regular
+from mpi4dl.datasets.files import blaming
 from mpi4dl.geometry import Interval
 
 AXES = 3

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._files import Replacement
+from mpi4dl._palette import of_classes
 from mpi4dl.datasets.base import Image, Values
 from mpi4dl.datasets.split import Named
 from mpi4dl.datasets.transform import Fit, View
 from mpi4dl.geometry import Interval
-from mpi4dl.training.tensorboard import palette
 
 # Images larger than what a model sees, by windows that overlap: which ones, and each as an image of its own.
 #
@@ -218,15 +219,15 @@ class PngMask:
     def __init__(self, path: Path, size: tuple[int, int], num_classes: int) -> None:
         self.path, self._wide = path, num_classes > 256
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = path.with_name(f".{path.name}.new")
-        self._file = self._temporary.open("wb")
+        self._new = Replacement(path)
+        self._file = self._new.temporary.open("wb")
         self._packer = zlib.compressobj()
         height, width = size
         kind, bits = (_GREY, 16) if self._wide else (_PALETTE, 8)
         self._file.write(b"\x89PNG\r\n\x1a\n")
         self._chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0))
         if not self._wide:
-            self._chunk(b"PLTE", palette(max(2, num_classes)))
+            self._chunk(b"PLTE", of_classes(max(2, num_classes)))
 
     def _chunk(self, name: bytes, data: bytes) -> None:
         self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
@@ -242,11 +243,11 @@ class PngMask:
         self._chunk(b"IDAT", self._packer.flush())
         self._chunk(b"IEND", b"")
         self._file.close()
-        self._temporary.rename(self.path)
+        self._new.keep()
 
     def drop(self) -> None:
         self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._new.drop()
 
 
 class ArrayMask:
@@ -255,8 +256,8 @@ class ArrayMask:
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = path.with_name(f".{path.name}.new")
-        self._array: Any = np.lib.format.open_memmap(self._temporary, "w+", dtype=np.dtype(dtype), shape=shape)
+        self._new = Replacement(path)
+        self._array: Any = np.lib.format.open_memmap(self._new.temporary, "w+", dtype=np.dtype(dtype), shape=shape)
 
     def write(self, where: tuple[slice, ...], rows: npt.NDArray[Any]) -> None:
         """The values there."""
@@ -265,11 +266,11 @@ class ArrayMask:
     def close(self) -> None:
         self._array.flush()
         self._array = None
-        self._temporary.rename(self.path)
+        self._new.keep()
 
     def drop(self) -> None:
         self._array = None
-        self._temporary.unlink(missing_ok=True)
+        self._new.drop()
 
 
 class StitchedMask:

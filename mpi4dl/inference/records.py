@@ -16,9 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpi4dl._files import lock, naming
-from mpi4dl.checkpoints.storage import write_durably
-from mpi4dl.datasets.files import open_regular
+from mpi4dl._files import lock, naming, open_regular, write_durably
 from mpi4dl.inference.masks import FOLDER as MASKS
 from mpi4dl.options.config import ConfigError
 from mpi4dl.runs.folder import finite

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4dl._files import write_durably
 from mpi4dl._progress import ProgressOfImages
 from mpi4dl._wording import aligned, counted
-from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets.base import printable
 from mpi4dl.datasets.listed import ListedFiles

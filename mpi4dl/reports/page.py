@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mpi4dl._files import read_regular
+from mpi4dl._palette import CURVES, PURPOSES
 from mpi4dl._wording import counted
 from mpi4dl.options.config import Config, to_toml
 from mpi4dl.parallel.tables.drawing import as_svg, legend, summary
@@ -36,8 +37,6 @@ from mpi4dl.reports.reading import (
 
 # Curves as SVG: small, readable on a phone, in the page's own colours and letters, with values to point at.
 
-# Told apart by colour-blind eyes too (Okabe and Ito, 2008), darkened where white paper needs it.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#6a3d9a", "#555555")
 WIDTH, HEIGHT = 360, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 24
 MOST_POINTS = 300  # of a curve that are drawn
@@ -59,7 +58,7 @@ class Curve:
 
 
 def colour_of(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+    return CURVES[number % len(CURVES)]
 
 
 def number_text(value: float) -> str:
@@ -220,7 +219,6 @@ MOST_IN_MATRIX = 24  # classes of a matrix that is shown whole
 MOST_CONFUSIONS = 20
 MOST_MODULES = 60
 MOST_RANKS = 16
-PURPOSE_COLOURS = ("#2f6fb0", "#c8571b", "#3c7d4f", "#8a8a8a", "#8e5ea2")
 OF_EACH_START = ("run_folder", "resume", "dry_run")  # which say nothing of what was trained
 
 
@@ -464,7 +462,7 @@ def _memory(run: FoundRun) -> dict[str, Any] | None:
         return None
     ranks = run.portrait.memory
     purposes = list(dict.fromkeys(name for rank in ranks for name in rank))
-    colours = {name: PURPOSE_COLOURS[i % len(PURPOSE_COLOURS)] for i, name in enumerate(purposes)}
+    colours = {name: PURPOSES[i % len(PURPOSES)] for i, name in enumerate(purposes)}
     most = max(sum(rank.values()) for rank in ranks) or 1
     order = sorted(enumerate(ranks), key=lambda item: -sum(item[1].values()))[:MOST_RANKS]
     bars = []

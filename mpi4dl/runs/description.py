@@ -28,9 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpi4dl._files import naming, open_regular, read_regular
+from mpi4dl._files import naming, open_regular, read_regular, write_durably
 from mpi4dl.checkpoints.manifest import ABOUT
-from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.base import task_of
 from mpi4dl.datasets.transform import Fit
@@ -241,7 +240,7 @@ def _key(create: bool = False) -> bytes | None:
                     os.link(name, file)
             finally:
                 Path(name).unlink()
-        with os.fdopen(open_regular(file), "rb") as opened:
+        with open_regular(file) as opened:
             about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES)
         private = about.st_uid == os.getuid() and not stat.S_IMODE(about.st_mode) & 0o077
         return key if private and len(key) == KEY_BYTES else None

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpi4dl import datasets
+from mpi4dl._files import naming, write_durably
 from mpi4dl._wording import counted
-from mpi4dl.checkpoints.storage import write_durably
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
 from mpi4dl.datasets.base import task_of
@@ -40,7 +40,6 @@ from mpi4dl.estimate.planning import TrainedOn
 from mpi4dl.geometry import Box
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
-from mpi4dl.runs.folder import naming
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 #

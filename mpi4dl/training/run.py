@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._memory import MemoryMeter
+from mpi4dl._palette import LOADS
 from mpi4dl._wording import counted
 from mpi4dl.checkpoints import Checkpoints, load, save_model
 from mpi4dl.checkpoints.json_values import put_back
@@ -84,8 +85,6 @@ def _next_logits(engine: Engine, tokens: list[int], context: int) -> Tensor:
 
 CELL_PIXELS = 16
 BRIGHTEST = 2.0  # times the even share
-# From dark to light through equally spaced colours, which differ in grey, too.
-COLOURS = ((0.05, 0.03, 0.20), (0.42, 0.08, 0.43), (0.80, 0.28, 0.30), (0.98, 0.65, 0.24), (0.99, 0.98, 0.75))
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class ExpertUse:
         """(1, 3, H, W), from 0 to 1: a row of cells for each layer, in the order of the model."""
         widest = max(len(load) for load in self.loads.values())
         rows = [torch.nn.functional.pad(load, (0, widest - len(load))) for load in self.loads.values()]
-        place = (torch.stack(rows) / BRIGHTEST).clamp(0, 1) * (len(COLOURS) - 1)
-        colours = torch.tensor(COLOURS)
-        below = place.floor().long().clamp_max(len(COLOURS) - 2)
+        place = (torch.stack(rows) / BRIGHTEST).clamp(0, 1) * (len(LOADS) - 1)
+        colours = torch.tensor(LOADS)
+        below = place.floor().long().clamp_max(len(LOADS) - 2)
         part = (place - below)[..., None]
         cells = (colours[below] * (1 - part) + colours[below + 1] * part).permute(2, 0, 1)
         return cells.repeat_interleave(CELL_PIXELS, 1).repeat_interleave(CELL_PIXELS, 2)[None]

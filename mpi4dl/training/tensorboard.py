@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl._memory import MemoryMeter
+from mpi4dl._palette import GOOD, INK, PAPER, WRONG, of_classes
 from mpi4dl.engine import Engine
 from mpi4dl.estimate.comparison import foreseen
 from mpi4dl.estimate.dry_run import title
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 CELL_PX, LETTER_PX, MARGIN_PX = 44, 13, 6
 MOST_LETTERS = 18
 MOST_CLASSES = 40  # of a matrix that is drawn
-INK, PAPER, GOOD, WRONG = (25, 28, 32), (255, 255, 255), (0, 114, 178), (200, 60, 30)
 
 
 def _short(name: str) -> str:
@@ -70,18 +70,6 @@ def confusion_picture(matrix: "Sequence[Sequence[float]] | Tensor", classes: Seq
     return np.asarray(image)
 
 
-def palette(count: int) -> bytes:
-    """Colours that are far from each other for neighbouring numbers, black first: as those of PASCAL VOC."""
-    found = bytearray()
-    for number in range(count):
-        colour = [0, 0, 0]
-        for bit in range(8):
-            for channel in range(3):
-                colour[channel] |= (number >> (3 * bit + channel) & 1) << (7 - bit)
-        found += bytes(colour)
-    return bytes(found)
-
-
 def overlaid(images_NCHW: "Tensor", true_NHW: "Tensor", predicted_NHW: "Tensor") -> Any:
     """An array (H, W, 3) of bytes: a row for each image, of the image, its mask over it, and the predicted one.
 
@@ -91,7 +79,7 @@ def overlaid(images_NCHW: "Tensor", true_NHW: "Tensor", predicted_NHW: "Tensor")
 
     pixels = (images_NCHW.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
     pixels = pixels.repeat(3, axis=3) if pixels.shape[3] == 1 else pixels
-    colours = np.frombuffer(palette(256), np.uint8).reshape(-1, 3)
+    colours = np.frombuffer(of_classes(256), np.uint8).reshape(-1, 3)
     rows = []
     for image, *masks in zip(pixels, true_NHW.numpy(), predicted_NHW.numpy(), strict=True):
         shown = [image]

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mpi4dl._files import write_durably
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
@@ -199,12 +200,12 @@ def test_a_header_that_is_no_json_is_damaged(tmp_path: Path) -> None:
 
 def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
-    storage.write_durably(path, b"old")
+    write_durably(path, b"old")
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        storage.write_durably(path, b"new and longer")
+        write_durably(path, b"new and longer")
     assert path.read_bytes() == b"old"

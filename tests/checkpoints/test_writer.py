@@ -115,7 +115,7 @@ def endless(path: Path) -> None:
 
 UNREADABLE: list[tuple[Callable[[Path], Any], str]] = [
     (another_format, "its format is 3, but this version of mpi4dl reads 2: use the version that wrote it"),
-    (pipe, "manifest.json: it is no regular file"),
+    (pipe, "manifest.json: it is no regular file, but a pipe, a device or a folder"),
     (endless, "manifest.json: Too many levels of symbolic links"),
 ]
 

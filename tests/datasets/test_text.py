@@ -384,9 +384,9 @@ def test_a_killed_writer_leaves_nothing_that_is_believed(folder: Path, tmp_path:
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(tokens)], capture_output=True, timeout=600)
     assert (done.returncode, done.stderr) == (-9, b"")
     (left,) = tokens.iterdir()
-    assert left.suffix == ".part"
+    assert left.suffix == ".new"
     file = encode_corpus(find_documents(folder), ByteTokenizer(), tokens)
-    assert {path.suffix for path in tokens.iterdir()} == {".part", ".npy", ".json"}
+    assert {path.suffix for path in tokens.iterdir()} == {".new", ".npy", ".json"}
     file.path.unlink()
     os.utime(left, (time.time() - 100_000,) * 2)
     encode_corpus(find_documents(folder), ByteTokenizer(), tokens)

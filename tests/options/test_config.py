@@ -101,7 +101,7 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--context 16 32", "--context takes one value, but '32' follows it: it must be a whole number of at least 1"),
         ("--help trainig", "--help trainig: there is no group trainig; did you mean training?"),
         ("--seed 9223372036854775808", "--seed is '9223372036854775808', but must be a whole number from 0 to 9223372036854775807"),  # noqa: E501
-        ("--config /dev/null", "--config /dev/null: it is no regular file"),
+        ("--config /dev/null", "--config /dev/null: it is no regular file, but a pipe, a device or a folder"),
         ("resnet50", "the argument 'resnet50' belongs to no flag; values follow their flag, as in --epochs 3"),
         ("--batch-size four", "--batch-size is 'four', but must be a whole number of at least 1"),
         ("--batch-size 0", "--batch-size is '0', but must be a whole number of at least 1"),
@@ -132,7 +132,9 @@ def test_nests_beyond_all_use_are_refused(write: Write, levels: int) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert refusal("--config", str(tmp_path / "pipe")) == f"--config {tmp_path / 'pipe'}: it is no regular file"
+    assert refusal("--config", str(tmp_path / "pipe")) == (
+        f"--config {tmp_path / 'pipe'}: it is no regular file, but a pipe, a device or a folder"
+    )
 
 
 def test_bad_keyword_arguments_are_refused_with_an_example() -> None:

@@ -74,7 +74,7 @@ def save_weights(comm: Communicator, path: Path) -> str:
 
 def test_weights_that_cannot_be_written_leave_nothing(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    (tmp_path / ".writing-model.safetensors").symlink_to(FULL)
+    (tmp_path / ".model.safetensors.new").symlink_to(FULL)
     (said,) = set(ranks(2).run(save_weights, path))
     assert said.endswith(f": '{path}'")
     assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mpi4dl._palette import GOOD, WRONG
 from mpi4dl.engine import Evaluation
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.training.report import Reporter, StepReport, ValidationReport, duration, summary
-from mpi4dl.training.tensorboard import GOOD, WRONG, captioned, confusion_picture
+from mpi4dl.training.tensorboard import captioned, confusion_picture
 
 STEP = StepReport(
     step=120, epoch=3, loss=0.4312, images_per_second=12.34, data_wait=0.021, comm_wait=0.08,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpi4dl._palette import WRONG
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.options.config import parse
@@ -16,7 +17,7 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Task
 from mpi4dl.training.report import Reporter
-from mpi4dl.training.tensorboard import WRONG, Showing, overlaid
+from mpi4dl.training.tensorboard import Showing, overlaid
 from tests.pool.ranks import Ranks
 from tests.short_runs import tiles_of
 from tests.tasks.cases import SIZE, Dense, Small, images_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.files import open_regular
 from mpi4dl.datasets.listed import visible
 
 STDLIB = "stdlib"

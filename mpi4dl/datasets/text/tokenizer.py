@@ -1,11 +1,7 @@
 """Tokenizers: what one answers, bytes as tokens, and byte-level BPE."""
 
-import glob
 import hashlib
 import importlib
-import os
-import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mpi4dl._files import Replacement, flush
 from mpi4dl._wording import to_install
 from mpi4dl.datasets.base import DatasetError
 
@@ -60,8 +57,6 @@ class ByteTokenizer:
 
 # Writes files that others read: whole or not at all, also if the writer is killed.
 
-DAY_SECONDS = 86_400.0
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -73,30 +68,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DatasetError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
-        try:
-            with temporary.open("x+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with Replacement(path, shared=True) as temporary, temporary.open("x+b") as file:
+            yield file
+            flush(file)
     except OSError as error:
         raise DatasetError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _remove_leftovers(path: Path) -> None:
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        try:
-            if time.time() - left.stat().st_mtime > DAY_SECONDS:
-                left.unlink()
-        except FileNotFoundError:  # another process was faster
-            pass
 
 
 # Byte-level BPE: frequent runs of bytes are tokens. Trained on a corpus, and kept in one JSON file.

@@ -11,7 +11,6 @@ many tokens      likewise with fewer samples, each as long as it is: attention g
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import mpi4dl
+from mpi4dl._files import Replacement
 from mpi4dl._randomness import forked
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
@@ -337,14 +337,8 @@ class Remembered:
         file = self._file(facts)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            try:
-                with os.fdopen(handle, "w") as written:
-                    json.dump({"facts": facts, "value": value}, written)
-                Path(name).replace(file)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            with Replacement(file, shared=True) as temporary:
+                temporary.write_text(json.dumps({"facts": facts, "value": value}))
         except OSError:
             return
 

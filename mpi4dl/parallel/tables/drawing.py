@@ -7,22 +7,12 @@ from statistics import median
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from mpi4dl._palette import IDLE, WORK
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.parallel.tables.table import Action
 
 LETTERS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 NAMES = {"forward": "forward", "backward": "backward", "input": "input gradient", "weight": "weight gradient"}
-# One hue a kind of work, the mirrored copy lighter; told apart in grey and by colour-blind eyes too.
-COLOURS = {
-    ("forward", 0): "#2f6fb0",
-    ("forward", 1): "#a9cdee",
-    ("backward", 0): "#c8571b",
-    ("backward", 1): "#f7bf94",
-    ("input", 0): "#c8571b",
-    ("input", 1): "#f7bf94",
-    ("weight", 0): "#3c7d4f",
-    ("weight", 1): "#b3dcbb",
-}
 
 
 def draw(simulation: Simulation, path: Path) -> None:
@@ -65,7 +55,6 @@ def summary(simulation: Simulation) -> str:
 
 
 LANE_PX, LETTER_PX, BEFORE_PX, BEHIND_PX = 22, 11, 62, 76
-LIGHT = "#dcdcdc"  # of idle ranks
 
 
 class Mark(NamedTuple):
@@ -89,10 +78,10 @@ def marks(simulation: Simulation) -> Iterator[Mark]:
     for rank, (row, bubble) in enumerate(zip(simulation.rows, simulation.bubbles, strict=True)):
         top, middle = LANE_PX * rank, LANE_PX * (rank + 0.5)
         yield Mark(0, middle, 0, "", f"rank {rank}", "start")
-        yield Mark(BEFORE_PX, top, width, LIGHT, "idle")
+        yield Mark(BEFORE_PX, top, width, IDLE, "idle")
         for action, start, end in row:
             left, long = BEFORE_PX + start / makespan * width, (end - start) / makespan * width
-            colour, label = COLOURS[action.kind, action.direction], _label(action, many)[1:]
+            colour, label = WORK[action.kind, action.direction], _label(action, many)[1:]
             yield Mark(left, top, long, colour, f"{action}: {start:.4g} to {end:.4g} s")
             if long >= 6.5 * len(label) + 2:
                 yield Mark(left + long / 2, middle, 0, "black" if action.direction else "white", label, "middle")
@@ -157,7 +146,7 @@ def legend(simulation: Simulation) -> list[tuple[str, str]]:
     used = {(span.action.kind, span.action.direction) for row in simulation.rows for span in row}
     return [
         (colour, NAMES[kind] + (", mirrored copy" if direction else ""))
-        for (kind, direction), colour in COLOURS.items()
+        for (kind, direction), colour in WORK.items()
         if (kind, direction) in used
     ]
 

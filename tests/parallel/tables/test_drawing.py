@@ -3,7 +3,8 @@
 from textwrap import dedent
 from xml.etree.ElementTree import fromstring
 
-from mpi4dl.parallel.tables.drawing import COLOURS, LIGHT, as_image, as_svg, as_text
+from mpi4dl._palette import IDLE, WORK
+from mpi4dl.parallel.tables.drawing import as_image, as_svg, as_text
 from mpi4dl.parallel.tables.schedules import table_for
 from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
 from mpi4dl.parallel.tables.table import Placement
@@ -58,9 +59,9 @@ def test_a_timeline_in_a_page_shows_when_each_rank_does_what() -> None:
     placement = Placement.row([2, 1], 2)
     simulation = simulated("zero-bubble", placement, 2, Costs.equal(2))
     root = fromstring(as_svg(simulation))
-    boxes = [box for box in root.iter("rect") if box.get("fill") != LIGHT]
+    boxes = [box for box in root.iter("rect") if box.get("fill") != IDLE]
     spans = [span for row in simulation.rows for span in row]
-    assert [box.get("fill") for box in boxes] == [COLOURS[span.action.kind, span.action.direction] for span in spans]
+    assert [box.get("fill") for box in boxes] == [WORK[span.action.kind, span.action.direction] for span in spans]
     assert [box[0].text for box in boxes] == [f"{action}: {start:.4g} to {end:.4g} s" for action, start, end in spans]
     # One scale for all of them.
     long = [float(box.get("width", 0)) for box in boxes]
@@ -70,7 +71,7 @@ def test_a_timeline_in_a_page_shows_when_each_rank_does_what() -> None:
     assert {f"{100 * bubble:.0f} % idle" for bubble in simulation.bubbles} | {"rank 2", "0 s", "1"} <= set(words)
     picture = as_image(simulation)
     colours = {f"#{r:02x}{g:02x}{b:02x}" for _, (r, g, b) in picture.getcolors(1 << 24)}
-    assert colours >= {COLOURS[kind, way] for kind in ("forward", "input", "weight") for way in (0, 1)} | {LIGHT}
+    assert colours >= {WORK[kind, way] for kind in ("forward", "input", "weight") for way in (0, 1)} | {IDLE}
 
 
 def test_a_table_that_takes_no_time_has_a_picture_too() -> None:
