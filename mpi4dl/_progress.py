@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mpi4dl._wording import counted, in_words
+from mpi4dl._wording import counted, duration
 
 QUIET_SECONDS = 10.0  # between two lines of a file or a pipe
 TERMINAL_SECONDS = 0.5
@@ -61,35 +61,61 @@ class ProgressLine:
             self._stream.flush()
 
 
-# How far a command is: a bar on a terminal, else a line now and then, with the time that is left.
+class ProgressBar:
+    """A bar of so many steps on standard error, if that is a terminal; else `is_due` says when to print a line instead.
 
-IMAGES_QUIET_SECONDS = 10.0
+    `shown`: on this rank; others print nothing.
+    """
+
+    def __init__(
+        self, total: int, unit: str, done: int = 0, shown: bool = True, seconds: float = QUIET_SECONDS
+    ) -> None:
+        self._shown, self._seconds, self._said = shown, seconds, time.monotonic()
+        self.bar: Any = None
+        if shown and sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit=unit, file=sys.stderr, dynamic_ncols=True)
+
+    def to(self, done: int) -> None:
+        """So many steps are done."""
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is no bar, and nothing was printed for a while."""
+        return self._shown and self.bar is None and time.monotonic() - self._said >= self._seconds
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self._said = time.monotonic()
+        if self.bar is None:
+            print(line, flush=True)
+        else:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 class ProgressOfImages:
     """Of `total` images; on rank 0, others say nothing."""
 
     def __init__(self, total: int, speaks: bool) -> None:
-        self.total, self.done, self.bad, self._speaks = total, 0, 0, speaks
-        self._began = self._said = time.monotonic()
-        self._bar: Any = None
-        if speaks and sys.stderr.isatty():
-            self._bar = tqdm(total=total, unit="image", file=sys.stderr, dynamic_ncols=True)
+        self.total, self.done, self.bad = total, 0, 0
+        self._began = time.monotonic()
+        self._bar = ProgressBar(total, "image", shown=speaks)
+        self.close = self._bar.close
 
     def advance(self, done: int, bad: int) -> None:
         self.done, self.bad = self.done + done, self.bad + bad
-        if self._bar is not None:
-            self._bar.update(done)
-        elif self._speaks and time.monotonic() - self._said >= IMAGES_QUIET_SECONDS:
-            self._said = time.monotonic()
-            print(self.line(self._said - self._began), flush=True)
+        self._bar.to(self.done)
+        if self._bar.is_due:
+            self._bar.say(self.line(time.monotonic() - self._began))
 
     def line(self, seconds: float) -> str:
         rate = self.done / max(seconds, 1e-9)
-        left = in_words((self.total - self.done) / rate) if self.done else "an unknown time"
+        left = duration((self.total - self.done) / rate) if self.done else "an unknown time"
         bad = f", {self.bad} of them bad" if self.bad else ""
         return f"{self.done} of {counted(self.total, 'image')}{bad}, {rate:.3g} images/s, {left} left"
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -47,10 +47,13 @@ def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def in_words(seconds: float) -> str:
-    """A time of two units at most."""
-    if seconds < 60:
+def duration(seconds: float) -> str:
+    """Of two units at most: `40 s`, `2 min`, `3 h 20 min`, `2 d 5 h`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
         return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from mpi4dl._wording import counted, in_words
+from mpi4dl._wording import counted, duration
 from mpi4dl.geometry import GridShape, Split, ceil_div, even_cuts
 from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.config import Config
@@ -85,7 +85,7 @@ class Passes:
         slow, fast = ("", "")
         if flop_seconds is not None:
             slow, fast = (
-                f", about {in_words(self.step_flops(exact) * flop_seconds)} a step" for exact in (True, False)
+                f", about {duration(self.step_flops(exact) * flop_seconds)} a step" for exact in (True, False)
             )
         found = (
             f"`stream_norm` exact reads each part of the images {self.each_step} times a step, {self.forward} forward "

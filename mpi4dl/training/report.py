@@ -1,7 +1,6 @@
 """Says how a run goes, from rank 0: to the reader, to TensorBoard, and to metrics.jsonl, with the same numbers."""
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from mpi4dl._wording import counted
+from mpi4dl._progress import ProgressBar
+from mpi4dl._wording import counted, duration
 from mpi4dl.engine import Engine
 from mpi4dl.runs.folder import LOGGER_NAME, MetricsFile, RunFolder
 from mpi4dl.training.tensorboard import confusion_picture
@@ -173,18 +172,6 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.3g}" if per_second < 1 else f"{per_second:.1f}"
 
 
-def duration(seconds: float) -> str:
-    """Of two units at most: `40 s`, `2 min`, `3 h 20 min`, `2 d 5 h`."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes // (24 * 60)} d {minutes // 60 % 24} h"
-
-
 class Reporter:
     """Where the reports of a run go; make one on rank 0 only, and close it, best by `with`.
 
@@ -203,12 +190,9 @@ class Reporter:
     ) -> None:
         self._metrics = MetricsFile(folder)
         self._writer: Any = _summary_writer(folder, first_step) if tensorboard else None
-        self._bar: Any = None
-        self._said = time.monotonic()
+        self._bar = ProgressBar(total_steps, "step", first_step, seconds=QUIET_SECONDS)
         self._total_steps, self._classes = total_steps, classes
         self._first: tuple[int, float] | None = None  # the first step that was finished, and when
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True)
 
     @property
     def has_pictures(self) -> bool:
@@ -219,14 +203,13 @@ class Reporter:
         """Move the progress bar, if there is one, to `step` finished steps; call it after every step."""
         if self._first is None:
             self._first = step, time.monotonic()
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self._bar.to(step)
 
     def working(self, doing: str) -> None:
         """Say what a step is doing: beside the progress bar, or in a line now and then."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(doing)
-        elif time.monotonic() - self._said >= QUIET_SECONDS:
+        if self._bar.bar is not None:
+            self._bar.bar.set_postfix_str(doing)
+        elif self._bar.is_due:
             self.say(doing)
 
     def step(self, report: StepReport) -> None:
@@ -239,7 +222,7 @@ class Reporter:
         """How long the steps after this one take, with validations and checkpoints as up to now; the first one, in
         which much is prepared, does not count.
         """
-        if self._bar is not None or self._first is None or not self._first[0] < step < self._total_steps:
+        if self._bar.bar is not None or self._first is None or not self._first[0] < step < self._total_steps:
             return ""
         first, began = self._first
         return duration((time.monotonic() - began) / (step - first) * (self._total_steps - step)) + " left"
@@ -268,17 +251,11 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar, and log it."""
-        self._said = time.monotonic()
         logging.getLogger(LOGGER_NAME).info(line)
-        if self._bar is None:
-            print(line, flush=True)
-        else:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+        self._bar.say(line)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if self._writer is not None:
             self._writer.close()
         self._metrics.close()

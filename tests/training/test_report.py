@@ -13,9 +13,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpi4dl._palette import GOOD, WRONG
+from mpi4dl._wording import duration
 from mpi4dl.engine import Evaluation
 from mpi4dl.runs.folder import RunFolder
-from mpi4dl.training.report import Reporter, StepReport, ValidationReport, duration, summary
+from mpi4dl.training.report import Reporter, StepReport, ValidationReport, summary
 from mpi4dl.training.tensorboard import captioned, confusion_picture
 
 STEP = StepReport(

@@ -61,9 +61,7 @@ class Explanation:
         return sum(getattr(operator, count) for operator in self.operators)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("module", "operator", "output", "halo bytes", "messages", "gathered", "reduced")
-        ]
+        rows: list[tuple[str, ...]] = [HEADINGS]
         for o in self.operators:
             if o.communicates:
                 rows.append((o.module, o.name, "x".join(map(str, o.output)), *_cells(partial(getattr, o))))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mpi4dl._progress import quietly
 from mpi4dl.geometry import BATCH, GridShape, Split, Tiling, even_cuts
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype
 from mpi4dl.parallel.pipeline.stage import Recipe, Stage
@@ -22,7 +23,7 @@ from mpi4dl.parallel.spatial.grid import Grid
 from mpi4dl.parallel.spatial.sharding import from_tiling
 from mpi4dl.parallel.streaming.margins import CannotStream, Rehearsed, Route, run
 from mpi4dl.parallel.streaming.norms import MODES, KnownStatistics
-from mpi4dl.parallel.streaming.stream import Progress, Streaming, quietly
+from mpi4dl.parallel.streaming.stream import Progress, Streaming
 from mpi4dl.parallel.streaming.visits import Given, ImageSource, OwnSamples, Visits
 
 # A part of a model, or all of it, in segments that are streamed one after the other.

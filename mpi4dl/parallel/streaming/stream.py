@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpi4dl._progress import quietly
 from mpi4dl._randomness import RandomStates
 from mpi4dl.comm import Refusal
 from mpi4dl.comm.exchange import narrow
@@ -88,10 +89,6 @@ class Input:
 
 Progress = Callable[[str], None]
 Use = Callable[..., None]  # what is done with what a visit was given, and made
-
-
-def quietly(doing: str) -> None:
-    """Tell nobody."""
 
 
 class Streaming:
