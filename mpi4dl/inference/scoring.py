@@ -24,8 +24,7 @@ from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined, table_row
 from mpi4dl.runs.folder import finite
-from mpi4dl.tasks import counting
-from mpi4dl.tasks.counting import WHY_NONE, bootstrap
+from mpi4dl.tasks.counting import MEASURES, WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import Regress, Segment, Task
@@ -241,7 +240,7 @@ class _Collected:
                 self.undefined += 1
                 self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
                 continue
-            alike = {name: float(of(each.double())) for name, of in _measures(ALIKE).items()}
+            alike = {name: float(MEASURES[name](each.double())) for name in ALIKE}
             self.records[index] = self._with_share(index, alike)
 
     def metrics(self, resamples: int, level: float) -> tuple[dict[str, Measured], list[Any] | None]:
@@ -265,7 +264,7 @@ class _Collected:
         def function(of: Any) -> Callable[[Tensor], float]:
             return lambda drawn: float(of(counts[drawn].sum(0)))
 
-        return {name: function(of) for name, of in _measures(ALIKE).items()}, counts.sum(0).long().tolist()
+        return {name: function(MEASURES[name]) for name in ALIKE}, counts.sum(0).long().tolist()
 
     def _of_images(self) -> tuple[dict[str, Callable[[Tensor], float]], list[Any] | None]:
         outputs, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
@@ -294,13 +293,6 @@ class _Collected:
 
             return value
 
-        functions |= {name: of_counts(of) for name, of in _measures(COUNTED).items()}
+        functions |= {name: of_counts(MEASURES[name]) for name in COUNTED}
         confusion = torch.bincount(pairs, minlength=size * size).view(size, size)
         return functions, confusion.tolist()
-
-
-def _measures(names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Metrics that follow from counts of what was taken for what."""
-    found = {"accuracy": counting.accuracy, "balanced_accuracy": counting.balanced_accuracy, "f1": counting.dice}
-    found |= {"pixel_accuracy": counting.accuracy, "dice": counting.dice, "iou": counting.iou}
-    return {name: found[name] for name in names}

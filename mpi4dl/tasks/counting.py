@@ -54,19 +54,23 @@ def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
 class OfCounts:
     """A number that follows from how often each class (row) was taken for each (column).
 
-    `update(probabilities, targets)` takes (N, classes) and classes (N,). A model may have outputs for more classes than
-    `num_classes`.
+    `update(predictions, targets)` takes probabilities (N, classes) and classes (N,), or classes of any shape twice. A
+    model may have outputs for more classes than `num_classes`.
     """
 
     def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
         self.measure, self.ignore_index = measure, ignore_index
         self.counts = torch.zeros((num_classes, num_classes), dtype=torch.int64)
 
-    def update(self, probabilities: Tensor, targets: Tensor) -> None:
-        predictions, targets = _counted(probabilities, targets, self.ignore_index)
-        self._grow(predictions.shape[1])
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        predictions, targets = _counted(predictions, targets, self.ignore_index)
+        if predictions.is_floating_point():
+            self._grow(predictions.shape[1])
+            predictions = predictions.argmax(1)
+        elif len(predictions):
+            self._grow(int(predictions.max()) + 1)
         size = len(self.counts)
-        self.counts += torch.bincount(targets * size + predictions.argmax(1), minlength=size**2).view(size, size)
+        self.counts += torch.bincount(targets * size + predictions, minlength=size**2).view(size, size)
 
     def _grow(self, size: int) -> None:
         more = size - len(self.counts)
@@ -81,6 +85,26 @@ class OfCounts:
     def compute(self) -> Tensor:
         found = self.measure(self.counts.double())
         return found.long() if self.measure is confusion else found
+
+
+class OfLabels(OfCounts):
+    """The same where there are several labels: (labels, 2, 2), a label that is there if its probability is over 0.5.
+
+    `update(probabilities, targets)` takes (N, labels, ...) twice, targets 0 and 1.
+    """
+
+    def __init__(self, num_labels: int, measure: Measure, ignore_index: int) -> None:
+        super().__init__(num_labels, measure, ignore_index)
+        self.counts = torch.zeros((num_labels, 2, 2), dtype=torch.int64)
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        labels = torch.arange(len(self.counts)).view(-1, *[1] * (targets.dim() - 2))
+        cells = 4 * labels + 2 * targets.long() + (predictions > 0.5)
+        cells = cells[targets != self.ignore_index]
+        self.counts += torch.bincount(cells, minlength=self.counts.numel()).view(self.counts.shape)
+
+    def _grow(self, size: int) -> None:
+        """The labels are those of the task."""
 
 
 class Auc:
@@ -121,30 +145,36 @@ def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
     return float((of_positive * (below + of_others / 2)).sum() / (num_positive * num_others))
 
 
-def _counted(probabilities: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Targets that count, and their probabilities. Targets (N, classes), as of mixed samples, become classes."""
-    targets = targets.argmax(1) if targets.dim() == 2 else targets.long()
+def _counted(predictions: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Targets that count, and their predictions. Probabilities (N, classes), as of mixed samples, become classes."""
+    mixed = targets.dim() == 2 and predictions.is_floating_point()
+    targets = targets.argmax(1) if mixed else targets.long()
     counts = targets != ignore_index
-    return probabilities[counts], targets[counts]
+    return predictions[counts], targets[counts]
 
 
-OF_CLASSES: Mapping[str, Callable[[int, int], Any]] = {
-    "accuracy": lambda size, ignored: OfCounts(size, accuracy, ignored),
-    "balanced_accuracy": lambda size, ignored: OfCounts(size, balanced_accuracy, ignored),
-    "f1": lambda size, ignored: OfCounts(size, dice, ignored),
-    "confusion": lambda size, ignored: OfCounts(size, confusion, ignored),
-    "auc": Auc,
+MEASURES: Mapping[str, Measure] = {
+    "accuracy": accuracy,
+    "pixel_accuracy": accuracy,
+    "balanced_accuracy": balanced_accuracy,
+    "confusion": confusion,
+    "f1": dice,
+    "dice": dice,
+    "iou": iou,
 }
+KINDS = {"classify": OfCounts, "segment": OfCounts, "multilabel": OfLabels}
 
 
 def makes(task: str, name: str) -> bool:
     """Whether `make` knows this metric of a task."""
-    return task == "classify" and name in OF_CLASSES
+    return task in KINDS and (name in MEASURES or (task, name) == ("classify", "auc"))
 
 
-def make(name: str, num_classes: int, ignore_index: int) -> Any:
-    """A fresh metric of one class for each image, by name."""
-    return OF_CLASSES[name](num_classes, ignore_index)
+def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
+    """A fresh metric of classes, by name."""
+    if name == "auc":
+        return Auc(num_classes, ignore_index)
+    return KINDS[task](num_classes, MEASURES[name], ignore_index)
 
 
 # Intervals of metrics by the bootstrap: the metric of samples drawn anew, with replacement, again and again.

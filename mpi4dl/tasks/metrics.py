@@ -10,31 +10,17 @@ from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.tasks import losses
-from mpi4dl.tasks.counting import Measure, accuracy, confusion, dice, iou
 
 import_torchvision()
 
 from torchmetrics import Metric  # noqa: E402
 from torchmetrics.classification import (  # noqa: E402
     MulticlassAveragePrecision,
-    MulticlassConfusionMatrix,
     MultilabelAUROC,
     MultilabelAveragePrecision,
-    MultilabelConfusionMatrix,
 )
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError  # noqa: E402
 from torchmetrics.utilities import dim_zero_cat  # noqa: E402
-
-
-class OfConfusion(MulticlassConfusionMatrix):
-    """A number that follows from how often each class (row) was taken for each (column)."""
-
-    def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
-        super().__init__(num_classes, ignore_index=ignore_index, validate_args=False)
-        self.measure = measure
-
-    def compute(self) -> Tensor:
-        return self.measure(self.confmat.double())
 
 
 class _OfAnyNumbers:
@@ -42,17 +28,6 @@ class _OfAnyNumbers:
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         super().update(preds, target.long())  # type: ignore[misc]
-
-
-class OfLabels(_OfAnyNumbers, MultilabelConfusionMatrix):
-    """The same where there are several labels: (labels, 2, 2), a label that is there if its probability is over 0.5."""
-
-    def __init__(self, num_labels: int, measure: Measure, ignore_index: int) -> None:
-        super().__init__(num_labels, ignore_index=ignore_index, validate_args=False)
-        self.measure = measure
-
-    def compute(self) -> Tensor:
-        return self.measure(self.confmat.double())
 
 
 def _mean_over_classes(each: Tensor, defined: Tensor) -> Tensor:
@@ -177,18 +152,6 @@ def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
         return MeanSquaredError(squared=False) if name == "rmse" else errors[name]()
     if task == "survival":
         return Concordance()
-    curves: dict[str, Any] = {"average_precision": AveragePrecision}
-    counted: Any = OfConfusion
     if task == "multilabel":
-        curves, counted = {"auc": AucOfLabels, "average_precision": AveragePrecisionOfLabels}, OfLabels
-    if name in curves:
-        return curves[name](num_classes, ignore_index)
-    measures = {
-        "accuracy": accuracy,
-        "pixel_accuracy": accuracy,
-        "confusion": confusion,
-        "f1": dice,
-        "dice": dice,
-        "iou": iou,
-    }
-    return counted(num_classes, measures[name], ignore_index)
+        return {"auc": AucOfLabels, "average_precision": AveragePrecisionOfLabels}[name](num_classes, ignore_index)
+    return AveragePrecision(num_classes, ignore_index)

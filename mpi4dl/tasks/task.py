@@ -19,7 +19,7 @@ MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all proba
 
 def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
     if counting.makes(task, name):
-        return counting.make(name, num_classes, ignore_index)
+        return counting.make(task, name, num_classes, ignore_index)
     from mpi4dl.tasks import metrics  # takes seconds
 
     return metrics.make(task, name, num_classes, ignore_index)
