@@ -50,45 +50,34 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
     import torch
 
     from mpi4dl.checkpoints.json_values import Damaged
-    from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, candidates_at
-    from mpi4dl.checkpoints.saved import newest_whole
-    from mpi4dl.checkpoints.storage import Reader, Spec, StorageLayout, write
-    from mpi4dl.checkpoints.weights import average_of
+    from mpi4dl.checkpoints.manifest import ABOUT, CLASSES, MANIFEST
+    from mpi4dl.checkpoints.storage import Spec, StorageLayout, write
+    from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in, with_average
     from mpi4dl.parallel.replicas.buckets import Shard
-    from mpi4dl.parallel.replicas.group import SLOT
     from mpi4dl.runs.description import FILE, described_by
 
     if not source.is_dir():
         raise ValueError(f"{source}: no such folder; name a run, or one of its checkpoints")
     if not out.parent.is_dir():
         raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
-    chosen, skipped = newest_whole(candidates_at(source))
-    if chosen is None and skipped:
-        raise ValueError(f"no checkpoint is whole: {'; '.join(skipped)}")
-    file = (chosen or source) / MODEL
+    file, skipped = weights_in(source)
     if not file.is_file():
         raise ValueError(f"{source} is neither a run of mpi4dl train with weights nor a checkpoint")
-    with Reader(file) as reader:
-        state = {name: reader.whole(name) for name in reader.layout.specs}
-        metadata = reader.layout.metadata
-    of_average = average_of(chosen or source)
+    stored, of_average = open_weights(str(file)), average_of(file.parent)
+    for name, first in stored.metadata.items():
+        if name not in (CLASSES, ABOUT) and stored.ties.get(name) != first:
+            raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
+    state = {name: stored.read(name) for name in stored.shapes if name not in stored.ties}
     if of_average is not None and average:
-        with Reader(of_average) as reader:
-            prefix = "" if of_average.name == AVERAGE else f"{SLOT}/"
-            for name in state:
-                if f"{prefix}{name}" in reader.layout.specs:
-                    state[name] = reader.whole(f"{prefix}{name}").to(state[name].dtype)
-    ties = {name: first for name, first in metadata.items() if name not in (CLASSES, ABOUT)}
+        averages = with_average(stored, of_average)
+        state = {name: averages.read(name).to(value.dtype) for name, value in state.items()}
     runs = (folder for folder in (source, *source.absolute().parents[:2]) if (folder / FILE).is_file())
     described = described_by(next(runs, source))
-    about = {name: metadata[name] for name in (CLASSES, ABOUT) if name in metadata}
+    about = {name: stored.metadata[name] for name in (CLASSES, ABOUT) if name in stored.metadata}
     if described is not None:
         about |= {CLASSES: json.dumps(described.classes), ABOUT: described.text}
-    for name, first in ties.items():
-        if first not in state or name in state:
-            raise Damaged(f"{file}: {name!r} is declared equal to {first!r}")
     same = out.suffix == ".pt"  # torch.save keeps what is tied, safetensors wants copies
-    state |= {name: state[first] if same else state[first].clone() for name, first in ties.items()}
+    state |= {name: state[first] if same else state[first].clone() for name, first in stored.ties.items()}
     with Replacement(out) as temporary:
         if same:
             with temporary.open("wb") as opened:  # which says why, if the disk is full
@@ -100,7 +89,7 @@ def export(source: Path, out: Path, average: bool = True) -> list[str]:
                 {name: Spec(tuple(value.shape), value.dtype) for name, value in state.items()}, about
             )
             write(temporary, layout, [Shard(name, 0, value.reshape(-1)) for name, value in state.items()], header=True)
-    checked = "" if chosen is not None else " (without checksums: this run has no checkpoints)"
+    checked = "" if (file.parent / MANIFEST).is_file() else " (without checksums: this run has no checkpoints)"
     of = (
         ""
         if of_average is None

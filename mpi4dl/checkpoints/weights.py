@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl._wording import counted, to_install
+from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
 from mpi4dl.checkpoints.storage import Reader
@@ -50,12 +51,16 @@ CACHED_NAMES = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Values by name: their shapes, and `read(name)`. `origin` is their file or model, `metadata` describes them."""
+    """Values by name: their shapes, and `read(name)`. `origin` is their file or model, `metadata` describes them.
+
+    `ties` are names of a value that has another name too, under which it is stored.
+    """
 
     origin: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_weights(source: str, model: str = "") -> WeightSource:
@@ -71,11 +76,20 @@ def open_weights(source: str, model: str = "") -> WeightSource:
     return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path)
 
 
-def _of_run(folder: Path) -> Path:
-    chosen, skipped = newest_whole(candidates_at(folder))
+def weights_in(folder: Path, comm: Communicator | None = None) -> tuple[Path, list[str]]:
+    """Where the weights are of a run's newest whole checkpoint, or without any those that it ended with.
+
+    Beside it what is wrong with checkpoints that were skipped. Collective over `comm`. Raises Damaged if there are
+    checkpoints, and none is whole; on all ranks.
+    """
+    chosen, skipped = newest_whole(candidates_at(folder), comm)
     if chosen is None and skipped:
-        raise ValueError(f"`weights` {folder}: no checkpoint is whole: {'; '.join(skipped)}")
-    path = (chosen or folder) / MODEL
+        raise Damaged(f"no checkpoint is whole: {'; '.join(skipped)}")
+    return (chosen or folder) / MODEL, skipped
+
+
+def _of_run(folder: Path) -> Path:
+    path, _ = weights_in(folder)
     if not path.is_file():
         raise ValueError(
             f"`weights` {folder} is neither a run with weights nor a checkpoint of one: there is no {MODEL}"
@@ -92,7 +106,7 @@ def _of_safetensors(path: Path) -> WeightSource:
     metadata = file.metadata() or {}
     ties = {name: first for name, first in metadata.items() if first in shapes and name not in (CLASSES, ABOUT)}
     shapes |= {name: shapes[first] for name, first in ties.items()}
-    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)), metadata)
+    return WeightSource(str(path), shapes, lambda name: file.get_tensor(ties.get(name, name)), metadata, ties)
 
 
 def _of_pickle(path: Path) -> WeightSource:
@@ -304,17 +318,16 @@ def average_of(folder: Path) -> Path | None:
 
 
 def with_average(stored: WeightSource, path: Path) -> WeightSource:
-    """Weights of which parameters are those that a checkpoint keeps as their average. Raises OSError, ValueError."""
-    reader = Reader(path)
-    ties = {name: first for name, first in stored.metadata.items() if first in stored.shapes}
+    """Weights of which parameters are averages, from the file that `average_of` found. Raises OSError, ValueError."""
+    reader, prefix = Reader(path), "" if path.name == AVERAGE else f"{SLOT}/"
 
     def read(name: str) -> Tensor:
-        for each in (name, ties.get(name, name)):
-            if f"{SLOT}/{each}" in reader.layout.specs:
-                return reader.whole(f"{SLOT}/{each}")
+        for each in (name, stored.ties.get(name, name)):
+            if f"{prefix}{each}" in reader.layout.specs:
+                return reader.whole(f"{prefix}{each}")
         return stored.read(name)
 
-    return WeightSource(f"{stored.origin} (averages)", stored.shapes, read, stored.metadata)
+    return replace(stored, origin=f"{stored.origin} (averages)", read=read)
 
 
 def load_weights(
@@ -337,7 +350,7 @@ def load_weights(
             stored = open_weights(source, model)
             average = average_of(Path(stored.origin).parent) if Path(source).is_dir() else average
             if average is not None:
-                stored = open_weights(str(average)) if average.name == AVERAGE else with_average(stored, average)
+                stored = with_average(stored, average)
             matching = match(stored.shapes, {name: shape for name, (shape, _) in stages.shapes.items()}, stages.ties)
             _require(stored, matching, stages, strict)
     origin, matching = comm.broadcast_object((stored and stored.origin, matching))

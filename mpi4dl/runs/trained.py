@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpi4dl.checkpoints.checkpoints import refusing
-from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL, candidates_at
-from mpi4dl.checkpoints.saved import newest_whole
-from mpi4dl.checkpoints.weights import average_of, open_weights
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, MODEL
+from mpi4dl.checkpoints.weights import average_of, open_weights, weights_in
+from mpi4dl.comm import Communicator
 from mpi4dl.options.config import Config, ConfigError, shared_options
 from mpi4dl.options.parts import is_own
 from mpi4dl.runs.description import FILE, Description, described_by, untrusted
@@ -72,16 +71,13 @@ def find_weights(comm: Communicator, source: Path, average: bool = True) -> Foun
         other = comm.broadcast_object(source.name == MODEL and beside.is_file())
         return FoundWeights(source, (f"these are the weights of the last step; their average is {beside}",) * other)
     with refusing():
-        chosen, skipped = newest_whole(candidates_at(source), comm)
-    if chosen is None and skipped:
-        raise Refusal(f"no checkpoint is whole: {'; '.join(skipped)}")
-    weights = (chosen or source) / MODEL
+        weights, skipped = weights_in(source, comm)
     comm.agree(None if weights.is_file() else f"{source} has no weights yet: there is no checkpoint, and no {MODEL}")
     remarks = [f"skipped {one}" for one in skipped]
     there = None
     with comm.together((ValueError, OSError)):
         if comm.rank == 0:
-            there = average_of(chosen or source)
+            there = average_of(weights.parent)
     there = comm.broadcast_object(there)
     if there is None:
         return FoundWeights(weights, tuple(remarks))
