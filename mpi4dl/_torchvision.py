@@ -31,9 +31,14 @@ def import_torchvision() -> ModuleType:
     Raises:
         ModuleNotFoundError: torchvision is not installed.
     """
+    prepare_torchvision()
+    return import_module("torchvision")
+
+
+def prepare_torchvision() -> None:
+    """Let others import torchvision in their own way from now on. Raises as `import_torchvision`."""
     if "torchvision" not in sys.modules and not _compiled_operators_load():
         _declare_schemas()
-    return import_module("torchvision")
 
 
 def _compiled_operators_load() -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from mpi4dl._torchvision import prepare_torchvision
 from mpi4dl.comm.refusal import Refusal
 from mpi4dl.options.declare import ConfigError, nearest
 from mpi4dl.options.kinds import part_name
@@ -150,6 +151,7 @@ def _said(error: Exception) -> str:
 
 
 def _module(option: str, part: str, where: str) -> ModuleType:
+    prepare_torchvision()  # which it may import
     if not where.endswith(".py"):
         here = str(Path.cwd())
         if here not in sys.path:
