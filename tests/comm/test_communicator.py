@@ -1,91 +1,55 @@
-"""Tensors over MPI: every dtype, layout and size arrives as it was sent, in chunks too; reductions are PyTorch's."""
+"""Tensors over MPI: every dtype, layout and size arrives as it was sent, in pieces too; reductions are PyTorch's."""
 
-from collections.abc import Callable
-from typing import Any
+import time
 
 import pytest
 import torch
-from torch import Tensor
 
-from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.comm import Communicator
 from mpi4dl.comm.communicator import Pending
 from mpi4dl.comm.packing import Piece
+from tests.comm.values import DTYPES, Counting, check, layouts, whole_numbers
 from tests.pool.ranks import Ranks
 
-REALS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-COMPLEX = [torch.complex64, torch.complex128]
-DTYPES = [*REALS, *INTEGERS, *COMPLEX, torch.bool]
+SHAPE = (4, 2, 3, 2)
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (3, 0, 2)]
-
-FEW_RANKS = [1, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (2, 3)), 4]
 IN_PIECES = [1, 2, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in (3, 4))]  # slow in tiny ones
+IN_TINY_PIECES = pytest.mark.parametrize("tiny", [False, True])
 
 
-def sample(dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> Tensor:
-    """Small integers, which every dtype holds exactly, other ones on every rank."""
-    generator = torch.Generator().manual_seed(rank)
-    values = torch.randint(0, 5, shape, generator=generator)
-    if dtype.is_complex:
-        return torch.complex(values.double(), (values - 2).double()).to(dtype)
-    return values.to(dtype)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dense": lambda x: x,
-    "transposed": lambda x: x.mT.contiguous().mT,
-    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-    "offset": lambda x: torch.cat([x, x])[x.shape[0] :],
-}
-
-
-def laid_out(x: Tensor) -> list[Tensor]:
-    return [layout(x.clone()) for name, layout in LAYOUTS.items() if x.dim() >= 2 or name in ("dense", "strided")]
-
-
-def move_everything(comm: Communicator, max_message_bytes: int) -> int:
-    """Send, exchange, broadcast and so on, of every dtype and layout. Returns how many tensors were compared."""
-    comm.max_message_bytes = max_message_bytes
-    compared = 0
-
-    def same(ours: Tensor | None, expected: Tensor) -> None:
-        nonlocal compared
-        assert ours is not None
-        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
-        assert torch.equal(ours, expected), (ours, expected)
-        compared += 1
-
-    last = comm.size - 1
+def move_everything(comm: Communicator, tiny: bool) -> int:
+    """Send, exchange, gather and broadcast every dtype and layout. Returns how many layouts were compared."""
+    comm.max_message_bytes = 10 if tiny else 1 << 30
+    compared, others = 0, range(comm.size)
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     for dtype in DTYPES:
-        for shape in SHAPES:
-            each = [sample(dtype, shape, rank) for rank in range(comm.size)]
-            for mine, into in zip(laid_out(each[comm.rank]), laid_out(torch.zeros_like(each[0])), strict=True):
-                left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        for shape in SHAPES if tiny else [*SHAPES, SHAPE]:
+            everyone = torch.stack([whole_numbers(rank, dtype, shape) for rank in others])
+            mine, zeros = layouts(everyone[comm.rank]), layouts(torch.zeros_like(everyone[0]))
+            for (name, x), (_, into) in zip(mine, zeros, strict=True):
                 receiving = comm.irecv(into, left)
-                comm.send(mine, right)
+                comm.send(x, right)
                 receiving.wait()
-                same(into, each[left])
-                same(comm.broadcast(mine.clone(), last), each[last])
-                same(comm.all_gather(mine), torch.stack(each))
-                swapped = [torch.zeros_like(into) for _ in each]
-                comm.iexchange(
-                    [Piece(to, mine) for to in range(comm.size)], [*map(Piece, range(comm.size), swapped)], 3
-                ).wait()
-                same(torch.stack(swapped), torch.stack(each))
-            for spread in laid_out(torch.zeros_like(each[0])):
-                spread.copy_(each[comm.rank])
-                same(comm.broadcast(spread, 0), each[0])
+                check(into, everyone[left], "send", name)
+                check(comm.all_gather(x), everyone, "all_gather", name)
+                swapped = [torch.zeros_like(into) for _ in others]
+                comm.iexchange([Piece(to, x) for to in others], [*map(Piece, others, swapped)], 3).wait()
+                check(torch.stack(swapped), everyone, "iexchange", name)
+                compared += 1
+            for root in others:
+                for name, x in layouts(everyone[comm.rank]):
+                    check(comm.broadcast(x, root), everyone[root], "broadcast", root, name)
     return compared
 
 
 @pytest.mark.parametrize("num_ranks", IN_PIECES)
-@pytest.mark.parametrize("max_message_bytes", [1 << 30, 10])
-def test_everything_arrives_as_it_was_sent(ranks: Ranks, num_ranks: int, max_message_bytes: int) -> None:
-    assert min(ranks(num_ranks).run(move_everything, max_message_bytes)) > 1000
+@IN_TINY_PIECES
+def test_everything_arrives_as_it_was_sent(ranks: Ranks, num_ranks: int, tiny: bool) -> None:
+    assert min(ranks(num_ranks).run(move_everything, tiny)) > 300
 
 
-def reduce_everything(comm: Communicator, max_reduction_bytes: int) -> int:
-    comm.max_reduction_bytes = max_reduction_bytes
+def reduce_everything(comm: Communicator, tiny: bool) -> int:
+    comm.max_reduction_bytes = 10 if tiny else 1 << 21
     compared = 0
     with_numbers = {
         "sum": lambda x: x.sum(0),
@@ -100,40 +64,22 @@ def reduce_everything(comm: Communicator, max_reduction_bytes: int) -> int:
                 continue
             if dtype is torch.bool:
                 reference = with_booleans.get(op, reference)
-            for shape in SHAPES:
-                each = torch.stack([sample(dtype, shape, rank) for rank in range(comm.size)])
+            for shape in SHAPES if tiny else [*SHAPES, SHAPE]:
+                each = torch.stack([whole_numbers(rank, dtype, shape) for rank in range(comm.size)])
                 expected = reference(each).to(dtype)
-                for mine in laid_out(each[comm.rank]):
-                    all_reduced = mine.clone()
-                    assert comm.all_reduce(all_reduced, op) is all_reduced
-                    comm.ireduce(mine, op, comm.size - 1).wait()
-                    if comm.rank == comm.size - 1:
-                        assert torch.equal(mine, expected), (dtype, op, mine, expected)
-                    assert torch.equal(all_reduced, expected), (dtype, op, all_reduced, expected)
-                    assert all_reduced.dtype is dtype
-                    compared += 1
+                for root in (None, *range(comm.size)) if op == "sum" else (None, comm.size - 1):
+                    for name, x in layouts(each[comm.rank]):
+                        comm.ireduce(x, op, root).wait()
+                        if root in (None, comm.rank):
+                            check(x, expected, op, root, name)
+                            compared += 1
     return compared
 
 
 @pytest.mark.parametrize("num_ranks", IN_PIECES)
-@pytest.mark.parametrize("max_reduction_bytes", [1 << 21, 10])
-def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, max_reduction_bytes: int) -> None:
-    assert min(ranks(num_ranks).run(reduce_everything, max_reduction_bytes)) > 500
-
-
-def add_up_in_low_precision(comm: Communicator) -> tuple[float, bytes]:
-    """256 + 1/4 of a unit in the last place on each of the others: only a wider sum notices them."""
-    x = torch.full((3,), 256.0 if comm.rank == 0 else 0.75, dtype=torch.bfloat16)
-    comm.all_reduce(x)
-    noise = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
-    comm.all_reduce(noise)
-    return float(x[0]), noise.view(torch.uint8).numpy().tobytes()
-
-
-def test_low_precision_is_summed_in_float32_and_alike_on_all_ranks(ranks: Ranks) -> None:
-    results = ranks(4).run(add_up_in_low_precision)
-    assert {total for total, _ in results} == {258.0}  # 258.25 rounded once; one by one, 256.75 rounds back to 256
-    assert len({bits for _, bits in results}) == 1
+@IN_TINY_PIECES
+def test_reductions_are_those_of_pytorch(ranks: Ranks, num_ranks: int, tiny: bool) -> None:
+    assert min(ranks(num_ranks).run(reduce_everything, tiny)) > 1000
 
 
 def send_in_order(comm: Communicator) -> list[float]:
@@ -169,49 +115,6 @@ def test_what_was_sent_lives_until_it_has_arrived(ranks: Ranks) -> None:
     assert ranks(2).run(forget_what_was_sent) == [3.0, 3.0]
 
 
-class Recorder:
-    """An MPI communicator that notes how many bytes each call passes."""
-
-    def __init__(self, mpi: Any) -> None:
-        self.mpi = mpi
-        self.calls: list[tuple[str, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self.mpi, name)
-
-        def call(*args: Any) -> Any:
-            self.calls += [(name, len(arg[0])) for arg in args if isinstance(arg, list)]
-            return function(*args)
-
-        return call
-
-
-def move_in_chunks(comm: Communicator) -> list[tuple[str, int]]:
-    recorder = Recorder(comm.mpi)
-    comm.mpi, comm.max_message_bytes, comm.max_reduction_bytes = recorder, 100, 64  # type: ignore[assignment]
-    x = torch.arange(30.0)
-    other = 1 - comm.rank
-    pending = comm.irecv(torch.zeros(30), other)
-    comm.send(x, other)
-    pending.wait()
-    comm.broadcast(x)
-    comm.all_reduce(x)
-    comm.all_gather(x)
-    return recorder.calls
-
-
-def test_large_tensors_travel_in_chunks(ranks: Ranks) -> None:
-    for calls in ranks(2).run(move_in_chunks):
-        assert calls == [
-            *[("Irecv", 100), ("Irecv", 20)],
-            *[("Isend", 100), ("Isend", 20)],
-            *[("Ibcast", 100), ("Ibcast", 20)],
-            *[("Iallreduce", 64), ("Iallreduce", 56)],
-            *[("Iallgather", 50), ("Iallgather", 100), ("Iallgather", 50), ("Iallgather", 100)],
-            *[("Iallgather", 20), ("Iallgather", 40)],
-        ]
-
-
 def wait_twice(comm: Communicator) -> float:
     x = torch.ones(1000)
     pending = comm.iall_reduce(x)
@@ -232,56 +135,6 @@ def split_by_parity(comm: Communicator) -> tuple[int, int, float]:
 
 def test_split_makes_communicators_of_one_colour_in_the_order_of_the_keys(ranks: Ranks) -> None:
     assert ranks(4).run(split_by_parity) == [(1, 2, 2.0), (1, 2, 4.0), (0, 2, 2.0), (0, 2, 4.0)]
-
-
-def disagree(comm: Communicator, error_rank: int | None, differing_rank: int | None) -> str:
-    error = f"rank {error_rank}'s disk is full" if comm.rank == error_rank else None
-    try:
-        comm.agree(error, batch_size=8 if comm.rank != differing_rank else 9, lr=0.1)
-    except Refusal as refusal:
-        return str(refusal)
-    return ""
-
-
-def test_an_error_of_one_rank_is_raised_by_all(ranks: Ranks) -> None:
-    assert ranks(3).run(disagree, None, None) == [""] * 3
-    assert ranks(3).run(disagree, 2, None) == ["rank 2: rank 2's disk is full"] * 3
-    assert ranks(3).run(disagree, 0, 1) == ["rank 0's disk is full"] * 3
-    assert ranks(1).run(disagree, 0, None) == ["rank 0's disk is full"]
-
-
-def test_facts_that_differ_are_told_as_rank_0_sees_them(ranks: Ranks) -> None:
-    (message, *others) = ranks(4).run(disagree, None, 2)
-    assert message.startswith("the ranks were started differently: batch_size is 8 on rank 0 but 9 on rank 2")
-    assert others == [message] * 3
-    assert "batch_size is 9 on rank 0 but 8 on rank 1" in ranks(4).run(disagree, None, 0)[3]
-
-
-def fail_together(comm: Communicator, kind: type[Exception]) -> tuple[str, str, str]:
-    try:
-        with comm.together():
-            if comm.rank == 1:
-                raise kind("no such tile")
-    except Exception as error:
-        return type(error).__name__, str(error), type(error.__cause__).__name__
-    return "", "", ""
-
-
-def test_what_fails_on_one_rank_fails_on_all_together(ranks: Ranks) -> None:
-    first, second, third = ranks(3).run(fail_together, OSError)
-    assert first == third == ("Refusal", "rank 1: no such tile", "NoneType")
-    assert second == ("Refusal", "rank 1: no such tile", "OSError")
-
-
-def pass_what_together_does_not_name(comm: Communicator) -> None:
-    with pytest.raises(KeyError), comm.together((OSError,)):
-        raise KeyError("a bug")
-    with comm.together():
-        pass
-
-
-def test_bugs_and_successes_pass_through_together(ranks: Ranks) -> None:
-    ranks(2).run(pass_what_together_does_not_name)
 
 
 def exchange_objects(comm: Communicator) -> tuple[list[object], object]:
@@ -335,3 +188,128 @@ def send_what_requires_gradients(comm: Communicator) -> float:
 
 def test_tensors_inside_a_graph_are_sent_as_values(ranks: Ranks) -> None:
     assert ranks(2).run(send_what_requires_gradients) == [4.0, 4.0]
+
+
+def poll(comm: Communicator) -> tuple[bool, bool, float]:
+    other, target = 1 - comm.rank, torch.zeros(4)[::2]
+    pending = comm.irecv(target, other)
+    too_early = pending.test()
+    comm.barrier()
+    comm.isend(torch.ones(2), other).wait()
+    deadline = time.monotonic() + 10
+    while not pending.test() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    done = pending.test()
+    pending.wait()
+    return too_early, done, float(target.sum())
+
+
+def test_ready_says_whether_a_message_is_there(ranks: Ranks) -> None:
+    assert ranks(2).run(poll) == [(False, True, 2.0)] * 2
+
+
+def receive_into_part(comm: Communicator) -> list[float]:
+    whole = torch.full((6,), -1.0)
+    if comm.rank == 0:
+        comm.send(torch.tensor([1.0, 2.0, 3.0]), 1)
+    else:
+        comm.recv(whole[::2], 0)
+    return whole.tolist()
+
+
+def test_what_lies_between_the_received_elements_is_left_alone(ranks: Ranks) -> None:
+    assert ranks(2).run(receive_into_part)[1] == [1.0, -1.0, 2.0, -1.0, 3.0, -1.0]
+
+
+def send_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
+    comm.mpi = Counting(comm.mpi)
+    comm.max_message_bytes = limit
+    other = 1 - comm.rank
+    for _, mine in layouts(whole_numbers(comm.rank, torch.float64, SHAPE)):
+        target = torch.zeros(SHAPE, dtype=torch.float64)
+        receiving = comm.irecv(target, other)
+        comm.send(mine, other)
+        receiving.wait()
+        check(target, whole_numbers(other, torch.float64, SHAPE))
+        comm.broadcast(mine, 1)
+        check(mine, whole_numbers(1, torch.float64, SHAPE))
+    return comm.mpi.calls
+
+
+@pytest.mark.parametrize(("limit", "pieces"), [(384, 1), (383, 2), (100, 4), (7, 55)])
+def test_large_messages_travel_in_pieces(ranks: Ranks, limit: int, pieces: int) -> None:
+    """The 48 numbers of 8 bytes make 384 bytes, in each of 6 layouts; a piece need not hold whole numbers."""
+    for calls in ranks(2).run(send_in_pieces, limit):
+        assert calls == {"Irecv": 6 * pieces, "Isend": 6 * pieces, "Ibcast": 6 * pieces}
+
+
+def reduce_in_pieces(comm: Communicator, limit: int, dtype: torch.dtype) -> dict[str, int]:
+    comm.mpi = Counting(comm.mpi)
+    comm.max_reduction_bytes = limit
+    everyone = [whole_numbers(rank, dtype, SHAPE) for rank in range(comm.size)]
+    expected = torch.stack(everyone).sum(0, dtype=dtype)
+    for name, x in layouts(everyone[comm.rank]):
+        check(comm.all_reduce(x), expected, name)
+    for name, x in layouts(everyone[comm.rank]):
+        comm.ireduce(x, root=comm.size - 1).wait()
+        if comm.rank == comm.size - 1:
+            check(x, expected, name)
+    return comm.mpi.calls
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype", "pieces"),
+    [
+        (384, torch.float64, 1),
+        (383, torch.float64, 2),
+        (100, torch.float64, 4),
+        (7, torch.float64, 48),
+        (96, torch.bfloat16, 2),
+        (10, torch.int16, 10),
+    ],
+)
+def test_large_reductions_travel_in_pieces_of_whole_numbers(
+    ranks: Ranks, limit: int, dtype: torch.dtype, pieces: int
+) -> None:
+    """bfloat16 is reduced as float32: 48 numbers are 192 bytes."""
+    for calls in ranks(3).run(reduce_in_pieces, limit, dtype):
+        assert calls == {"Iallreduce": 6 * pieces, "Ireduce": 6 * pieces}
+
+
+def rearrange_in_pieces(comm: Communicator, limit: int) -> dict[str, int]:
+    comm.mpi = Counting(comm.mpi)
+    comm.max_message_bytes = limit
+    shape = (comm.size, 4, 3)
+    rows = torch.stack([whole_numbers(rank, torch.float32, shape) for rank in range(comm.size)])
+    mine = rows[comm.rank]
+    swapped = torch.zeros_like(mine)
+    comm.iexchange([*map(Piece, range(comm.size), mine)], [*map(Piece, range(comm.size), swapped)]).wait()
+    check(swapped, rows[:, comm.rank])
+    check(comm.all_gather(mine[0]), rows[:, 0])
+    return comm.mpi.calls
+
+
+@pytest.mark.parametrize(("limit", "pieces"), [(144, 1), (143, 2), (40, 4), (1, 48)])
+def test_large_collectives_travel_in_pieces(ranks: Ranks, limit: int, pieces: int) -> None:
+    """12 numbers of 4 bytes for each of 3 ranks make 144 bytes."""
+    messages = 2 * -(-48 // limit)
+    expected = {"Iallgather": pieces, "Isend": messages, "Irecv": messages}
+    assert ranks(3).run(rearrange_in_pieces, limit) == [expected] * 3
+
+
+def rearrange_while_ranks_lag(comm: Communicator) -> None:
+    comm.max_message_bytes = 2_000_000
+    columns = torch.arange(250_000, dtype=torch.float32)
+    mine = torch.stack([columns + 3 * comm.rank + 7 * to for to in range(comm.size)])
+    for lagging in range(comm.size):
+        time.sleep(0.05 * (comm.rank == lagging))
+        received = torch.zeros_like(mine)
+        comm.iexchange([*map(Piece, range(comm.size), mine)], [*map(Piece, range(comm.size), received)]).wait()
+        for source in range(comm.size):
+            check(received[source], columns + 3 * source + 7 * comm.rank, "exchange", lagging, source)
+        check(comm.all_gather(columns + lagging)[lagging], columns + lagging, "all_gather", lagging)
+
+
+def test_pieces_live_until_slow_ranks_have_read_them(ranks: Ranks) -> None:
+    """A large piece is read from the sender's memory only when its receiver arrives."""
+    ranks(4).run(rearrange_while_ranks_lag)

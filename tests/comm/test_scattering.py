@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpi4dl.comm import Communicator, Pending
 from mpi4dl.geometry import even_cuts
-from tests.comm.values import DTYPES, Counting, whole_numbers
+from tests.comm.values import DTYPES, Counting, bits, whole_numbers
 from tests.pool.ranks import Ranks
 
 LENGTHS = (0, 1, 3, 24, 103)
@@ -62,10 +62,6 @@ def sum_noise(comm: Communicator, dtype: torch.dtype) -> tuple[bytes, bytes]:
     for part in everyone[1:]:
         expected = expected + part
     return bits(flat), bits(expected.to(dtype))
-
-
-def bits(x: Tensor) -> bytes:
-    return x.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -35,22 +35,31 @@ def whole_numbers(rank: int, dtype: torch.dtype, shape: tuple[int, ...], salt: i
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that equal x, (4, 2, 3, 2), and own memory that does not look like it."""
+    """Tensors that equal x, and own memory that does not look like it."""
     yield "contiguous", x.clone()
-    yield "channels last", x.clone().contiguous(memory_format=torch.channels_last)
-    yield "transposed", x.transpose(0, 3).contiguous().transpose(0, 3)
-    padded = x.new_zeros((x.shape[0], x.shape[1], x.shape[2] + 2, x.shape[3] + 1))
-    padded[:, :, 1:-1, 1:] = x
-    yield "inner part", padded[:, :, 1:-1, 1:]
-    strided = x.new_zeros((2 * x.shape[0], *x.shape[1:]))
-    strided[::2] = x
-    yield "every other row", strided[::2]
+    yield "every other", torch.stack([x, x], -1)[..., 0]
     flat = x.new_zeros(x.numel() + 3)
     flat[3:] = x.reshape(-1)
     yield "with an offset", flat[3:].view(x.shape)
+    if x.dim() == 4:
+        yield "channels last", x.clone().contiguous(memory_format=torch.channels_last)
+    if x.dim() >= 2:
+        yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
+        padded = x.new_zeros((*x.shape[:-2], x.shape[-2] + 2, x.shape[-1] + 1))
+        padded[..., 1:-1, 1:] = x
+        yield "inner part", padded[..., 1:-1, 1:]
     if x.is_complex():
         yield "conjugate", x.conj().resolve_conj().conj()
         yield "negated", torch._neg_view(-x)
+
+
+def check(got: Tensor, expected: Tensor, *case: object) -> None:
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype), case
+    assert torch.equal(got, expected), (case, got, expected)
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Counting:
