@@ -32,7 +32,7 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
-def mebibytes(num_bytes: int) -> str:
+def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 

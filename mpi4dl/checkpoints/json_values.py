@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class JsonValue:
     """A value of a parsed file, and where it stands. Its methods raise Damaged unless it is what they want."""
 
     plain: Any
@@ -60,30 +61,30 @@ class Machine:
             raise self.wrong("text")
         return self.plain
 
-    def items(self, count: int | None = None) -> "list[Machine]":
+    def items(self, count: int | None = None) -> "list[JsonValue]":
         """The values of a list, of this length if one is named."""
         if not isinstance(self.plain, list) or len(self.plain) != (len(self.plain) if count is None else count):
             raise self.wrong("a list" if count is None else f"a list of {count}")
-        return [Machine(item, f"{self.where}[{number}]") for number, item in enumerate(self.plain)]
+        return [JsonValue(item, f"{self.where}[{number}]") for number, item in enumerate(self.plain)]
 
-    def entries(self) -> "dict[str, Machine]":
+    def entries(self) -> "dict[str, JsonValue]":
         """The values of an object by their keys."""
         if not isinstance(self.plain, dict):
             raise self.wrong("an object")
-        return {key: Machine(item, f"{self.where}: {reprlib.repr(key)}") for key, item in self.plain.items()}
+        return {key: JsonValue(item, f"{self.where}: {reprlib.repr(key)}") for key, item in self.plain.items()}
 
-    def at(self, key: str) -> "Machine":
+    def at(self, key: str) -> "JsonValue":
         found = self.entries()
         if key not in found:
             raise Damaged(f"{self.where} has no {key!r}")
         return found[key]
 
-    def optional(self, read: "Callable[[Machine], T]") -> T | None:
+    def optional(self, read: "Callable[[JsonValue], T]") -> T | None:
         """The result of `read`; None if it is null."""
         return None if self.plain is None else read(self)
 
 
-def parse(data: bytes, file: str) -> Machine:
+def parse(data: bytes, file: str) -> JsonValue:
     """The content of a JSON file. Raises Damaged for what is no JSON, and for nests and numbers beyond all use."""
     try:
         plain = json.loads(
@@ -93,7 +94,7 @@ def parse(data: bytes, file: str) -> Machine:
             raise ValueError(f"it is nested more than {MOST_LEVELS} deep")
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from None
-    return Machine(plain, file)
+    return JsonValue(plain, file)
 
 
 def _no_number(text: str) -> Any:
@@ -168,7 +169,7 @@ def encode(value: Any, levels: int = DEEPEST) -> Any:
     raise ValueError(f"{value!r} cannot be kept in a checkpoint: only numbers, text, tensors and nests of them can")
 
 
-def decode(node: Machine) -> Any:
+def decode(node: JsonValue) -> Any:
     """The value that was encoded. Raises Damaged for what cannot have been."""
     if isinstance(node.plain, list):
         return [decode(item) for item in node.items()]
@@ -190,7 +191,7 @@ def decode(node: Machine) -> Any:
     return _pairs(inner, counts=tag == "counter")
 
 
-def _tensor(node: Machine) -> Tensor:
+def _tensor(node: JsonValue) -> Tensor:
     dtype, values = getattr(torch, node.at("dtype").text(), None), node.at("values")
     if not isinstance(dtype, torch.dtype):
         raise node.at("dtype").wrong("a dtype of PyTorch")
@@ -200,7 +201,7 @@ def _tensor(node: Machine) -> Tensor:
         raise values.wrong(f"the values of a tensor of {dtype}") from None
 
 
-def _pairs(node: Machine, counts: bool) -> dict[Any, Any]:
+def _pairs(node: JsonValue, counts: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = Counter() if counts else {}
     for pair in node.items():
         key, value = pair.items(2)
@@ -276,13 +277,13 @@ class Randomness:
     The GPU's generator is set where both processes have a GPU.
     """
 
-    def __init__(self, node: Machine) -> None:
+    def __init__(self, node: JsonValue) -> None:
         entries = node.entries()
         self._torch = _read(node.at("torch"), _torch_state)
         self._python = _read(node.at("python"), _python_state)
         self._numpy = _read(node.at("numpy"), _numpy_state)
         here = "cuda" in entries and torch.cuda.is_available()
-        self._cuda = _read(entries["cuda"], _cuda_state) if here else None
+        self._cuda = _read(entries["cuda"], partial(_torch_state, device="cuda")) if here else None
 
     def set(self) -> None:
         torch.set_rng_state(self._torch)
@@ -294,10 +295,10 @@ class Randomness:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Go on as this process did when `random_state` returned this."""
-    Randomness(Machine(state, "the random state")).set()
+    Randomness(JsonValue(state, "the random state")).set()
 
 
-def _read(node: Machine, read: Callable[[Machine], T]) -> T:
+def _read(node: JsonValue, read: Callable[[JsonValue], T]) -> T:
     """A state, which a generator of its own has been given to see whether it takes it."""
     try:
         return read(node)
@@ -305,26 +306,24 @@ def _read(node: Machine, read: Callable[[Machine], T]) -> T:
         raise node.wrong("the state of a generator of random numbers") from None
 
 
-def _torch_state(node: Machine) -> Tensor:
+def _torch_state(node: JsonValue, device: str = "cpu") -> Tensor:
     state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
-    torch.Generator().set_state(state)
+    torch.Generator(device).set_state(state)
     return state
 
 
-def _cuda_state(node: Machine) -> Tensor:
-    state = torch.frombuffer(_bytes(node), dtype=torch.uint8)
-    torch.Generator("cuda").set_state(state)
-    return state
-
-
-def _python_state(node: Machine) -> tuple[Any, ...]:
+def _python_state(node: JsonValue) -> tuple[Any, ...]:
     version, words, gauss = node.items(3)
-    state = (version.integer(), tuple(np.frombuffer(_bytes(words), np.uint32).tolist()), gauss.optional(Machine.number))
+    state = (
+        version.integer(),
+        tuple(np.frombuffer(_bytes(words), np.uint32).tolist()),
+        gauss.optional(JsonValue.number),
+    )
     random.Random().setstate(state)
     return state
 
 
-def _numpy_state(node: Machine) -> tuple[Any, ...]:
+def _numpy_state(node: JsonValue) -> tuple[Any, ...]:
     kind, keys, position, has_gauss, cached = node.items(5)
     # NumPy itself does not look at the position, and would read beyond its state; nor at how many words there are.
     where, has, words = position.integer(most=NUMPY_WORDS), has_gauss.integer(most=1), _bytes(keys)
@@ -351,5 +350,5 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _bytes(node: Machine) -> bytearray:
+def _bytes(node: JsonValue) -> bytearray:
     return bytearray(base64.b64decode(node.text(), validate=True))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl._files import read_regular, write_durably
 from mpi4dl.checkpoints import storage
-from mpi4dl.checkpoints.json_values import Damaged, Machine, Unreadable, parse
+from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, parse
 from mpi4dl.checkpoints.storage import Range, StorageLayout, uncovered
 from mpi4dl.parallel.replicas.buckets import Shard
 
@@ -97,7 +97,7 @@ def read_manifest(path: Path) -> dict[str, Written]:
     return {name: _written(name, entry) for name, entry in entries.items()}
 
 
-def _written(name: str, entry: Machine) -> Written:
+def _written(name: str, entry: JsonValue) -> Written:
     size, ranges = entry.items(2)
     found = Written(size.integer(), [Range(*(n.integer() for n in each.items(3))) for each in ranges.items()])
     gap = uncovered(found.ranges, found.size)

@@ -1,14 +1,15 @@
 """A checkpoint that is there: whether it is whole, and what it holds, every field looked at before any is used."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mpi4dl._files import read_regular
-from mpi4dl.checkpoints.json_values import LARGEST, MOST, Damaged, Machine, Randomness, Unreadable, decode, parse
+from mpi4dl.checkpoints.json_values import LARGEST, MOST, Damaged, JsonValue, Randomness, Unreadable, decode, parse
 from mpi4dl.checkpoints.manifest import MODEL, OPTIMIZER, STATE, read_manifest, step_of
 from mpi4dl.checkpoints.storage import Reader, StorageLayout, verify
 from mpi4dl.comm import Communicator
@@ -18,9 +19,6 @@ from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.replicas import ReadShard, Shard
 from mpi4dl.parallel.spatial.halo_prefetch import Holding
-
-if TYPE_CHECKING:
-    from mpi4dl.comm import Communicator
 
 # The interface of an engine for checkpoints.
 
@@ -87,7 +85,7 @@ def _encoded(tiling: Tiling) -> list[Any]:
 class Foreseen:
     """Saved halo prefetches of a rank's norms; `set` restores them. Raises Damaged if `node` does not hold such."""
 
-    def __init__(self, node: Machine) -> None:
+    def __init__(self, node: JsonValue) -> None:
         self.norms = [_read(*norm.items(4)) for norm in node.items()]
 
     def set(self, engine: Kept) -> None:
@@ -98,17 +96,17 @@ class Foreseen:
                 engine.stages.parts[norm.part].grid.foresight.learn(known, norm.waits, norm.held)
 
 
-def _read(part: Machine, name: Machine, waits: Machine, held: Machine) -> Learned:
+def _read(part: JsonValue, name: JsonValue, waits: JsonValue, held: JsonValue) -> Learned:
     direction, stage = (number.integer() for number in part.items(2))
     tilings = [[_tiling(one, len(pair.items(2)[0].items())) for one in pair.items(2)] for pair in held.items()]
     return Learned((direction, stage), name.text(), waits.flag(), {owned: held for owned, held in tilings})
 
 
-def _tiling(node: Machine, axes: int) -> Tiling:
+def _tiling(node: JsonValue, axes: int) -> Tiling:
     return Tiling(tuple(_split(split) for split in node.items(axes)))
 
 
-def _split(node: Machine) -> Split:
+def _split(node: JsonValue) -> Split:
     cuts, held = node.items(2)
     pairs = ([end.integer() for end in pair.items(2)] for pair in held.items(len(cuts.items()) - 1))
     return Split(tuple(cut.integer() for cut in cuts.items()), tuple(Interval(*pair) for pair in pairs))
@@ -140,19 +138,13 @@ class Saved:
         self.foreseen = [Foreseen(rank.at("norms")) for rank in state.at("ranks").items()]
         if not self.ranks:
             raise state.at("ranks").wrong("the random states of at least one rank")
-        self.model = Reader(path / MODEL)
-        try:
-            self.optimizer = Reader(path / OPTIMIZER)
-        except BaseException:
-            self.model.close()
-            raise
-        try:
+        with ExitStack() as closing:
+            self.model = closing.enter_context(Reader(path / MODEL))
+            self.optimizer = closing.enter_context(Reader(path / OPTIMIZER))
             self._check_slots(optimizer.at("slots"))
-        except BaseException:
-            self.close()
-            raise
+            self.close = closing.pop_all().close
 
-    def _check_slots(self, slots: Machine) -> None:
+    def _check_slots(self, slots: JsonValue) -> None:
         """The optimizer's values are those that were written, each of a value of the model."""
         there, written = self.optimizer.layout.specs, slots.entries()
         for key in (*written, *there):
@@ -169,17 +161,13 @@ class Saved:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        self.model.close()
-        self.optimizer.close()
-
 
 def slots_of(layout: StorageLayout) -> dict[str, list[Any]]:
     """Dtype and shape of each of the optimizer's values, from state.json."""
     return {key: [spec.name, *spec.shape] for key, spec in layout.specs.items()}
 
 
-def _scaler(node: Machine) -> tuple[float, int]:
+def _scaler(node: JsonValue) -> tuple[float, int]:
     """The scale of an fp16 loss, and the steps since it was changed."""
     scale = node.at("scale").number()
     if not scale > 0:
@@ -187,7 +175,7 @@ def _scaler(node: Machine) -> tuple[float, int]:
     return scale, node.at("finite_steps").integer()
 
 
-def _options(node: Machine) -> dict[str, Any]:
+def _options(node: JsonValue) -> dict[str, Any]:
     found = decode(node)
     if not isinstance(found, dict):
         raise node.wrong("a dict")
@@ -215,7 +203,7 @@ def check(path: Path, part: int = 0, parts: int = 1) -> None:
         raise Unreadable(f"{where}{error.strerror or error}") from None
 
 
-def newest_whole(candidates: Sequence[Path], comm: "Communicator | None" = None) -> tuple[Path | None, list[str]]:
+def newest_whole(candidates: Sequence[Path], comm: Communicator | None = None) -> tuple[Path | None, list[str]]:
     """The first of these checkpoints that is whole, and what is wrong with those before it. Collective over `comm`.
 
     Each rank of `comm` verifies a share of every checkpoint; `candidates` of rank 0 count.
@@ -234,7 +222,7 @@ def newest_whole(candidates: Sequence[Path], comm: "Communicator | None" = None)
     return None, skipped
 
 
-def require_whole(path: Path, comm: "Communicator | None" = None) -> None:
+def require_whole(path: Path, comm: Communicator | None = None) -> None:
     """Raise Damaged unless a checkpoint is whole, or Unreadable, with its path, on all ranks alike. Collective."""
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     mine: ValueError | None = None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mpi4dl._files import open_regular
-from mpi4dl.checkpoints.json_values import MOST, Damaged, Machine, parse
+from mpi4dl.checkpoints.json_values import MOST, Damaged, JsonValue, parse
 from mpi4dl.parallel.replicas.buckets import Shard
 
 DTYPES = {
@@ -114,7 +114,7 @@ class StorageLayout:
         begin = LENGTH_BYTES + length
         text = b"".join(pread(file, LENGTH_BYTES, begin))
         entries = parse(text, f"{name}: its header").entries()
-        tied = entries.pop(METADATA, Machine({}, METADATA)).entries()
+        tied = entries.pop(METADATA, JsonValue({}, METADATA)).entries()
         specs: dict[str, Spec] = {}
         places = []
         for key, entry in entries.items():
@@ -142,7 +142,7 @@ class StorageLayout:
         return offset + start * width, offset + stop * width
 
 
-def _spec(dtype: Machine, shape: Machine) -> Spec:
+def _spec(dtype: JsonValue, shape: JsonValue) -> Spec:
     """Raises Damaged for what no tensor can be."""
     if dtype.text() not in DTYPES:
         raise dtype.wrong(f"one of {', '.join(DTYPES)}")

@@ -22,7 +22,7 @@ from torch import Tensor
 from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
-from mpi4dl.comm.transport import LOW_PRECISION, parts_by_rank, share_parts, swap_parts
+from mpi4dl.comm.transport import LOW_PRECISION, parts_by_rank, put, share_parts, swap_parts
 from mpi4dl.geometry import even_cuts
 
 ALGORITHMS = ("library", "direct", "ring", "two-level")
@@ -56,7 +56,7 @@ def direct(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
     parts = parts_by_rank(flat, comm.size)
     swapping, add_up = swap_parts(comm, parts, tag)
     yield swapping
-    _keep(add_up(), parts[comm.rank])
+    put(add_up(), parts[comm.rank])
     yield share_parts(comm, parts, tag)
 
 
@@ -73,7 +73,7 @@ def ring(comm: Communicator, flat: Tensor, tag: int) -> Iterator[Pending]:
     for step in range(comm.size - 1):
         leaving, arriving = parts[(following - step) % comm.size], parts[(comm.rank - step) % comm.size]
         yield comm.iexchange([Piece(following, leaving)], [Piece(before, arriving)], tag)
-    _keep(total, flat)
+    put(total, flat)
 
 
 def two_level(levels: Levels, flat: Tensor, tag: int) -> Iterator[Pending]:
@@ -85,13 +85,8 @@ def two_level(levels: Levels, flat: Tensor, tag: int) -> Iterator[Pending]:
     if levels.between is not None:
         total = add_up()
         yield from direct(levels.between, total, tag)
-        _keep(total, parts[within.rank])
+        put(total, parts[within.rank])
     yield share_parts(within, parts, tag)
-
-
-def _keep(total: Tensor, into: Tensor) -> None:
-    if total is not into:
-        into.copy_(total)
 
 
 class Choice(NamedTuple):

@@ -332,22 +332,27 @@ class Communicator(Messenger):
 
         The rest of `flat` is undefined then. Without `cuts`, the parts are even.
         """
-        return transport.ireduce_scatter(self, flat, cuts)
+        parts = transport.parts_by_rank(flat.detach(), self.size, cuts)
+        if flat.is_meta or self.size == 1:
+            return Pending(self.node)
+        pending, add_up = transport.swap_parts(self, parts, transport.SCATTER_TAG, collective=True)
+        return pending.then(lambda: transport.put(add_up(), parts[self.rank]))
 
     def iall_gather_into(self, flat: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """Start to give every rank all parts of `flat`, 1-D: flat[cuts[r]:cuts[r + 1]] is that of rank r."""
-        return transport.iall_gather_into(self, flat, cuts)
+        parts = transport.parts_by_rank(flat.detach(), self.size, cuts)
+        return Pending(self.node) if flat.is_meta else transport.share_parts(self, parts, transport.GATHER_TAG, True)
 
     def ibroadcast(self, tensor: Tensor, root: int = 0) -> Pending:
         """Start to give every rank the root's values, in place."""
         if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
             return Pending(self.node)
-        return self._in_place(tensor.detach(), lambda x: self._broadcast(x, root))
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Pending:
-        chunks = self._chunks(tensor.nbytes, self.max_message_bytes)
-        calls = [self.mpi.Ibcast(self._memory(tensor, *chunk), root) for chunk in chunks]
-        return Pending(self.node, [Calls(calls)], [tensor])
+        def post(x: Tensor) -> Pending:
+            chunks = self._chunks(x.nbytes, self.max_message_bytes)
+            return Pending(self.node, [Calls([self.mpi.Ibcast(self._memory(x, *c), root) for c in chunks])], [x])
+
+        return self._in_place(tensor.detach(), post)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Give every rank the root's values, in place."""

@@ -303,24 +303,22 @@ class Exchange:
         if moves.bare:
             incoming.pending.wait()
             return incoming.strips[0]
-        result = torch.empty(moves.shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
+        result = self.memory(like)
         self._begin(result, moves)
         if x is not None and moves.keeps:
             at(result, moves.kept_into).copy_(at(x, moves.kept))
-        incoming.pending.wait()
-        for strip, cut in zip(incoming.strips, moves.into, strict=True):
-            self._put(strip, at(result, cut))
-        return result
+        return self.put(incoming, result, moves)
 
     def memory(self, like: Like) -> Tensor:
         """Memory for the needed box."""
         shape = self.plan.moves(self.dims, like.shape).shape
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=like.memory_format)
 
-    def put(self, incoming: Incoming, result: Tensor) -> Tensor:
+    def put(self, incoming: Incoming, result: Tensor, moves: Moves | None = None) -> Tensor:
         """`result`, the needed box, with the strips in it once they have come."""
         incoming.pending.wait()
-        for strip, cut in zip(incoming.strips, self.plan.moves(self.dims, result.shape).into, strict=True):
+        moves = moves or self.plan.moves(self.dims, result.shape)
+        for strip, cut in zip(incoming.strips, moves.into, strict=True):
             self._put(strip, at(result, cut))
         return result
 

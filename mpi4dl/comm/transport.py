@@ -339,25 +339,10 @@ def share_parts(comm: Messenger, parts: list[Tensor], tag: int, collective: bool
     return comm.iexchange(leaving, arriving, tag, collective=collective)
 
 
-def ireduce_scatter(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
-    flat = flat.detach()
-    parts = parts_by_rank(flat, comm.size, cuts)
-    if flat.is_meta or comm.size == 1:
-        return Pending(comm.node)
-    pending, add_up = swap_parts(comm, parts, SCATTER_TAG, collective=True)
-    own = parts[comm.rank]
-
-    def finish() -> None:
-        total = add_up()
-        if total is not own:
-            own.copy_(total)
-
-    return pending.then(finish)
-
-
-def iall_gather_into(comm: Messenger, flat: Tensor, cuts: Sequence[int] | None) -> Pending:
-    parts = parts_by_rank(flat.detach(), comm.size, cuts)
-    return Pending(comm.node) if flat.is_meta else share_parts(comm, parts, GATHER_TAG, collective=True)
+def put(total: Tensor, into: Tensor) -> None:
+    """Copy a sum, unless it is there already: rounded, if it was computed in a wider dtype."""
+    if total is not into:
+        into.copy_(total)
 
 
 def _others(comm: Messenger) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from mpi4dl._memory import memory_of_node
 from mpi4dl._randomness import forked
-from mpi4dl._wording import counted
+from mpi4dl._wording import counted, mebibytes
 from mpi4dl.comm import Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.engine.batch import AUTOCAST
@@ -35,7 +35,7 @@ from mpi4dl.parallel.pipeline.local_stages import ChooseStream
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
-from mpi4dl.parallel.streaming.memory_limit import Wanted, mebibytes, words
+from mpi4dl.parallel.streaming.memory_limit import Wanted, words
 from mpi4dl.parallel.tensor.cutting import with_cuts
 from mpi4dl.tasks.task import TASKS, Classify, Task
 

@@ -66,58 +66,24 @@ def _relu_conv_norm(
     )
 
 
-def _none(channels: int, stride: int) -> nn.Module:
-    assert stride == 1
-    return nn.Identity()
-
-
-def _avg_pool_3x3(channels: int, stride: int) -> nn.Module:
-    return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
-
-
-def _max_pool_3x3(channels: int, stride: int) -> nn.Module:
-    return nn.MaxPool2d(3, stride, padding=1)
-
-
-def _max_pool_2x2(channels: int, stride: int) -> nn.Module:
-    # An odd size is rounded up, as by every other operation of stride 2 in the cell; without a stride, 2x2 would not
-    # keep the size.
-    assert stride == 2
-    return nn.MaxPool2d(2, stride, ceil_mode=True)
-
-
-def _conv_1x1(channels: int, stride: int) -> nn.Module:
-    return _relu_conv_norm(channels, channels, stride=(stride, stride))
-
-
-def _conv_3x3(channels: int, stride: int) -> nn.Module:
+def _bottleneck(channels: int, *inner: tuple[tuple[int, int], tuple[int, int]]) -> nn.Sequential:
+    """Convolutions of these kernels and strides on a quarter of the channels."""
     narrow = channels // 4
-    return nn.Sequential(
-        _relu_conv_norm(channels, narrow),
-        _relu_conv_norm(narrow, narrow, (3, 3), (stride, stride)),
-        _relu_conv_norm(narrow, channels),
-    )
+    middle = (_relu_conv_norm(narrow, narrow, kernel, stride) for kernel, stride in inner)
+    return nn.Sequential(_relu_conv_norm(channels, narrow), *middle, _relu_conv_norm(narrow, channels))
 
 
-def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    narrow = channels // 4
-    return nn.Sequential(
-        _relu_conv_norm(channels, narrow),
-        _relu_conv_norm(narrow, narrow, (1, 7), (1, stride)),
-        _relu_conv_norm(narrow, narrow, (7, 1), (stride, 1)),
-        _relu_conv_norm(narrow, channels),
-    )
-
-
+# By name: what makes an operation on so many channels, of this stride.
 OPERATIONS: Mapping[str, Callable[[int, int], nn.Module]] = MappingProxyType(
     {
-        "none": _none,
-        "avg_pool_3x3": _avg_pool_3x3,
-        "max_pool_3x3": _max_pool_3x3,
-        "max_pool_2x2": _max_pool_2x2,
-        "conv_1x1": _conv_1x1,
-        "conv_3x3": _conv_3x3,
-        "conv_1x7_7x1": _conv_1x7_7x1,
+        "none": lambda channels, stride: nn.Identity(),
+        "avg_pool_3x3": lambda channels, stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False),
+        "max_pool_3x3": lambda channels, stride: nn.MaxPool2d(3, stride, padding=1),
+        # An odd size is rounded up, as by every other operation of stride 2 in the cell.
+        "max_pool_2x2": lambda channels, stride: nn.MaxPool2d(2, stride, ceil_mode=True),
+        "conv_1x1": lambda channels, stride: _relu_conv_norm(channels, channels, stride=(stride, stride)),
+        "conv_3x3": lambda channels, stride: _bottleneck(channels, ((3, 3), (stride, stride))),
+        "conv_1x7_7x1": lambda channels, stride: _bottleneck(channels, ((1, 7), (1, stride)), ((7, 1), (stride, 1))),
     }
 )
 

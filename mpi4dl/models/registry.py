@@ -172,9 +172,8 @@ def require_known(name: str) -> None:
     if name.endswith(".py"):
         raise ValueError(f"model {name!r} is a file: name what makes the model in it too, as in {name}:build")
     if name not in known:
-        nearest = difflib.get_close_matches(name.lower(), known) or names()
         raise ValueError(
-            f"model {name!r} is unknown; the nearest names are {_listed(nearest)} "
+            f"model {name!r} is unknown; {_nearest(name.lower(), known, names())} "
             "(mpi4dl.models.names(torchvision=True) lists all)"
         )
 
@@ -196,8 +195,8 @@ def _build_own(name: str, entry: Entry, options: Mapping[str, object]) -> nn.Mod
 def _build_timm(name: str, options: Mapping[str, object]) -> nn.Module:
     timm = _imported("timm", TIMM + name)
     if not timm.is_model(name):
-        nearest = difflib.get_close_matches(name, timm.list_models()) or timm.list_models("resnet?8")
-        raise ValueError(f"timm has no model {name!r}; the nearest names are {_listed(nearest)}")
+        known = timm.list_models()
+        raise ValueError(f"timm has no model {name!r}; {_nearest(name, known, timm.list_models('resnet?8'))}")
     found: nn.Module = timm.create_model(name, **options)
     return found
 
@@ -206,18 +205,16 @@ def _build_smp(name: str, options: dict[str, object]) -> nn.Module:
     smp = _imported("segmentation_models_pytorch", SMP + name)
     known = {model.__name__: model for model in smp.MODEL_ARCHITECTURES_MAPPING.values()}
     if name not in known:
-        nearest = difflib.get_close_matches(name, known) or sorted(known)
-        raise ValueError(f"segmentation_models_pytorch has no model {name!r}; the nearest names are {_listed(nearest)}")
+        raise ValueError(f"segmentation_models_pytorch has no model {name!r}; {_nearest(name, known, sorted(known))}")
     if "num_classes" in options:
         options["classes"] = options.pop("num_classes")
     encoder = str(options.get("encoder_name", "resnet34"))
     encoders = smp.encoders.get_encoder_names()
     of_timm = encoder.startswith(SMP_TIMM) and importlib.import_module("timm").is_model(encoder.removeprefix(SMP_TIMM))
     if encoder not in encoders and not of_timm:
-        nearest = difflib.get_close_matches(encoder, encoders) or ["resnet18", "resnet50"]
+        near = _nearest(encoder, encoders, ["resnet18", "resnet50"])
         raise ValueError(
-            f"segmentation_models_pytorch has no encoder {encoder!r}; the nearest names are {_listed(nearest)}, and "
-            f"{SMP_TIMM}NAME is a model of timm"
+            f"segmentation_models_pytorch has no encoder {encoder!r}; {near}, and {SMP_TIMM}NAME is a model of timm"
         )
     try:
         # Left to itself, it downloads the weights of the encoder.
@@ -272,6 +269,11 @@ def _check_options(name: str, options: Mapping[str, object], legal: Iterable[str
         raise ValueError(
             f"model {name!r} has no option {_listed(sorted(unknown))}; its options are {_listed(sorted(legal))}"
         )
+
+
+def _nearest(name: str, known: Iterable[str], others: Iterable[str]) -> str:
+    """Which of the known names are like this one; if none is, the others."""
+    return f"the nearest names are {_listed(difflib.get_close_matches(name, list(known)) or others)}"
 
 
 def _listed(words: Iterable[str]) -> str:

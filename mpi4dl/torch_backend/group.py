@@ -20,8 +20,6 @@ from mpi4dl.torch_backend.departure import Channel, Departed, Departures
 from mpi4dl.torch_backend.messages import Post, Wire, pass_monitored_barrier
 from mpi4dl.torch_backend.work import Agreement, MpiWork, describe
 
-# The interface of a group for torch.distributed besides communication: name, size, devices and abilities.
-
 GROUP: Any = dist.ProcessGroup  # its declared methods take what Python passes, ours what C++ does
 
 
@@ -42,53 +40,6 @@ class Abilities(NamedTuple):
 def devices() -> list[str]:
     """The kinds of devices whose tensors can be sent."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-class NamedGroup(GROUP):
-    """A group of the ranks of a wire. C++ calls the methods whose names are not of Python's style."""
-
-    def __init__(self, collectives: Wire) -> None:
-        super().__init__(collectives.rank, collectives.size)
-        self._collectives = collectives
-        self._labels = {"name": "", "description": ""}
-
-    def __repr__(self) -> str:
-        return f"MpiGroup({self._labels['name']}, rank {self.rank()} of {self.size()})"
-
-    def rank(self) -> int:
-        return self._collectives.rank
-
-    def size(self) -> int:
-        return self._collectives.size
-
-    getRank, getSize = rank, size
-
-    def name(self) -> str:
-        return "mpi4dl"
-
-    getBackendName = _get_backend_name = name
-
-    def setGroupName(self, name: str) -> None:
-        self._labels["name"] = name
-
-    def getGroupName(self) -> str:
-        return self._labels["name"]
-
-    def setGroupDesc(self, description: str) -> None:
-        self._labels["description"] = description
-
-    def getGroupDesc(self) -> str:
-        return self._labels["description"]
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in devices()]
-
-    def _get_backend(self, device: torch.device) -> Abilities:
-        return Abilities()
 
 
 # The ways in which the methods of a group may be called: as C++ does, and as Python may, with tensors alone.
@@ -265,26 +216,28 @@ ANSWER_SECONDS, ANSWER_LOOK_SECONDS = 0.5, 1e-3
 MAX_POKED = 64  # the oldest of the operations under way that a new one looks after
 
 
-class Members(NamedTuple):
-    """The ranks of a group: two wires between them, their ranks in the job, and what is known of those that left."""
+class MpiGroup(GROUP):
+    """Ranks that torch.distributed treats as a group. C++ calls the methods whose names are not of Python's style.
 
-    collectives: Wire
-    messages: Wire
-    ranks: Sequence[int]
-    departures: Departures
+    It has two wires between them, `ranks` of the job, and `known` is what is known of those that left.
+    """
 
-
-class MpiGroup(NamedGroup):
-    """Ranks that torch.distributed treats as a group. C++ calls the methods whose names are not of Python's style."""
-
-    def __init__(self, members: Members, timeout: timedelta, store: dist.Store) -> None:
-        super().__init__(members.collectives)
-        self._members = members
+    def __init__(
+        self,
+        collectives: Wire,
+        messages: Wire,
+        ranks: Sequence[int],
+        known: Departures,
+        timeout: timedelta,
+        store: dist.Store,
+    ) -> None:
+        super().__init__(collectives.rank, collectives.size)
+        self._collectives, self._messages, self._ranks, self._known = collectives, messages, ranks, known
+        self._labels = {"name": "", "description": ""}
         self._in_full = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        known, ranks = members.departures, members.ranks
         self._letters = Channel(known, ranks, lambda: f"messages of {self.getGroupName()}")
         self._barriers = Channel(known, ranks, lambda: f"monitored barriers of {self.getGroupName()}")
-        self._post = Post(members.messages, self._letters, self._in_full)
+        self._post = Post(messages, self._letters, self._in_full)
         self._timeout = timeout
         self._store = store
         self._num_begun = 0
@@ -292,6 +245,44 @@ class MpiGroup(NamedGroup):
         self.under_way: list[MpiWork] = []
         self._coalesced: list[Pending] | None = None
         known.join(self, ranks)
+
+    def __repr__(self) -> str:
+        return f"MpiGroup({self._labels['name']}, rank {self.rank()} of {self.size()})"
+
+    def rank(self) -> int:
+        return self._collectives.rank
+
+    def size(self) -> int:
+        return self._collectives.size
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return "mpi4dl"
+
+    getBackendName = _get_backend_name = name
+
+    def setGroupName(self, name: str) -> None:
+        self._labels["name"] = name
+
+    def getGroupName(self) -> str:
+        return self._labels["name"]
+
+    def setGroupDesc(self, description: str) -> None:
+        self._labels["description"] = description
+
+    def getGroupDesc(self) -> str:
+        return self._labels["description"]
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in devices()]
+
+    def _get_backend(self, device: torch.device) -> Abilities:
+        return Abilities()
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -316,9 +307,9 @@ class MpiGroup(NamedGroup):
         if not any(work.late or work.exception() for work in self.under_way):
             self._wait_for_pending_works()
         self.under_way = unfinished = [work for work in self.under_way if not work.poke()]
-        self._members.departures.part(self)
+        self._known.part(self)
         self.under_way = []
-        for wire in (self._collectives, self._members.messages):
+        for wire in (self._collectives, self._messages):
             if wire.mpi and not unfinished:
                 wire.mpi.Free()
 
@@ -353,7 +344,7 @@ class MpiGroup(NamedGroup):
         with as_event(name, operands):
             self._num_begun += 1
             number = self._num_begun
-            self._members.departures.count(self.getGroupName(), number)
+            self._known.count(self.getGroupName(), number)
             call = describe(name, detail, operands, sized, self._in_full)
             agreement = Agreement(self._collectives, call, self._in_full)
             work = self._work(name, agreement, operands if results is None else results, options.timeout, number)
@@ -377,7 +368,7 @@ class MpiGroup(NamedGroup):
         return work
 
     def _check_all_come(self, name: str, number: int) -> None:
-        missing = self._members.departures.will_not_come(self._members.ranks, self.getGroupName(), number)
+        missing = self._known.will_not_come(self._ranks, self.getGroupName(), number)
         if missing:
             raise Departed(f"{name} of {self!r} cannot be complete: {_left(missing)} before coming to it")
 
@@ -388,11 +379,11 @@ class MpiGroup(NamedGroup):
             raise self._departed(name, sources)
 
     def _check_that_it_reads(self, name: str, reader: int) -> None:
-        if self._members.departures.will_not_read(self._members.ranks[reader]):
+        if self._known.will_not_read(self._ranks[reader]):
             raise self._departed(name, [reader])
 
     def _departed(self, name: str, missing: Sequence[int]) -> Departed:
-        left = _left([self._members.ranks[rank] for rank in missing])
+        left = _left([self._ranks[rank] for rank in missing])
         return Departed(f"{name} of {self!r} cannot be complete: {left} without its part of it")
 
     @called_as("tensors")

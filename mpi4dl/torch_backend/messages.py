@@ -21,7 +21,7 @@ from mpi4dl.comm.communicator import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls, Condition
-from mpi4dl.comm.transport import LOW_PRECISION, SCATTER_TAG, swap_parts
+from mpi4dl.comm.transport import LOW_PRECISION, SCATTER_TAG, put, swap_parts
 from mpi4dl.torch_backend.departure import Mismatch, TimedOut, within
 
 if TYPE_CHECKING:
@@ -234,8 +234,7 @@ class Wire(Communicator):
             total = add_up()
             if op == "avg":
                 divide(total, self.size)
-            if total is not out:
-                out.copy_(total)
+            put(total, out)
 
         return pending.then(finish)
 

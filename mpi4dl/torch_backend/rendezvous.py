@@ -17,7 +17,7 @@ from mpi4dl.comm.pending import Pending
 from mpi4dl.comm.requests import Calls
 from mpi4dl.comm.shutdown import meeting
 from mpi4dl.torch_backend.departure import Channel, Departed, Departures, departures, within
-from mpi4dl.torch_backend.group import Members, MpiGroup
+from mpi4dl.torch_backend.group import MpiGroup
 from mpi4dl.torch_backend.messages import Wire
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
@@ -89,7 +89,7 @@ def create_group(options: Any, backend_options: Any = None) -> MpiGroup:
     finally:
         group.Free()
     collectives, messages = (Wire(one, comm.node, comm.gpu_wire) for one in made)
-    return MpiGroup(Members(collectives, messages, ranks, known), options.timeout, options.store)
+    return MpiGroup(collectives, messages, ranks, known, options.timeout, options.store)
 
 
 def _await_all(comm: Communicator, ranks: Sequence[int], tag: int, known: Departures, limit: timedelta) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl.checkpoints import Checkpoints
 from mpi4dl.checkpoints.checkpoints import refusing
-from mpi4dl.checkpoints.json_values import Damaged, Machine, Unreadable, unlike
+from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlike
 from mpi4dl.checkpoints.manifest import STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
@@ -99,7 +99,7 @@ def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
     """That of the first one that can be read, if it was written by this plan."""
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
-            cut = Machine(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
+            cut = JsonValue(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
             return cut if plan.is_told_by(saved.plan) else None
     return None
 
@@ -160,7 +160,7 @@ class Progress(NamedTuple):
     def at(cls, checkpoint: Path) -> "Progress":
         """That of a checkpoint, which was found whole. Raises Refusal, alike on all ranks, for one of another loop."""
         with Saved(checkpoint) as saved:
-            extra = Machine(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
+            extra = JsonValue(saved.extra, f"{checkpoint}: {STATE}: 'extra'")
         if "options" not in extra.entries():
             raise Refusal(f"{checkpoint} was not written by mpi4dl train: load it with mpi4dl.checkpoints.load")
         try:
@@ -196,20 +196,20 @@ def _name(flag: str) -> str:
     return flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 
-def _best(node: Machine) -> dict[str, Any]:
+def _best(node: JsonValue) -> dict[str, Any]:
     return {
         "monitor": node.at("monitor").text(),
         "mode": node.at("mode").text() if "mode" in node.entries() else None,
-        "value": node.at("value").optional(Machine.number),
+        "value": node.at("value").optional(JsonValue.number),
         "step": node.at("step").integer(),
         "since": node.at("since").integer(),
     }
 
 
-def _evaluation(node: Machine) -> dict[str, Any]:
+def _evaluation(node: JsonValue) -> dict[str, Any]:
     return {
         "loss": node.at("loss").number(),
-        "accuracy": node.at("accuracy").optional(Machine.number),
+        "accuracy": node.at("accuracy").optional(JsonValue.number),
         "count": node.at("count").integer(),
     }
 

@@ -311,8 +311,8 @@ def asynchronous(rank: int, size: int) -> list[Any]:
 
 def in_pieces(rank: int, size: int) -> list[Any]:
     """What is too large for one message, imitated by a limit that nearly all is too large for."""
-    members = getattr(dist.group.WORLD, "_members", None)  # ours
-    wires = [members.messages, members.collectives] if members else []
+    group: Any = dist.group.WORLD
+    wires = [group._messages, group._collectives] if dist.get_backend() == "mpi4dl" else []
     limits = [wire.max_message_bytes for wire in wires]
     for wire in wires:
         wire.max_message_bytes, wire.max_reduction_bytes = 24, 24

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mpi4dl._randomness import forked
+from mpi4dl._wording import mebibytes
 from mpi4dl.geometry import BATCH, GridShape
 from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, stage_bytes
@@ -331,10 +332,6 @@ def words(found: Visiting) -> str:
     tiles, segments = "x".join(map(str, found.options.counts)), len(found.needs.segments)
     many = f"{segments} segment{'s' * (segments > 1)}"
     return f"{tiles} tiles of each rank in {many}, a margin of {found.needs.margin} px"
-
-
-def mebibytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _first(
