@@ -16,6 +16,7 @@ from mpi4dl._torchvision import import_torchvision
 from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.export import export, main
 from mpi4dl.train import train
+from tests.checkpoints.made import flip
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
 
@@ -94,16 +95,10 @@ def test_what_has_two_names_gets_both(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "out.safetensors")) == {"first", "second"}
 
 
-def damage(checkpoint: Path) -> None:
-    data = bytearray((checkpoint / "model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(data)
-
-
 def test_damaged_weights_are_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(run, tmp_path / "run")
     newest, older = checkpoints_in(tmp_path / "run" / "checkpoints")
-    damage(newest)
+    flip(newest / "model.safetensors")
     skipped, said = export(tmp_path / "run", tmp_path / "weights.pt")
     assert skipped.startswith(f"skipped {newest}: model.safetensors: bytes ")
     assert said.endswith(f"values of {older / 'model.safetensors'}")

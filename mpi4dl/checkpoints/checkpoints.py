@@ -27,17 +27,7 @@ from torch import Tensor
 from mpi4dl._files import LOCK, POLL_SECONDS, Replacement, lock, naming
 from mpi4dl.checkpoints import storage
 from mpi4dl.checkpoints.json_values import Damaged, Unreadable, encode, random_state, unlike
-from mpi4dl.checkpoints.manifest import (
-    CLASSES,
-    MODEL,
-    OPTIMIZER,
-    Job,
-    Writing,
-    checkpoints_in,
-    clean,
-    name_of,
-    step_of,
-)
+from mpi4dl.checkpoints.manifest import CLASSES, MODEL, OPTIMIZER, Job, Writing, checkpoints_in, clean, name_of, step_of
 from mpi4dl.checkpoints.saved import Kept, Saved, learned, newest_whole, require_whole, slots_of
 from mpi4dl.checkpoints.storage import Spec, StorageLayout
 from mpi4dl.comm import Communicator, Refusal

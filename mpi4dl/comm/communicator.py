@@ -347,12 +347,12 @@ class Communicator(Messenger):
         """Start to give every rank the root's values, in place."""
         if tensor.is_meta or tensor.numel() == 0 or self.size == 1:
             return Pending(self.node)
+        return self._in_place(tensor.detach(), lambda x: self._broadcast(x, root))
 
-        def post(x: Tensor) -> Pending:
-            chunks = self._chunks(x.nbytes, self.max_message_bytes)
-            return Pending(self.node, [Calls([self.mpi.Ibcast(self._memory(x, *c), root) for c in chunks])], [x])
-
-        return self._in_place(tensor.detach(), post)
+    def _broadcast(self, tensor: Tensor, root: int) -> Pending:
+        chunks = self._chunks(tensor.nbytes, self.max_message_bytes)
+        calls = [self.mpi.Ibcast(self._memory(tensor, *chunk), root) for chunk in chunks]
+        return Pending(self.node, [Calls(calls)], [tensor])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Give every rank the root's values, in place."""

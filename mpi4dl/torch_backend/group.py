@@ -659,9 +659,7 @@ def hand_on_monitored_barriers() -> None:
 
     @functools.wraps(of_gloo)
     def monitored_barrier(
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,
+        group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         ours = dist.group.WORLD if group is None else group
         if not isinstance(ours, MpiGroup):

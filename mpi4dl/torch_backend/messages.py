@@ -168,12 +168,7 @@ class Wire(Communicator):
     def _types(self) -> "dict[torch.dtype, MPI.Datatype]":
         from mpi4py import MPI
 
-        return {
-            **super()._types,
-            torch.uint16: MPI.UINT16_T,
-            torch.uint32: MPI.UINT32_T,
-            torch.uint64: MPI.UINT64_T,
-        }
+        return {**super()._types, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T}
 
     def _operator(self, op: str, dtype: torch.dtype) -> "MPI.Op":
         from mpi4py import MPI

@@ -1,6 +1,7 @@
 """Small checkpoints made without an engine, by threads that stand for ranks; and sealed again after a forger's work."""
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,3 +83,19 @@ def edit_header(path: Path, edit: Callable[[Any], bytes]) -> None:
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     text = edit(header_of(path))
     path.write_bytes(len(text).to_bytes(LENGTH_BYTES, "little") + text + data[LENGTH_BYTES + length :])
+
+
+def flip(path: Path, place: int = -2) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def another_format(path: Path) -> None:
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)

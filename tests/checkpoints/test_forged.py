@@ -174,10 +174,7 @@ CASES: list[tuple[Edit, str]] = [
     ),
     (header(MODEL, "weight", "data_offsets", to=[16, 64]), "begins at byte 16, but the value before it ends at 8"),
     (header(MODEL, "weight", "data_offsets", to=[48, 0]), "has bytes 48 to 0, but F32 [3, 4] has 48 of them"),
-    (
-        header(MODEL, "weight", "data_offsets", to=[0, 2**63]),
-        "'data_offsets'[1] is 9223372036854775808, but must be",
-    ),
+    (header(MODEL, "weight", "data_offsets", to=[0, 2**63]), "'data_offsets'[1] is 9223372036854775808, but must be"),
     (
         header(MODEL, "weight", "shape", to=[3, 2**60, 0]),
         "'shape' is [3, 1152921504606846976, 0], but must be the shape",

@@ -1,7 +1,6 @@
 """A folder of checkpoints that is used again: nothing of another run is lost, or gone on from without being asked."""
 
 import logging
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mpi4dl.checkpoints import Checkpoints, load
 from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE, checkpoints_in
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.engine import Engine
+from tests.checkpoints.made import another_format, flip, pipe
 from tests.pool.ranks import Ranks
 from tests.short_runs import DATA_2, SMALL, batch_of, build, digest_of, tiles_of
 
@@ -102,10 +102,7 @@ def loaded(comm: Communicator, path: Path, of_folder: bool) -> str:
 def test_flipped_bytes_are_not_loaded(ranks: Ranks, tmp_path: Path, file: str, of_folder: bool) -> None:
     ranks(2).run(train, tmp_path, 1)
     path = tmp_path / "step-00000001"
-    data = bytearray((path / file).read_bytes())
-    data[-9] ^= 2
-    data[-10] ^= 2
-    (path / file).write_bytes(data)
+    flip(path / file, -9)
     (said,) = set(ranks(2).run(loaded, path, of_folder))
     assert said.startswith(f"{path}: {file}: bytes ")
     assert said.endswith(" are not those that were written")
@@ -117,16 +114,9 @@ def newest(comm: Communicator, folder: Path) -> str:
     return str(caught.value)
 
 
-def newer_format(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(("change", "complaint"), [(newer_format, "its format is 3"), (pipe, f"{MANIFEST}: it is no")])
+@pytest.mark.parametrize(
+    ("change", "complaint"), [(another_format, "its format is 3"), (pipe, f"{MANIFEST}: it is no")]
+)
 def test_what_cannot_be_read_now_is_not_put_aside_as_damaged(
     ranks: Ranks, tmp_path: Path, change: Any, complaint: str
 ) -> None:

@@ -20,6 +20,7 @@ from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.storage import DTYPES, Range, Reader, Spec, StorageLayout, uncovered, verify, write
 from mpi4dl.parallel.replicas.buckets import Shard
 from tests.brute_force import patient
+from tests.checkpoints.made import flip
 
 
 def value_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -159,12 +160,6 @@ def test_writing_ends_where_it_is_not_wanted_any_more(tmp_path: Path) -> None:
 )
 def test_every_byte_must_be_written_once(ranges: list[tuple[int, int]], complaint: str | None) -> None:
     assert uncovered([Range(start, stop, 0) for start, stop in ranges], 9) == complaint
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
 
 
 def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mpi4dl.checkpoints import manifest, storage
 from mpi4dl.checkpoints.json_values import Unreadable
 from mpi4dl.checkpoints.manifest import MANIFEST, MODEL, OPTIMIZER, STATE, Writing, candidates_at, checkpoints_in, clean
 from mpi4dl.checkpoints.saved import newest_whole
-from tests.checkpoints.made import NUM_RANKS, WEIGHT, job, write
+from tests.checkpoints.made import NUM_RANKS, WEIGHT, another_format, flip, job, pipe, write
 
 
 def test_a_checkpoint_is_what_one_process_would_have_written(tmp_path: Path) -> None:
@@ -48,12 +48,6 @@ def test_the_one_just_written_is_kept_whatever_its_number(tmp_path: Path) -> Non
 
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-2] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
@@ -97,15 +91,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert re.fullmatch(complaint, problem), problem
     damage(older / file)
     assert newest_whole([newer, older])[0] is None
-
-
-def another_format(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def endless(path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.comm.backend_names import SCENARIOS
+from tests.comm.backend_programs import scenarios
 from tests.pool.job import mpirun
 
 # Both add many numbers, but in other orders; and gloo rounds to low precision after each addition, we once.
@@ -38,7 +38,7 @@ def run(backend: str, folder: Path, size: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{backend}-{rank}-of-{size}.pt", weights_only=False) for rank in range(size)]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", scenarios())
 def test_a_program_gives_the_same_over_ours_and_over_gloo(outcomes: Outcomes, name: str) -> None:
     for rank, (ours, gloo) in enumerate(zip(outcomes.ours, outcomes.gloo, strict=True)):
         assert not isinstance(ours[name], str), f"ours, rank {rank}:\n{ours[name]}"

@@ -30,70 +30,59 @@ class OtherRanks:
         return [mine, self.others[len(self.asked) - 1] if self.others else True]
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Whether there is a GPU, what MPI claims, and whether the proof succeeds; `proofs` counts how often it was run."""
-    state = SimpleNamespace(gpu=True, claim="MPIX_Query_cuda_support", proof=True, proofs=0)
-
-    def proves() -> bool:
-        state.proofs += 1
-        return state.proof
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: state.gpu)
-    monkeypatch.setattr(gpu, "claims", lambda comm: state.claim)
-    monkeypatch.setattr(gpu, "proves", proves)
-    return state
+CLAIM = "MPIX_Query_cuda_support"
 
 
-def decide(others: OtherRanks, local_rank: int = 0, asked: str = "auto") -> tuple[str, str]:
-    return gpu.decide(others, local_rank, asked)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("gpus", "claim", "proof", "local_rank", "asked", "expected", "num_proofs"),
+    [
+        (True, CLAIM, True, 0, "auto", ("direct", f"{CLAIM} says CUDA-aware, and the self-test proved it"), 1),
+        (True, CLAIM, False, 0, "auto", ("staged", f"{CLAIM} says CUDA-aware, but the self-test failed"), 1),
+        # One rank of a machine runs the proof for all.
+        (True, CLAIM, True, 1, "auto", ("direct", f"{CLAIM} says CUDA-aware, and the self-test proved it"), 0),
+        (True, None, True, 0, "auto", ("staged", "this MPI does not claim to be CUDA-aware"), 0),
+        (False, CLAIM, True, 0, "auto", ("staged", "no GPU on every rank"), 0),
+        (False, CLAIM, True, 0, "direct", ("direct", "forced"), 0),
+        (False, CLAIM, True, 0, "staged", ("staged", "forced"), 0),
+    ],
+)
+def test_a_claim_that_is_proved_is_direct(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: bool,
+    claim: str | None,
+    proof: bool,
+    local_rank: int,
+    asked: str,
+    expected: tuple[str, str],
+    num_proofs: int,
+) -> None:
+    proofs = on_a_machine(monkeypatch, gpus, claim, proof)
+    assert gpu.decide(OtherRanks(), local_rank, asked) == expected  # type: ignore[arg-type]
+    assert len(proofs) == num_proofs
 
 
-def test_a_claim_that_is_proved_is_direct(machine: SimpleNamespace) -> None:
-    assert decide(OtherRanks()) == (
-        "direct",
-        "MPIX_Query_cuda_support says CUDA-aware, and the self-test proved it",
-    )
-    assert machine.proofs == 1
-
-
-def test_a_claim_that_fails_the_proof_is_staged(machine: SimpleNamespace) -> None:
-    machine.proof = False
-    assert decide(OtherRanks()) == ("staged", "MPIX_Query_cuda_support says CUDA-aware, but the self-test failed")
-
-
-def test_without_a_claim_or_a_gpu_nothing_is_tried(machine: SimpleNamespace) -> None:
-    machine.claim = None
-    assert decide(OtherRanks()) == ("staged", "this MPI does not claim to be CUDA-aware")
-    machine.gpu = False
-    assert decide(OtherRanks()) == ("staged", "no GPU on every rank")
-    assert machine.proofs == 0
+def on_a_machine(monkeypatch: pytest.MonkeyPatch, gpus: bool, claim: str | None, proof: bool) -> list[bool]:
+    """A machine with these answers; the proofs that are run there."""
+    proofs: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(gpu, "claims", lambda comm: claim)
+    monkeypatch.setattr(gpu, "proves", lambda: proofs.append(proof) or proof)
+    return proofs
 
 
 @pytest.mark.parametrize("others", [(False,), (True, False), (True, True, False)])
 def test_all_ranks_agree_on_staged_if_one_of_them_cannot_do_direct(
-    machine: SimpleNamespace, others: tuple[bool, ...]
+    monkeypatch: pytest.MonkeyPatch, others: tuple[bool, ...]
 ) -> None:
+    on_a_machine(monkeypatch, True, CLAIM, True)
     ranks = OtherRanks(*others)
-    assert decide(ranks)[0] == "staged"
+    assert gpu.decide(ranks, 0)[0] == "staged"  # type: ignore[arg-type]
     assert len(ranks.asked) == len(others)
 
 
-def test_one_rank_of_a_machine_runs_the_proof_for_all(machine: SimpleNamespace) -> None:
-    assert decide(OtherRanks(), local_rank=1)[0] == "direct"
-    assert machine.proofs == 0
-
-
-@pytest.mark.parametrize("asked", ["direct", "staged"])
-def test_what_was_asked_for_is_done_without_a_test(machine: SimpleNamespace, asked: str) -> None:
-    machine.gpu = False
-    assert decide(OtherRanks(), asked=asked) == (asked, "forced")
-    assert machine.proofs == 0
-
-
-def test_another_word_is_refused(machine: SimpleNamespace) -> None:
+def test_another_word_is_refused() -> None:
     with pytest.raises(ValueError, match="gpu wire is 'fast', but must be one of auto, direct, staged, nccl"):
-        decide(OtherRanks(), asked="fast")
+        gpu.decide(OtherRanks(), 0, "fast")  # type: ignore[arg-type]
 
 
 class Info(dict[str, str]):

@@ -51,13 +51,7 @@ def test_an_error_where_all_were_to_agree_is_shown_once_with_the_traceback_of_it
     assert job.stderr.count("Traceback (most recent call last)") == 1
 
 
-@pytest.mark.parametrize(
-    ("failure", "code", "said"),
-    [
-        ("KeyError", 1, "rank 1 of 2"),
-        ("ValueError", 2, "mpi4dl: "),
-    ],
-)
+@pytest.mark.parametrize(("failure", "code", "said"), [("KeyError", 1, "rank 1 of 2"), ("ValueError", 2, "mpi4dl: ")])
 @pytest.mark.parametrize(
     ("call", "late", "stuck"),
     [
@@ -92,10 +86,7 @@ watchdog.STUCK_SECONDS, watchdog.DEADLOCK_SECONDS, comm = 0.5, 0.5, world()
     ("calls", "said"),
     [
         ("comm.recv(torch.empty(1), 1 - comm.rank)", "all ranks waited for each other"),
-        (
-            "comm.agree() if comm.rank else comm.all_gather_object(1)",
-            "rank 0 is in all_gather_object at <string>:6",
-        ),
+        ("comm.agree() if comm.rank else comm.all_gather_object(1)", "rank 0 is in all_gather_object at <string>:6"),
     ],
 )
 @pytest.mark.sample(1)
@@ -155,8 +146,7 @@ def test_a_rank_that_leaves_by_whatever_way_ends_all(how: str, leave: str, code:
 
 
 @pytest.mark.parametrize(
-    ("how", "leave"),
-    [(HOOKS, "sys.exit(0)"), (RUN, "sys.exit(0)"), (HOOKS, "return"), (HOOKS, "raise SystemExit(3)")],
+    ("how", "leave"), [(HOOKS, "sys.exit(0)"), (RUN, "sys.exit(0)"), (HOOKS, "return"), (HOOKS, "raise SystemExit(3)")]
 )
 @pytest.mark.sample(1)
 def test_a_rank_that_leaves_in_peace_ends_all_once_they_wait_in_vain(how: str, leave: str) -> None:

@@ -132,11 +132,7 @@ def leaves_a_message(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [
-        (exits, "SystemExit: 3"),
-        (warns, "DeprecationWarning: deprecated"),
-        (leaves_a_message, "was never received"),
-    ],
+    [(exits, "SystemExit: 3"), (warns, "DeprecationWarning: deprecated"), (leaves_a_message, "was never received")],
 )
 def test_what_else_counts_as_a_failure(pool: Pool, body: object, message: str) -> None:
     with pytest.raises(RanksFailed, match=message):

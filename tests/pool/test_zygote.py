@@ -70,10 +70,7 @@ def test_a_program_ends_as_it_would(python: str, program: str) -> None:
 
 def test_an_exception_reaches_the_hook_and_the_code_is_1(python: str) -> None:
     program = "import sys; sys.excepthook = lambda *error: print('hook', error[1]); raise KeyError(1)"
-    assert (run([python, "-c", program]).stdout, run([python, "-c", "raise KeyError(1)"]).returncode) == (
-        "hook 1\n",
-        1,
-    )
+    assert (run([python, "-c", program]).stdout, run([python, "-c", "raise KeyError(1)"]).returncode) == ("hook 1\n", 1)
 
 
 def test_ranks_of_even_and_of_odd_numbers_hash_strings_differently(python: str) -> None:

@@ -74,7 +74,7 @@ class CompletionForm:
 
     def whole(self, choices: Sequence[Continued], usage: dict[str, int]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        texts = [self._choice(i, self.echoes[i] + choice.text, choice) for i, choice in enumerate(choices)]
+        texts = [self._choice(i, self._said(self.echoes[i] + choice.text), choice) for i, choice in enumerate(choices)]
         return {**self._head, "object": self.object_name, "choices": texts, "usage": usage}
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None, tells_usage: bool) -> bytes:
@@ -88,10 +88,13 @@ class CompletionForm:
 
     def piece(self, index: int, new: Continued) -> dict[str, Any]:
         """The new text of a choice."""
-        return self._choice(index, new.text, new)
+        return self._choice(index, {"text": new.text}, new)
 
-    def _choice(self, index: int, text: str, found: Continued) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self._scores(found), "finish_reason": found.finish_reason}
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _choice(self, index: int, said: dict[str, Any], found: Continued) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": self._scores(found), "finish_reason": found.finish_reason}
 
     def _scores(self, found: Continued) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -110,26 +113,13 @@ class ChatForm(CompletionForm):
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self._delta(index, {"role": "assistant", "content": ""}, Continued())
+        return self._choice(index, {"delta": {"role": "assistant", "content": ""}}, Continued())
 
     def piece(self, index: int, new: Continued) -> dict[str, Any]:
-        return self._delta(index, {"content": new.text} if new.text else {}, new)
+        return self._choice(index, {"delta": {"content": new.text} if new.text else {}}, new)
 
-    def _delta(self, index: int, delta: dict[str, Any], found: Continued) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._scores(found),
-            "finish_reason": found.finish_reason,
-        }
-
-    def _choice(self, index: int, text: str, found: Continued) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._scores(found),
-            "finish_reason": found.finish_reason,
-        }
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _scores(self, found: Continued) -> dict[str, Any] | None:
         if not self.logprobs:
