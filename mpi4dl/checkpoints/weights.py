@@ -26,7 +26,6 @@ from mpi4dl._wording import counted, to_install
 from mpi4dl.checkpoints.json_values import Damaged
 from mpi4dl.checkpoints.manifest import ABOUT, AVERAGE, CLASSES, MODEL, OPTIMIZER, candidates_at
 from mpi4dl.checkpoints.saved import newest_whole
-from mpi4dl.checkpoints.storage import Reader
 from mpi4dl.comm import Communicator
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 from mpi4dl.parallel.replicas.group import SLOT
@@ -310,21 +309,19 @@ def average_of(folder: Path) -> Path | None:
     """
     if (folder / AVERAGE).is_file():
         return folder / AVERAGE
-    if not (folder / OPTIMIZER).is_file():
-        return None
-    with Reader(folder / OPTIMIZER) as reader:
-        has = any(key.startswith(f"{SLOT}/") for key in reader.layout.specs)
-    return folder / OPTIMIZER if has else None
+    path = folder / OPTIMIZER
+    has = path.is_file() and any(key.startswith(f"{SLOT}/") for key in _of_safetensors(path).shapes)
+    return path if has else None
 
 
 def with_average(stored: WeightSource, path: Path) -> WeightSource:
     """Weights of which parameters are averages, from the file that `average_of` found. Raises OSError, ValueError."""
-    reader, prefix = Reader(path), "" if path.name == AVERAGE else f"{SLOT}/"
+    averages, prefix = _of_safetensors(path), "" if path.name == AVERAGE else f"{SLOT}/"
 
     def read(name: str) -> Tensor:
         for each in (name, stored.ties.get(name, name)):
-            if f"{prefix}{each}" in reader.layout.specs:
-                return reader.whole(f"{prefix}{each}")
+            if f"{prefix}{each}" in averages.shapes:
+                return averages.read(f"{prefix}{each}")
         return stored.read(name)
 
     return replace(stored, origin=f"{stored.origin} (averages)", read=read)
