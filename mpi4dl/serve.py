@@ -115,7 +115,8 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
 
     with comm.together((ConfigError, OSError)):
         opened = _open(config.serving) if comm.rank == 0 else None
-    _use_cores(comm, config.serving.threads)
+    # More threads than there are cores for, that of HTTP included, wait for each other in each layer.
+    comm.node.share_cores(config.serving.threads, spare=int(comm.rank == 0))
     trained = find_trained(comm, source, config.ranks.average, config.ranks.trust_code)
     batcher = open_batcher(comm, trained, config.ranks, config.batching)
     for remark in trained.remarks if comm.rank == 0 else ():
@@ -127,15 +128,6 @@ def serve(comm: "Communicator", asked: CommandLine[ServeConfig]) -> None:
         with StopSignals():  # rank 0, which had the signal too, says when it is over
             failure.Watchdog(0).stop()  # nobody asking for anything is no reason to end
             batcher.follow()
-
-
-def _use_cores(comm: "Communicator", threads: int | None) -> None:
-    """Compute with so many threads: more than there are cores for, HTTP included, wait for each other in each layer."""
-    import torch
-
-    from mpi4dl.comm.node import asked_threads
-
-    torch.set_num_threads(threads or asked_threads() or max(1, comm.node.threads - (comm.rank == 0)))
 
 
 def _open(options: Serving) -> tuple[socket.socket, str | None]:

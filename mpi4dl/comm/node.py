@@ -71,14 +71,14 @@ class Node:
     def oversubscribed(self) -> bool:
         return self.local_size > self.cores
 
-    def share_cores(self, asked: int | None = None) -> None:
+    def share_cores(self, asked: int | None = None, spare: int = 0) -> None:
         """Compute with as many threads as are `asked` for, or OMP_NUM_THREADS says, or else this rank's share of cores.
 
-        PyTorch's default is all cores for each rank.
+        PyTorch's default is all cores for each rank. `spare`: how many of the share are left to others.
         """
         asked = asked or asked_threads()
         self.chose_threads = asked is None
-        torch.set_num_threads(asked or self.threads)
+        torch.set_num_threads(asked or max(1, self.threads - spare))
 
     def device(self, kind: str = "auto") -> torch.device:
         """The device of this rank. Where there are more ranks than GPUs, they share them in turn.

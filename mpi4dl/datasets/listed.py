@@ -6,7 +6,7 @@ On a rank that sees another file system, a path may be another picture.
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,11 +260,11 @@ def suffixes_of(volumes: bool) -> tuple[str, ...]:
     return tuple(VOLUME_SUFFIXES) if volumes else SUFFIXES
 
 
-def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, int]]:
-    """The files below a folder that end so, and their sizes in bytes."""
+def files_below(folder: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> Iterator[tuple[Path, int]]:
+    """The files below a folder that end so, and their sizes in bytes; `without` what is in folders of these names."""
     for parent, folders, names in os.walk(folder):
         # A scanner's MRXS slide is one file beside a folder of its data; nothing in there ends like an image.
-        folders[:] = [name for name in folders if visible(name)]
+        folders[:] = [name for name in folders if visible(name) and name not in without]
         for name in names:
             if visible(name) and name.lower().endswith(suffixes):
                 path = Path(parent, name)

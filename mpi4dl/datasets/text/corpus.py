@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError
-from mpi4dl.datasets.listed import visible
+from mpi4dl.datasets.listed import files_below
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (
@@ -79,14 +78,8 @@ def _documents(source: str | Path) -> list[Document]:
 
 
 def _inside(root: Path, suffixes: tuple[str, ...], without: frozenset[str]) -> list[Document]:
-    found = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if visible(name) and name not in without]
-        for name in files:
-            path = Path(folder, name)
-            if visible(name) and name.lower().endswith(suffixes) and path.is_file():
-                found.append(Document(path.relative_to(root).as_posix(), path))
-    return sorted(found)
+    files = (path for path, _ in files_below(root, suffixes, without) if path.is_file())
+    return sorted(Document(path.relative_to(root).as_posix(), path) for path in files)
 
 
 def digest(document: Document) -> str:
