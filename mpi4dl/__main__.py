@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mpi4dl._commands import RANK_VARIABLES, USER_ERROR, command_names, front_door, one_message
+from mpi4dl._wording import aligned
 
 HELP = ("help", "-h", "--help")
 SIMILAR = 0.6  # of 1 for equal names
@@ -35,9 +36,8 @@ def overview() -> str:
     """All commands, with one line each, as their modules describe themselves."""
     door = front_door() or "mpi4dl"
     described = {name: importlib.import_module(f"mpi4dl.{name}").DESCRIPTION for name in command_names()}
-    width = max(map(len, described))
     lines = [f"usage: {door} COMMAND [--FLAG VALUE ...], on several ranks: mpirun -n RANKS {door} COMMAND ...", ""]
-    lines += ["commands:", *(f"  {name:<{width}}  {text}" for name, text in described.items())]
+    lines += ["commands:", *(f"  {line}" for line in aligned([*described.items()]))]
     return "\n".join([*lines, "", f"{door} COMMAND --help shows the options of a command."]) + "\n"
 
 

@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 
@@ -36,12 +36,12 @@ def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: set[str]) -> Iterator[str]:
-    """A table whose first row is its head; numbers to the right, columns named in `left` to the left."""
+def aligned(rows: Sequence[Sequence[str]], left: Collection[str] | None = None) -> Iterator[str]:
+    """A table whose first row is its head; numbers to the right, columns named in `left`, or all, to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
-            cell.ljust(width) if head in left else cell.rjust(width)
+            cell.ljust(width) if left is None or head in left else cell.rjust(width)
             for cell, width, head in zip(row, widths, rows[0], strict=True)
         )
         yield "  ".join(cells).rstrip()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from mpi4dl._files import read_regular
+from mpi4dl._wording import aligned
 from mpi4dl.options.kinds import BOOLEAN, Kind, dump
 
 T = TypeVar("T")
@@ -199,8 +200,7 @@ def _short_default(item: Option) -> str:
 
 
 def _columns(rows: Mapping[str, str]) -> list[str]:
-    width = max(map(len, rows))
-    return [f"  {name:<{width}}  {text}" for name, text in rows.items()]
+    return [f"  {line}" for line in aligned([*rows.items()])]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
