@@ -112,6 +112,14 @@ def resumed(comm: Communicator, task: Task, plan: Plan, folder: Path) -> Engine:
     return engine
 
 
+def kept(engine: Engine, folder: Path) -> Path:
+    """A checkpoint of this engine, on disk."""
+    with Checkpoints(folder, engine.comm) as checkpoints:
+        checkpoints.save(engine, {})
+        checkpoints.wait()
+        return checkpoints.newest() or folder
+
+
 SAME = [
     (DROPPING, TILES_2x2),
     (DROPPING, GEMS),
@@ -206,10 +214,7 @@ def tied(comm: Communicator, folder: Path, plan: Plan) -> bool:
     first, second = engine(0), engine(1)
     step(first, SMALL)
     save_model(first, folder / MODEL)
-    with Checkpoints(folder, comm) as checkpoints:
-        checkpoints.save(first, {})
-        checkpoints.wait()
-        load(second, checkpoints.newest() or folder)
+    load(second, kept(first, folder))
     return step(first, SMALL) == step(second, SMALL) and bits_of(first) == bits_of(second)
 
 
@@ -272,10 +277,7 @@ def counted(comm: Communicator, folder: Path) -> set[int]:
     first, second = engine(), engine()
     for _ in range(2):
         step(first, UNUSED)
-    with Checkpoints(folder, comm) as checkpoints:
-        checkpoints.save(first, {})
-        checkpoints.wait()
-        load(second, checkpoints.newest() or folder)
+    load(second, kept(first, folder))
     step(second, UNUSED)
     return {int(shard.state["count"]) for shard in second.shards() if "count" in shard.state}
 
@@ -299,10 +301,7 @@ def low_precision(comm: Communicator, folder: Path) -> tuple[float, dict[str, st
 
     first, second = engine(), engine()
     one(first)
-    with Checkpoints(folder, comm) as checkpoints:
-        checkpoints.save(first, {})
-        checkpoints.wait()
-        load(second, checkpoints.newest() or folder)
+    load(second, kept(first, folder))
     assert one(first) == one(second)
     assert bits_of(first) == bits_of(second)
     return 1.0, bits_of(first)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, Signals
 from typing import NamedTuple
@@ -100,30 +100,38 @@ async def answer(client: openai.AsyncOpenAI, wish: Wish, stream: bool) -> str:
             await asyncio.sleep(float(refused.response.headers["retry-after"]))
 
 
-async def load(url: str, wishes: list[Wish], max_retries: int = 0) -> list[str]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=max_retries, timeout=PATIENCE_SECONDS
-    ) as client:
-        begin = time.monotonic()
+def answers(one: Server, wishes: list[Wish], alone: bool = False, max_retries: int = 0) -> list[str]:
+    """What the server writes, each wish `alone`, or all as they come, every other one as a stream."""
 
-        async def one(number: int, wish: Wish) -> str:
-            await asyncio.sleep(begin + wish.at - time.monotonic())
-            return await answer(client, wish, stream=number % 2 == 0)
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{one.url}/v1", api_key="none", max_retries=max_retries, timeout=PATIENCE_SECONDS
+        ) as client:
+            if alone:
+                return [await answer(client, wish, stream=False) for wish in wishes]
+            begin = time.monotonic()
 
-        return await asyncio.gather(*(one(number, wish) for number, wish in enumerate(wishes)))
+            async def in_time(number: int, wish: Wish) -> str:
+                await asyncio.sleep(begin + wish.at - time.monotonic())
+                return await answer(client, wish, stream=number % 2 == 0)
 
+            return await asyncio.gather(*(in_time(number, wish) for number, wish in enumerate(wishes)))
 
-async def one_by_one(url: str, wishes: list[Wish]) -> list[str]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
-    ) as client:
-        return [await answer(client, wish, stream=False) for wish in wishes]
+    return asyncio.run(ask_all())
 
 
 def check_load(one: Server, wishes: list[Wish], max_retries: int = 0) -> None:
-    alone = asyncio.run(one_by_one(one.url, wishes))
+    alone = answers(one, wishes, alone=True)
     assert len(set(alone)) > 0.9 * len(alone)  # so that it shows if answers are mixed up
-    assert asyncio.run(load(one.url, wishes, max_retries)) == alone
+    assert answers(one, wishes, max_retries=max_retries) == alone
+
+
+def long_request(one: Server, threads: ThreadPoolExecutor, num_tokens: int) -> "Future[openai.types.Completion]":
+    """A request that runs, and is waited for by a thread."""
+    create = one.client().completions.create
+    asked = threads.submit(create, model="tiny", prompt="x", max_tokens=num_tokens, temperature=0)
+    eventually(lambda: one.metrics()["mpi4dl_requests_running"] == 1)
+    return asked
 
 
 def test_requests_at_rising_rates_get_what_they_get_alone(shared: Server) -> None:
@@ -147,10 +155,8 @@ def test_a_thousand_requests_at_rising_rates(run: Path) -> None:
 def test_ranks_serve_and_stop_together(run: Path, shared: Server, flags: str, number: Signals) -> None:
     wishes = rising(20, 50, 100)
     with server(2, run, *flags.split()) as one, ThreadPoolExecutor(1) as threads:
-        assert asyncio.run(load(one.url, wishes)) == asyncio.run(one_by_one(shared.url, wishes))
-        create = one.client().completions.create
-        asked = threads.submit(create, model="tiny", prompt="last", max_tokens=200, temperature=0)
-        eventually(lambda: one.metrics()["mpi4dl_requests_running"] == 1)
+        assert answers(one, wishes) == answers(shared, wishes, alone=True)
+        asked = long_request(one, threads, 200)
         one.job.send_signal(number)
         usage = asked.result(PATIENCE_SECONDS).usage
         assert usage is not None
@@ -164,15 +170,12 @@ def test_ranks_serve_and_stop_together(run: Path, shared: Server, flags: str, nu
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_death_of_a_rank_ends_all(run: Path, victim: int, busy: bool) -> None:
     with server(2, run, "--tensor", "2", forked=False) as one, ThreadPoolExecutor(1) as threads:
-        if busy:
-            create = one.client().completions.create
-            asked = threads.submit(create, model="tiny", prompt="x", max_tokens=2000, temperature=0)
-            eventually(lambda: one.metrics()["mpi4dl_requests_running"] == 1)
+        asked = long_request(one, threads, 2000) if busy else None
         pids = one.pids()
         assert len(pids) == 2
         os.kill(pids[victim], SIGKILL)
         assert one.ended() not in (0, 2)
-        if busy:
+        if asked is not None:
             with pytest.raises(openai.APIConnectionError):
                 asked.result(PATIENCE_SECONDS)
     assert one.complained == ""  # the launcher has said whom it lost
@@ -182,9 +185,7 @@ def test_the_death_of_a_rank_ends_all(run: Path, victim: int, busy: bool) -> Non
 @pytest.mark.exhaustive
 def test_a_rank_that_comes_no_further_ends_all(run: Path) -> None:
     with server(2, run, "--tensor", "2", "--hang-timeout", "5", forked=False) as one, ThreadPoolExecutor(1) as threads:
-        create = one.client().completions.create
-        asked = threads.submit(create, model="tiny", prompt="x", max_tokens=2000, temperature=0)
-        eventually(lambda: one.metrics()["mpi4dl_requests_running"] == 1)
+        asked = long_request(one, threads, 2000)
         os.kill(one.pids()[1], SIGSTOP)
         assert one.ended() not in (0, 2)
         with pytest.raises(openai.APIConnectionError):
