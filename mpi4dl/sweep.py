@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpi4dl._commands import INTERRUPTED, one_message
-from mpi4dl._wording import counted, in_words, to_install
+from mpi4dl._wording import counted, duration, to_install
 from mpi4dl.sweeps.chart import plot, save_figure
 from mpi4dl.sweeps.flags import grid_name
 from mpi4dl.sweeps.job import Outcome, run_job
@@ -125,7 +125,7 @@ def run_all(sweep: Sweep, plans: list[Tried], results: Results) -> None:
         results.save()
         left = sum(later.failure is None for _, later in jobs[number + 1 :]) * sum(seconds) / len(seconds)
         where = f"[{number + 1}/{len(jobs)}] turn {turn + 1} of {sweep.turns}: {each.plan}"
-        told = f"{where}: {_shown(outcome)}, in {seconds[-1]:.0f} s; about {in_words(left)} left"
+        told = f"{where}: {_shown(outcome)}, in {seconds[-1]:.0f} s; about {duration(left)} left"
         print(told, file=sys.stderr, flush=True)
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from mpi4dl._palette import BLUE, ORANGE
 from mpi4dl.sweeps.results import MIB, measured, shortened
 
 MOST_FAILED = 10
 MOST_NAMED = 30  # plans that a picture names beside it
-FRONT, OTHERS, DIAGONAL = "tab:orange", "tab:blue", "0.55"
+FRONT, OTHERS, DIAGONAL = ORANGE, BLUE, "0.55"
 SIDES = ((-8, 5), (7, 4), (7, -10), (-7, -10), (0, 9), (0, -15), (14, -3), (-14, -3))  # of a point, for its number
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mpi4dl._files import write_durably
 from mpi4dl._wording import aligned
 from mpi4dl.sweeps.job import Outcome
 from mpi4dl.sweeps.machine import Conditions, environment
@@ -36,9 +37,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def save_json(path: Path, content: dict[str, Any]) -> None:
     """Write results with the environment. An old file stays whole until the new one replaces it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps({"environment": environment(), **content}, indent=2) + "\n")
-    new.replace(path)
+    write_durably(path, (json.dumps({"environment": environment(), **content}, indent=2) + "\n").encode())
 
 
 @dataclass
