@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.backend_collectives import numbers, values
@@ -160,26 +159,6 @@ def ddp_waiting_hooks(rank: int, size: int) -> list[Tensor]:
         model.register_comm_hook(model, in_hook(wait))
         results += train(model, lambda step: batch(step, rank)) + parameters(model)
     return results
-
-
-def ddp_builtin_hooks(rank: int, size: int) -> list[Tensor]:
-    results = []
-    for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
-        model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
-        model._register_builtin_comm_hook(hook)
-        results += train(model, lambda step: batch(step, rank)) + parameters(model)
-    return results
-
-
-def ddp_join_counting_who_is_there(rank: int, size: int) -> list[Tensor]:
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([model], divide_by_initial_world_size=False):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
-            optimizer.step()
-    return parameters(model)
 
 
 def events(rank: int, size: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,23 +48,12 @@ def broadcast(rank: int, size: int) -> list[Tensor]:
 
 
 def all_reduce_dtypes(rank: int, size: int) -> list[Tensor]:
+    in_order = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+    bits = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+    kinds = ((DTYPES, in_order), (COMPLEX, in_order[:1]), ((torch.int64, torch.int32, torch.uint8), bits))
     results = []
-    for dtype in DTYPES:
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            x = values(rank, 5, dtype)
-            dist.all_reduce(x, op)
-            results.append(x)
-    for dtype in COMPLEX:
-        x = values(rank, 5, dtype)
-        dist.all_reduce(x)
-        results.append(x)
-    return results
-
-
-def all_reduce_bits(rank: int, size: int) -> list[Tensor]:
-    results = []
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+    for dtypes, operations in kinds:
+        for dtype, op in product(dtypes, operations):
             x = values(rank, 5, dtype)
             dist.all_reduce(x, op)
             results.append(x)

@@ -133,27 +133,33 @@ def add_up_twice(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future.then(again)
 
 
-def ddp_hooks(rank: int, size: int) -> list[Tensor]:
+def trained_with(rank: int, *hooks: Any) -> list[Tensor]:
     results = []
-    # Gloo runs what `then` was given on threads of its own, where the order of collectives is anyone's guess.
-    waiting = default_hooks.allreduce_hook if dist.get_backend() == "gloo" else add_up_twice
-    for hook in (default_hooks.allreduce_hook, waiting):
+    for hook in hooks:
         model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
-        model.register_comm_hook(None, hook)
+        if isinstance(hook, dist.BuiltinCommHookType):
+            model._register_builtin_comm_hook(hook)
+        else:
+            model.register_comm_hook(None, hook)
         results += train(model, lambda step: batch(step, rank)) + parameters(model)
     return results
+
+
+def ddp_hooks(rank: int, size: int) -> list[Tensor]:
+    # Gloo runs what `then` was given on threads of its own, where the order of collectives is anyone's guess.
+    waiting = default_hooks.allreduce_hook if dist.get_backend() == "gloo" else add_up_twice
+    return trained_with(rank, default_hooks.allreduce_hook, waiting)
+
+
+def ddp_builtin_hooks(rank: int, size: int) -> list[Tensor]:
+    return trained_with(rank, dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS)
 
 
 def ddp_low_precision_hooks(rank: int, size: int) -> list[Tensor]:
     def in_bfloat16(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         return default_hooks.bf16_compress_hook(group, bucket)  # DDP itself admits it on GPUs alone
 
-    results = []
-    for hook in (in_bfloat16, default_hooks.fp16_compress_hook):
-        model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
-        model.register_comm_hook(None, hook)
-        results += train(model, lambda step: batch(step, rank)) + parameters(model)
-    return results
+    return trained_with(rank, in_bfloat16, default_hooks.fp16_compress_hook)
 
 
 def ddp_power_sgd(rank: int, size: int) -> list[Tensor]:
@@ -164,15 +170,18 @@ def ddp_power_sgd(rank: int, size: int) -> list[Tensor]:
 
 
 def ddp_join(rank: int, size: int) -> list[Tensor]:
-    """Some ranks have more batches than others."""
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([model]):
-        for step in range(2 + rank):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
-            optimizer.step()
-    return parameters(model)
+    """Some ranks have more batches than others; averages are over all ranks, or over those that are still there."""
+    results = []
+    for over_all in (True, False):
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Join([model], divide_by_initial_world_size=over_all):
+            for step in range(2 + rank):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch(step, rank)[0]), batch(step, rank)[1]).backward()
+                optimizer.step()
+        results += parameters(model)
+    return results
 
 
 def ddp_of_a_group(rank: int, size: int) -> list[Tensor]:
@@ -219,12 +228,10 @@ def dtensor(rank: int, size: int) -> list[Any]:
 
 def tensor_parallel(rank: int, size: int) -> list[Tensor]:
     model = network()
-    plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "detour": RowwiseParallel()}
-    plan["last"] = ColwiseParallel(output_layouts=Replicate())
     stack = nn.Sequential(model.first, nn.Tanh(), model.second, nn.Tanh(), model.last)
     plain = copy.deepcopy(stack)
-    parallelize_module(stack, init_device_mesh("cpu", (size,)), {"0": plan["first"], "2": plan["second"]})
-    parallelize_module(stack, init_device_mesh("cpu", (size,)), {"4": plan["last"]})
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(stack, init_device_mesh("cpu", (size,)), plan)
     losses = train(stack, lambda step: batch(step, 0))
     train(plain, lambda step: batch(step, 0))
     for ours, alone in zip(parameters(stack), parameters(plain), strict=True):
@@ -274,9 +281,8 @@ def fsdp2_of_two_axes(rank: int, size: int) -> list[Tensor]:
     results = train(model, lambda step: batch(step, rank))
     check_against_plain(model, size)
     model = network()
-    plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "detour": RowwiseParallel()}
     stack = nn.Sequential(model.first, nn.Tanh(), model.second)
-    parallelize_module(stack, mesh["inner"], {"0": plan["first"], "2": plan["second"]})
+    parallelize_module(stack, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(stack, mesh=mesh["outer"])
     targets = numbers(5, ROWS * 32).view(ROWS, 32)
     results += train(stack, lambda step: (batch(step, rank // 2)[0], targets))
