@@ -168,26 +168,17 @@ def header(file: str, *way: Any, to: Any) -> Edit:
 
 CASES: list[tuple[Edit, str]] = [
     (header(MODEL, "weight", "data_offsets", to=[8, 48]), "'weight' has bytes 8 to 48, but F32 [3, 4] has 48 of them"),
-    (
-        header(MODEL, "weight", "data_offsets", to=[0, 48]),
-        "'weight' begins at byte 0, but the value before it ends at 8",
-    ),
+    (header(MODEL, "weight", "data_offsets", to=[0, 48]), "begins at byte 0, but the value before it ends at 8"),
     (header(MODEL, "weight", "data_offsets", to=[16, 64]), "begins at byte 16, but the value before it ends at 8"),
     (header(MODEL, "weight", "data_offsets", to=[48, 0]), "has bytes 48 to 0, but F32 [3, 4] has 48 of them"),
     (header(MODEL, "weight", "data_offsets", to=[0, 2**63]), "'data_offsets'[1] is 9223372036854775808, but must be"),
-    (
-        header(MODEL, "weight", "shape", to=[3, 2**60, 0]),
-        "'shape' is [3, 1152921504606846976, 0], but must be the shape",
-    ),
+    (header(MODEL, "weight", "shape", to=[3, 2**60, 0]), "is [3, 1152921504606846976, 0], but must be the shape"),
     (header(MODEL, "weight", "shape", to=[3, -4]), "'shape'[1] is -4, but must be a whole number from 0 to"),
     (header(MODEL, "weight", "dtype", to="F8_E4M3"), "'dtype' is 'F8_E4M3', but must be one of F64, F32"),
     (header(MODEL, "more", to={"dtype": "I64", "shape": [], "data_offsets": [56, 64]}), "but its header tells of"),
     (lambda path: edited(path, OPTIMIZER, ("momentum/weight",), remove), "but its header tells of"),
     (lambda path: edited(path, OPTIMIZER, ("momentum/weight",), rename), "has no 'momentum/weight', unlike what state"),
-    (
-        header(OPTIMIZER, "momentum/weight", "shape", to=[12]),
-        "has 'momentum/weight' as F32 [12], unlike what state.json",
-    ),
+    (header(OPTIMIZER, "momentum/weight", "shape", to=[12]), "as F32 [12], unlike what state.json says"),
     (header(STATE, "optimizer", "slots", "momentum/weight", to=[]), "as F32 [3, 4], unlike what state.json says"),
     (header(STATE, "optimizer", "slots", to={}), "has 'momentum/weight', unlike what state.json says"),
     (header(STATE, "extra", to=DEEP), "state.json cannot be read: maximum recursion depth exceeded"),
@@ -199,10 +190,7 @@ CASES: list[tuple[Edit, str]] = [
     (header(STATE, "ranks", 1, "numpy", 1, to="AAAA" * 900), "'numpy' is ['MT19937', 'AAAA"),
     (header(STATE, "ranks", 2, "torch", to="AAAA"), "'torch' is 'AAAA', but must be the state of a generator"),
     (header(MANIFEST, "files", "../../x", to=[0, []]), "manifest.json names '../../x'"),
-    (
-        header(MANIFEST, "files", MODEL, 1, to=[]),
-        "manifest.json has no checksum of all of model.safetensors: byte 0 of",
-    ),
+    (header(MANIFEST, "files", MODEL, 1, to=[]), "has no checksum of all of model.safetensors: byte 0 of"),
 ]
 
 

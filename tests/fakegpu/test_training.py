@@ -45,36 +45,30 @@ def train(comm: Communicator, task: Task, plan: Plan, wire: str) -> tuple[Outcom
         return replace(outcome, state=state, gradients=gradients), steps
 
 
-def cases() -> list[object]:
-    found = []
-    for i, (name, plan) in enumerate(PLANS.items()):
-        for zero in range(4):
-            wire = ("staged", "direct")[(i + zero) % 2]
-            marks = () if name in FEW and zero == i % 4 else (pytest.mark.exhaustive,)
-            found.append(pytest.param(replace(plan, zero=zero), wire, marks=marks, id=f"{name}-zero{zero}-{wire}"))
-    return found
+CASES = [
+    pytest.param(
+        replace(plan, zero=zero),
+        ("staged", "direct")[(i + zero) % 2],
+        marks=() if name in FEW and zero == i % 4 else pytest.mark.exhaustive,
+        id=f"{name}-zero{zero}",
+    )
+    for i, (name, plan) in enumerate(PLANS.items())
+    for zero in range(4)
+]
+TASKS = [
+    *(pytest.param(ON_GPU, case.values[0], id=case.id) for case in CASES),
+    *(pytest.param(replace(t, device="cuda"), Plan(((2, 2),)), id=str(t.model)) for t in (NARROWING, UNUSED, HOOKED)),
+]
 
 
-@pytest.mark.parametrize(("plan", "wire"), cases())
+@pytest.mark.parametrize(("plan", "wire"), CASES)
 @pytest.mark.sample(1)
 def test_every_plan_is_exact_and_waits_for_what_it_has_to(ranks: Ranks, plan: Plan, wire: str) -> None:
     outcomes = [outcome for outcome, _ in ranks(plan.num_ranks).run(train, ON_GPU, plan, wire)]
     short_runs.assert_like(outcomes[0], short_runs.plain(replace(ON_GPU, device="cpu"), plan.num_microbatches))
 
 
-def cases_of_nccl() -> list[object]:
-    found = []
-    for i, (name, plan) in enumerate(PLANS.items()):
-        for zero in range(4):
-            marks = () if name in FEW and zero == (i + 1) % 4 else (pytest.mark.exhaustive,)
-            found.append(pytest.param(ON_GPU, replace(plan, zero=zero), marks=marks, id=f"{name}-zero{zero}"))
-    gpu_tasks = {"narrowing": NARROWING, "unused": UNUSED, "hooked": HOOKED}
-    for name, task in gpu_tasks.items():
-        found.append(pytest.param(replace(task, device="cuda"), Plan(((2, 2),)), marks=pytest.mark.exhaustive, id=name))
-    return found
-
-
-@pytest.mark.parametrize(("task", "plan"), cases_of_nccl())
+@pytest.mark.parametrize(("task", "plan"), TASKS)
 @pytest.mark.exhaustive
 def test_by_nccl_every_plan_is_exact_and_waits_in_no_circle(ranks: Ranks, task: Task, plan: Plan) -> None:
     found = ranks(plan.num_ranks).run(train, task, plan, "nccl")
