@@ -369,7 +369,7 @@ def slow(comm: Communicator, folder: Path) -> tuple[list[bool], int]:
         checkpoints.wait()
         again = engine_of(comm, SMALL, TILES_1x2, seed=3)
         load(again, checkpoints.newest() or folder)
-        found.append(digest_of(again.held.own_state()) == digest_of(engine.stages.own_state()))
+        found.append(digest_of(again.stages.own_state()) == digest_of(engine.stages.own_state()))
     return found, again.num_steps
 
 
