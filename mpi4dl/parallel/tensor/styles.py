@@ -82,33 +82,9 @@ class Cutting:
         return tuple(axis for axis in Degrees._fields if axis in found)
 
 
-Styles = Mapping[
-    str, str
-]  # by patterns of paths of modules and parameters, in which * is a part between dots; with ? there may be none
+# By patterns of paths of modules and parameters, in which * is a part between dots; with ? there may be none.
+Styles = Mapping[str, str]
 
-GPT2: Styles = MappingProxyType(
-    {
-        "transformer.wte": "vocabulary",
-        "transformer.h.*.attn.c_attn": "fused-heads",
-        "transformer.h.*.attn.c_proj": "heads-row",
-        "transformer.h.*.mlp.c_fc": "column",
-        "transformer.h.*.mlp.c_proj": "row",
-        "lm_head": "vocabulary",
-    }
-)
-LLAMA: Styles = MappingProxyType(
-    {
-        "model.embed_tokens": "vocabulary",
-        "model.layers.*.self_attn.q_proj": "heads",
-        "model.layers.*.self_attn.k_proj": "heads",
-        "model.layers.*.self_attn.v_proj": "heads",
-        "model.layers.*.self_attn.o_proj": "heads-row",
-        "model.layers.*.mlp.gate_proj": "column",
-        "model.layers.*.mlp.up_proj": "column",
-        "model.layers.*.mlp.down_proj": "row",
-        "lm_head": "vocabulary",
-    }
-)
 BERT: Styles = MappingProxyType(
     {
         "bert.embeddings.word_embeddings": "vocabulary",
@@ -142,28 +118,6 @@ OWN: Styles = MappingProxyType(
         "blocks.*.feed_forward.experts.gate?": "column",
         "blocks.*.feed_forward.experts.output?": "row",
     }
-)
-EXPERTS: Styles = MappingProxyType(
-    {
-        "experts": "experts",
-        "experts.gate_up_proj": "gated-column",
-        "experts.down_proj": "row",
-        "shared_expert.gate_proj?": "column",
-        "shared_expert.up_proj?": "column",
-        "shared_expert.down_proj?": "row",
-    }
-)  # of transformers' models, in the layer that has them
-MIXTRAL: Styles = MappingProxyType(
-    {
-        **{name: style for name, style in LLAMA.items() if ".mlp." not in name},
-        **{f"model.layers.*.mlp.{name}": style for name, style in EXPERTS.items()},
-    }
-)
-SPARSE_LLAMA: Styles = MappingProxyType(
-    {**MIXTRAL, **{f"{name}?": style for name, style in LLAMA.items() if ".mlp." in name}}
-)  # whose blocks may be dense ones too
-GRANITE_MOE: Styles = MappingProxyType(
-    {name.replace(".mlp.", ".block_sparse_moe."): style for name, style in MIXTRAL.items()}
 )
 VISION_TRANSFORMER: Styles = MappingProxyType(
     {
@@ -200,13 +154,6 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "BERT": {**OWN, "embedding.tokens": "vocabulary", "decoder": "vocabulary"},
         "ViT": OWN,
         "ResNet": RESNET,
-        "GPT2LMHeadModel": GPT2,
-        "LlamaForCausalLM": LLAMA,
-        "MixtralForCausalLM": MIXTRAL,
-        "OlmoeForCausalLM": MIXTRAL,
-        "GraniteMoeForCausalLM": GRANITE_MOE,
-        "Qwen2MoeForCausalLM": SPARSE_LLAMA,
-        "Qwen3MoeForCausalLM": SPARSE_LLAMA,
         "BertForMaskedLM": BERT,
         **{
             f"{family}For{task}": ROBERTA
@@ -218,6 +165,8 @@ TABLES: Mapping[str, Styles] = MappingProxyType(
         "ViTForImageClassification": HF_VIT,
     }
 )  # by the name of the model's class
+# Models of transformers whose layers of experts are laid over ranks that share the batch, though nothing is cut.
+OF_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("Mixtral", "Olmoe", "GraniteMoe", "Qwen2Moe", "Qwen3Moe"))
 
 
 def styles_of(model: nn.Module, num_ranks: int = 2) -> Styles:
@@ -249,9 +198,12 @@ def _of_transformers(model: nn.Module) -> bool:
 
 # The names in plans of transformers for layers that are cut by outputs, or by inputs. Any cut is exact: others stay
 # whole.
-PLANNED_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
-PLANNED_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
-PLANNED_TABLES = ("embedding_rowwise", "vocab_parallel_rowwise")
+PLANNED = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output"), "column"),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), "row"),
+    **dict.fromkeys(("embedding_rowwise", "vocab_parallel_rowwise"), "vocabulary"),
+    "packed_colwise": "gated-column",
+}
 # Names of layers in attentions and feed-forward layers of models that carry no plan.
 IN_BLOCKS = re.compile(r"\.\d+\.")
 QUERIES = frozenset("q k v q_proj k_proj v_proj query key value query_key_value".split())
@@ -271,24 +223,15 @@ def planned_styles(model: nn.Module, num_ranks: int) -> Styles:
     found: dict[str, str] = {}
     for pattern, planned in plan.items():
         parts = _matching(pattern)
-        for path in filter(parts.fullmatch, modules):
-            style = _style_of_planned(planned)
-            if style is not None:
-                found[path] = style
-    if not any(IN_BLOCKS.search(path) for path in found):
-        found |= _by_names(modules)
+        if planned in PLANNED:
+            found |= dict.fromkeys(filter(parts.fullmatch, modules), PLANNED[planned])
+    of_blocks = any(IN_BLOCKS.search(path) for path in found)
+    by_names = _by_names(modules).items()
+    found |= {path: style for path, style in by_names if not of_blocks or ".shared_expert." in path}
     words = [_embeddings(model, which) for which in ("input", "output")]
     found |= {path: "vocabulary" for path, module in modules.items() if any(module is each for each in words)}
     chosen = {path: fitting for path, style in found.items() if (fitting := _fitting(path, modules, style, num_ranks))}
     return chosen | _experts(modules, num_ranks)
-
-
-def _style_of_planned(planned: str) -> str | None:
-    if planned in PLANNED_COLUMNS:
-        return "column"
-    if planned in PLANNED_ROWS:
-        return "row"
-    return {"packed_colwise": "gated-column", **dict.fromkeys(PLANNED_TABLES, "vocabulary")}.get(planned)
 
 
 def _by_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -371,7 +314,8 @@ def cutting_of(model: nn.Module, styles: Styles | None, degrees: Degrees) -> Cut
         ValueError: a style or a pattern that fits nothing; heads, features or experts that cannot be shared by so many
             ranks; or no table.
     """
-    if styles is None and degrees.features == degrees.experts == 1 and type(model).__name__ not in TABLES:
+    known = type(model).__name__ in {*TABLES, *OF_EXPERTS}
+    if styles is None and degrees.features == degrees.experts == 1 and not known:
         return Cutting()
     styles = styles_of(model, degrees.features) if styles is None else styles
     modules = dict(model.named_modules())

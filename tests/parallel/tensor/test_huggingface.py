@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.engine import Engine
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tensor.styles import LLAMA, Styles
+from mpi4dl.parallel.tensor.styles import Styles
 from tests.pool.ranks import Ranks
 from tests.short_runs import Task, check, words_loss
 
@@ -84,8 +84,14 @@ BERT_SIZES: dict[str, Any] = SIZES | NO_DROPOUT | COMMON | {"max_position_embedd
 SPARSE: dict[str, Any] = SIZES | COMMON | {
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 12
 }  # fmt: skip
-WHOLE_EXPERTS = {"model.layers.*.mlp.experts": "experts"}  # of gpt-oss, whose experts have no style in parts
-STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS | {k: v for k, v in LLAMA.items() if ".mlp." not in k}}
+ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "heads" for name in ("q", "k", "v")}
+WHOLE_EXPERTS = ATTENTION | {
+    "model.layers.*.self_attn.o_proj": "heads-row",
+    "model.layers.*.mlp.experts": "experts",
+    "model.embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+}
+STYLES: dict[str, Styles] = {"gpt-oss": WHOLE_EXPERTS}  # whose experts have no style in parts
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "tensor 2": replace(ONE, tensor=2),
