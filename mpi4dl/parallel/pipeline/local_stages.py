@@ -54,71 +54,6 @@ class Together(NamedTuple):
     across: tuple[int, ...]
 
 
-def become_one(modules: Mapping[int, nn.Module], names: Sequence[str]) -> nn.Parameter | None:
-    """Let the stages of one rank have one parameter where several use it by one of `names`; None if none does."""
-    found: nn.Parameter | None = None
-    for module in modules.values():
-        for name in names:
-            path, _, leaf = name.rpartition(".")
-            try:
-                holder = module.get_submodule(path)
-            except AttributeError:
-                continue
-            known = holder._parameters.get(leaf)
-            if known is not None:
-                found = known if found is None else found
-                holder._parameters[leaf] = found
-    return found
-
-
-def sharing(
-    plan: Plan,
-    comm: Communicator,
-    modules: Mapping[int, nn.Module],
-    shared: Mapping[str, tuple[int, ...]],
-    aliases: Mapping[str, Sequence[str]],
-    axes: Callable[[str], tuple[str, ...]],
-    groups: Mapping[int, Communicator],
-    place: PartPlace,
-) -> Iterator[Together]:
-    """Of this rank, whose stages are `modules`, in an order in which all ranks come to those they have in common.
-
-    `shared` are the stages of parameters that several use, by the first of their `aliases`. `axes(name)` are those over
-    which a parameter is cut, of which this rank has the part at `place`. `groups` are all holders of each stage.
-    Collective.
-    """
-    ordered = not plan.bidirectional
-    several = {name for first in shared for name in aliases[first]}
-    cut = [axis for axis, (_, count) in place._asdict().items() if count > 1]
-    parts = [along for number in range(len(cut) + 1) for along in combinations(cut, number)]
-    for stage, module in modules.items():
-        own = [(name, p) for name, p in module.named_parameters() if name not in several]
-        for along in parts:
-            part = {axis: getattr(place, axis)[0] for axis in along}
-            holders = comm.subset(plan.holders(stage, part=part), ordered) if along else groups[stage]
-            named = [(name, p) for name, p in own if axes(name) == along]
-            others = _across(plan, comm.rank, place, along, stage)
-            yield Together((stage,), holders, named, *plan.zero_at(stage, part=part), others)
-    for stages in sorted({stages for stages in shared.values() if not modules.keys().isdisjoint(stages)}):
-        for along in parts:
-            part = {axis: getattr(place, axis)[0] for axis in along}
-            firsts = [first for first in aliases if shared.get(first) == stages and axes(first) == along]
-            if firsts:
-                holders = comm.subset(plan.holders(*stages, part=part), ordered)
-                named = [(first, p) for first in firsts if (p := become_one(modules, aliases[first])) is not None]
-                zero = plan.zero_at(*stages, part=part)
-                yield Together(stages, holders, named, *zero, _across(plan, comm.rank, place, along, *stages))
-
-
-def _across(plan: Plan, rank: int, place: PartPlace, along: Sequence[str], *stages: int) -> tuple[int, ...]:
-    """Of each part along these axes one holder: the one whose number among them is that of this rank."""
-    own = {axis: getattr(place, axis)[0] for axis in along}
-    every = product(*(range(getattr(place, axis)[1]) for axis in along))
-    holders = {numbers: plan.holders(*stages, part=dict(zip(along, numbers, strict=True))) for numbers in every}
-    mine = holders[tuple(own.values())]
-    return tuple(alike[mine.index(rank)] for alike in holders.values())
-
-
 ChooseStream = Callable[[Cuttable, Sequence[int]], StreamOptions]
 BALANCES = ("auto", "flops", "memory", "measured")
 
@@ -193,10 +128,7 @@ class LocalStages(nn.Module):
             self._cut(cutting)
         if device is not None:
             self.to(device)
-        axes, place = self.cutting.axes, self._place
-        self.together = tuple(
-            sharing(plan, comm, self.modules_of, self.shared, self.names_of, axes, self.groups, place)
-        )
+        self.together = tuple(self._sharing())
 
     def _describe(self, modules: Mapping[int, nn.Module], outline: nn.Module, plan: Plan, comm: Communicator) -> None:
         """Take what is known without other ranks: the modules of this one, and what the whole model consists of."""
@@ -238,6 +170,55 @@ class LocalStages(nn.Module):
                 self.groups[stage].broadcast(value.data)
             grid = next(part.grid for (_, number), part in self.parts.items() if number == stage)
             self.layouts |= cut_parameters(module, self.cutting, grid)
+
+    def _sharing(self) -> Iterator[Together]:
+        """This rank's parameters, in an order in which all ranks come to those they have in common. Collective."""
+        axes, place, shared = self.cutting.axes, self._place, self.shared
+        several = {name for first in shared for name in self.names_of[first]}
+        cut = [axis for axis, (_, count) in place._asdict().items() if count > 1]
+        parts = [along for number in range(len(cut) + 1) for along in combinations(cut, number)]
+        for stage, module in self.modules_of.items():
+            own = [(name, p) for name, p in module.named_parameters() if name not in several]
+            for along in parts:
+                yield self._with_holders((stage,), along, [(name, p) for name, p in own if axes(name) == along])
+        for stages in sorted({each for each in shared.values() if not self.modules_of.keys().isdisjoint(each)}):
+            for along in parts:
+                firsts = [first for first in self.names_of if shared.get(first) == stages and axes(first) == along]
+                named = [(first, p) for first in firsts if (p := self._become_one(first)) is not None]
+                if firsts:
+                    yield self._with_holders(stages, along, named)
+
+    def _with_holders(
+        self, stages: tuple[int, ...], along: Sequence[str], named: list[tuple[str, nn.Parameter]]
+    ) -> Together:
+        """Parameters of these stages, cut along these axes, with the ranks that have this rank's part of them."""
+        every = product(*(range(getattr(self._place, axis)[1]) for axis in along))
+        parts = {numbers: dict(zip(along, numbers, strict=True)) for numbers in every}
+        own = tuple(getattr(self._place, axis)[0] for axis in along)
+        holders = {numbers: self.plan.holders(*stages, part=part) for numbers, part in parts.items()}
+        number = holders[own].index(self.comm.rank)
+        across = tuple(ranks[number] for ranks in holders.values())
+        if len(stages) == 1 and not along:
+            comm = self.groups[stages[0]]
+        else:
+            comm = self.comm.subset(holders[own], ordered=not self.plan.bidirectional)
+        return Together(stages, comm, named, *self.plan.zero_at(*stages, part=parts[own]), across)
+
+    def _become_one(self, first: str) -> nn.Parameter | None:
+        """Let all stages of this rank that use a parameter, by whatever name, have the same; None if none does."""
+        found: nn.Parameter | None = None
+        for module in self.modules_of.values():
+            for name in self.names_of[first]:
+                path, _, leaf = name.rpartition(".")
+                try:
+                    holder = module.get_submodule(path)
+                except AttributeError:
+                    continue
+                known = holder._parameters.get(leaf)
+                if known is not None:
+                    found = known if found is None else found
+                    holder._parameters[leaf] = found
+        return found
 
     def runs(self, name: str, start: int, stop: int) -> Iterator[Elements]:
         """Where elements of what this rank has of a parameter, flattened, are in the whole."""
