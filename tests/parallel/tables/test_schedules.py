@@ -13,163 +13,95 @@ from mpi4dl.parallel.tables.simulator import Costs, check, simulate
 from mpi4dl.parallel.tables.table import Action, Placement, Table
 from tests.parallel.tables.tables import can_be_played, read, tables
 
-PIPELINES = [
-    pytest.param(
-        "layer",
-        3,
-        2,
-        """
+# Tables by schedule, placement, microbatches and pairs of waves. In the last one, ranks 1 to 3 hold a tile of the first
+# stage of both copies; ranks 0 and 4 hold a tile of one and all of a second.
+DRAWN = {
+    ("layer", Placement.row([1] * 3), 2, 1): """
         F0 B0 F1 B1
         F0 B0 F1 B1
         F0 B0 F1 B1
-        """,
-        id="layer, 3 ranks, 2 microbatches",
-    ),
-    pytest.param(
-        "gpipe",
-        3,
-        3,
-        """
+    """,
+    ("gpipe", Placement.row([1] * 3), 3, 1): """
         F0 F1 F2 B0 B1 B2
         F0 F1 F2 B0 B1 B2
         F0 F1 F2 B0 B1 B2
-        """,
-        id="gpipe, 3 ranks, 3 microbatches",
-    ),
-    pytest.param(
-        "1f1b",
-        4,
-        2,
-        """
+    """,
+    ("1f1b", Placement.row([1] * 4), 2, 1): """
         F0 F1 B0 B1
         F0 F1 B0 B1
         F0 F1 B0 B1
         F0 B0 F1 B1
-        """,
-        id="1f1b, 4 ranks, 2 microbatches",
-    ),
-    pytest.param(
-        "1f1b",
-        4,
-        4,
-        """
+    """,
+    ("1f1b", Placement.row([1] * 4), 4, 1): """
         F0 F1 F2 F3 B0 B1 B2 B3
         F0 F1 F2 B0 F3 B1 B2 B3
         F0 F1 B0 F2 B1 F3 B2 B3
         F0 B0 F1 B1 F2 B2 F3 B3
-        """,
-        id="1f1b, 4 ranks, 4 microbatches",
-    ),
-    pytest.param(
-        "1f1b",
-        4,
-        5,
-        """
+    """,
+    ("1f1b", Placement.row([1] * 4), 5, 1): """
         F0 F1 F2 F3 B0 F4 B1 B2 B3 B4
         F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
-        """,
-        id="1f1b, 4 ranks, 5 microbatches",
-    ),
-    pytest.param(
-        "1f1b",
-        4,
-        6,
-        """
+    """,
+    ("1f1b", Placement.row([1] * 4), 6, 1): """
         F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5
         F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
         F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-        """,
-        id="1f1b, 4 ranks, 6 microbatches",
-    ),
-    pytest.param(
-        "zero-bubble",
-        3,
-        2,
-        """
+    """,
+    ("zero-bubble", Placement.row([1] * 3), 2, 1): """
         F0 F1 I0 W0 I1 W1
         F0 F1 I0 I1 W0 W1
         F0 I0 F1 I1 W0 W1
-        """,
-        id="zero-bubble, 3 ranks, 2 microbatches",
-    ),
-    pytest.param(
-        "zero-bubble",
-        3,
-        4,
-        """
+    """,
+    ("zero-bubble", Placement.row([1] * 3), 4, 1): """
         F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-        """,
-        id="zero-bubble, 3 ranks, 4 microbatches",
-    ),
-]
-
-GEMS = [
-    pytest.param(
-        "layer",
-        2,
-        1,
-        1,
-        """
+    """,
+    ("layer", Placement.row([1] * 2, directions=2), 1, 1): """
         F0 B0 f0 b0
         F0 B0 f0 b0
-        """,
-        id="layer, 2 ranks, 1 x 1 microbatches each way",
-    ),
-    pytest.param(
-        "layer",
-        3,
-        1,
-        2,
-        """
+    """,
+    ("layer", Placement.row([1] * 3, directions=2), 1, 2): """
         F0 B0 f0 b0 F1 B1 f1 b1
         F0 B0 f0 b0 F1 B1 f1 b1
         F0 B0 f0 b0 F1 B1 f1 b1
-        """,
-        id="layer, 3 ranks, 2 x 1 microbatches each way",
-    ),
-    pytest.param(
-        "gpipe",
-        3,
-        2,
-        2,
-        """
+    """,
+    ("gpipe", Placement.row([1] * 3, directions=2), 2, 2): """
         F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
         F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
         F0 F1 B0 B1 f0 f1 b0 b1 F2 F3 B2 B3 f2 f3 b2 b3
-        """,
-        id="gpipe, 3 ranks, 2 x 2 microbatches each way",
-    ),
-    pytest.param(
-        "1f1b",
-        4,
-        3,
-        1,
-        """
+    """,
+    ("1f1b", Placement.row([1] * 4, directions=2), 3, 1): """
         F0 F1 F2 B0 B1 B2 f0 b0 f1 b1 f2 b2
         F0 F1 F2 B0 B1 B2 f0 f1 b0 f2 b1 b2
         F0 F1 B0 F2 B1 B2 f0 f1 f2 b0 b1 b2
         F0 B0 F1 B1 F2 B2 f0 f1 f2 b0 b1 b2
-        """,
-        id="1f1b, 4 ranks, 1 x 3 microbatches each way",
-    ),
-]
+    """,
+    ("interleaved", Placement.row((1,) * 2, chunks=2), 4, 1): """
+        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3
+        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
+    """,
+    ("interleaved", Placement.row((1,) * 2, chunks=2), 3, 1): """
+        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 B2.1 F2.2 B0.0 B0.1 B2.2 B0.2
+        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 B1.1 F3.2 B3.2 B1.2
+    """,
+    ("1f1b", Placement.row([4, 1], directions=2), 2, 1): """
+        F0.0 F0.1 B0.0 B0.1 f1.0 b1.0 f1.1 b1.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
+        F1.0 B1.0 F1.1 B1.1 f0.0 f0.1 b0.0 b0.1
+    """,
+}
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches", "drawn"), PIPELINES)
-def test_a_pipeline_is_as_drawn(name: str, num_ranks: int, num_microbatches: int, drawn: str) -> None:
-    placement = Placement.row([1] * num_ranks)
-    assert table_for(name, placement, num_microbatches) == read(drawn, placement)
-
-
-@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches", "pairs", "drawn"), GEMS)
-def test_gems_is_as_drawn(name: str, num_ranks: int, num_microbatches: int, pairs: int, drawn: str) -> None:
-    placement = Placement.row([1] * num_ranks, directions=2)
-    assert table_for(name, placement, num_microbatches, pairs) == read(drawn, placement)
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"{case[0]}-{case[1].num_ranks}-{case[2]}x{case[3]}")
+def test_a_table_is_as_drawn(case: tuple[str, Placement, int, int]) -> None:
+    name, placement, num_microbatches, pairs = case
+    assert table_for(name, placement, num_microbatches, pairs) == read(DRAWN[case], placement)
 
 
 def test_a_table_in_full() -> None:
@@ -180,37 +112,6 @@ def test_a_table_in_full() -> None:
         (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
         (Action(f, 0, 1, 0), Action(b, 0, 1, 0), Action(f, 0, 1, 1), Action(b, 0, 1, 1)),
     )
-
-
-def test_interleaved_is_as_drawn() -> None:
-    placement = Placement.row((1,) * 2, chunks=2)
-    drawn = """
-        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3
-        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
-    """
-    assert interleaved(placement, 4) == read(drawn, placement)
-
-
-def test_interleaved_leaves_out_what_does_not_fill_a_round() -> None:
-    placement = Placement.row((1,) * 2, chunks=2)
-    drawn = """
-        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 B2.1 F2.2 B0.0 B0.1 B2.2 B0.2
-        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 B1.1 F3.2 B3.2 B1.2
-    """
-    assert interleaved(placement, 3) == read(drawn, placement)
-
-
-def test_gems_over_tiles_is_as_drawn() -> None:
-    """Ranks 1 to 3 hold a tile of the first stage of both copies; ranks 0 and 4 a tile of one and all of a second."""
-    placement = Placement.row([4, 1], directions=2)
-    drawn = """
-        F0.0 F0.1 B0.0 B0.1 f1.0 b1.0 f1.1 b1.1
-        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
-        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
-        F0.0 F0.1 B0.0 B0.1 f0.0 f0.1 b0.0 b0.1
-        F1.0 B1.0 F1.1 B1.1 f0.0 f0.1 b0.0 b0.1
-    """
-    assert table_for("1f1b", placement, 2) == read(drawn, placement)
 
 
 def drawing_above(schedule: Schedule) -> str:
