@@ -47,16 +47,16 @@ class Task:
     """What is trained, and how; the plan is no part of it. Options are pairs, so that a task can be a key.
 
     `model` is a name, or a function that can be pickled. Its inputs are images of `size`, or if there are `tokens`,
-    sequences of so many tokens, of which the next ones are the targets. `optimizer` is one of OPTIMIZERS. `balance`
-    cuts the model into the plan's stages, the first of which is streamed if `stream` says how; `styles` cut its
-    parameters. `frozen_last`: all modules are in evaluation mode in the last step. Losses, gradients and weights agree
-    up to `tolerance`. Everything happens within the context that `within` makes.
+    sequences of so many, of which the next ones are the targets. `optimizer` is one of OPTIMIZERS, or a function.
+    `balance` cuts the model into the plan's stages, the first of which is streamed if `stream` says how; `styles` cut
+    its parameters. `frozen_last`: all modules are in evaluation mode in the last step. Losses, gradients and weights
+    agree up to `tolerance`. Everything happens within the context that `within` makes.
     """
 
     model: str | Callable[[], nn.Module]
     size: tuple[int, ...]
     batch: int = 4
-    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "SGD"
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "SGD"
     dense: bool = False
     tokens: int = 0
     loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy
@@ -297,8 +297,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    make = OPTIMIZERS[task.optimizer] if isinstance(task.optimizer, str) else task.optimizer
-    return make(model.parameters())
+    if isinstance(task.optimizer, str):
+        return OPTIMIZERS[task.optimizer](model.parameters())
+    return task.optimizer(model)
 
 
 def build(task: Task, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -433,6 +434,7 @@ def _plain(task: Task, num_microbatches: int) -> Outcome:
     clip_norm, hook = options.get("clip_norm", float("inf")), options.get("gradient_hook")
     with task.within():
         model, optimizer = build(task)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
         torch.manual_seed(7)
         for number in range(task.num_steps):
             if number == min(EVALUATED, task.num_steps - 1):
@@ -454,7 +456,7 @@ def _plain(task: Task, num_microbatches: int) -> Outcome:
             optimizer.step()
             outcome.steps.append(StepResult(total, float(norm)))
     outcome.state = model.state_dict()
-    outcome.gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    outcome.gradients = {name: model.get_parameter(name).grad for name in trained}
     return outcome
 
 

@@ -1,6 +1,7 @@
 """How an optimizer steps is known for torch.optim, declared by others, and not assumed of the rest."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,6 +107,10 @@ class Lion(optim.Optimizer):
                     p.sub_(group["lr"] * momentum.tanh())
 
 
+def of_parameters(kind: Any, model: nn.Module) -> optim.Optimizer:
+    return kind(model.parameters())
+
+
 TWO = Plan(((1, 1), (1, 1)), microbatches=2)
 
 
@@ -122,12 +127,12 @@ TWO = Plan(((1, 1), (1, 1)), microbatches=2)
 def test_unknown_optimizers_step_as_a_whole_and_declared_ones_in_parts(
     ranks: Ranks, optimizer: Any, plan: Plan
 ) -> None:
-    check(ranks, replace(SKIPPING, optimizer=optimizer).with_engine(bucket_bytes=100), plan)
+    check(ranks, replace(SKIPPING, optimizer=partial(of_parameters, optimizer)).with_engine(bucket_bytes=100), plan)
 
 
 def refuse(comm: Communicator, plan: Plan) -> str:
     with pytest.raises(Refusal) as caught:
-        engine_of(comm, replace(SKIPPING, optimizer=Clipping), plan)
+        engine_of(comm, replace(SKIPPING, optimizer=partial(of_parameters, Clipping)), plan)
     return str(caught.value)
 
 
