@@ -6,12 +6,11 @@ from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import Batch
-from mpi4dl.engine import Engine, Evaluation, StepResult
-from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
+from mpi4dl.engine import Evaluation, StepResult
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.training.input_pipeline import BadImages
 from tests.pool.ranks import Ranks
-from tests.short_runs import Task, assert_close, batch_of, build, model_of, optimizer_of, tiles_of
+from tests.short_runs import Task, assert_close, batch_of, build, engine_of, tiles_of
 
 TASK = Task("resnet_v2", (19, 14), batch=8, model_options=(("depth", 20), ("num_filters", 4)))
 ONE = (1, 1)
@@ -34,12 +33,7 @@ def left_out(
     comm: Communicator, plan: Plan, bad: set[int]
 ) -> tuple[StepResult, Evaluation, dict[str, torch.Tensor] | None]:
     """A step, and a validation, of a batch in which those that read these images find that they cannot."""
-    if plan.num_stages > 1:
-        model = split(lambda: model_of(TASK), plan, comm, seed=0, image=(TASK.batch, 3, *TASK.size))
-    else:
-        torch.manual_seed(0)
-        model = LocalStages.whole(model_of(TASK), plan, comm)
-    engine = Engine(model, plan, optimizer_of(TASK, model), F.cross_entropy, comm=comm)
+    engine = engine_of(comm, TASK, plan)
     bad_images = BadImages(comm, "skip")
 
     def batch(training: bool) -> tuple[Batch, tuple]:

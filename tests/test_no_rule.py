@@ -2,6 +2,9 @@
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,16 +17,17 @@ from mpi4dl.parallel.plan import Plan
 from mpi4dl.train import train as train_command
 from tests.commands import TINY
 from tests.pool.ranks import Ranks
-from tests.short_runs import Outcome, Task, assert_like, plain, train
+from tests.short_runs import Task, check
 
 SPECTRAL = Task("spectral", (16, 12), batch=8)
 SQUARE, ONE = (2, 2), (1, 1)
 
 
-def train_gathering(comm: Communicator, task: Task, plan: Plan) -> Outcome:
+@contextmanager
+def gathering() -> Iterator[None]:
     with spatial.gathering(), warnings.catch_warnings():
         warnings.simplefilter("ignore", spatial.GatheredWarning)
-        return train(comm, task, plan)
+        yield
 
 
 @pytest.mark.parametrize(
@@ -38,8 +42,7 @@ def train_gathering(comm: Communicator, task: Task, plan: Plan) -> Outcome:
 )
 @pytest.mark.sample(2)
 def test_what_is_gathered_trains_as_a_plain_loop_does(ranks: Ranks, task: Task, plan: Plan) -> None:
-    outcome, *_ = ranks(plan.num_ranks).run(train_gathering, task, plan)
-    assert_like(outcome, plain(task, plan.num_microbatches))
+    check(ranks, replace(task, within=gathering), plan)
 
 
 class Fourier(nn.Module):
