@@ -516,7 +516,7 @@ def provided_by(result: Any, providers: tuple[Provider, ...]) -> Any:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """What this rank has of x: all of a plain tensor."""
+    """This rank's part of x: all of a plain tensor."""
     return x.local if isinstance(x, SpatialTensor) else x
 
 
