@@ -5,7 +5,7 @@ reference of the public names, made of their docstrings, as the folder `api` of 
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,8 @@ def _cell(text: str) -> str:
 def _row(item: Any) -> str:
     from mpi4dl.options.kinds import BOOLEAN
 
-    if item.kind is BOOLEAN:
-        flag = f"`{item.flag}`, `{item.flag.replace('--', '--no-', 1)}`"
-    else:
-        flag = f"`{item.flag} {_cell(item.kind.metavar)}`"
+    value = "" if item.kind is BOOLEAN else f" {_cell(item.kind.metavar)}"
+    flag = ", ".join([f"`{item.flag}{value}`", *(f"`{other}`" for other in item.flags[1:])])
     default = "-" if item.default_shown in ("none", '""', "{}", "[]") else f"`{_cell(item.default_shown)}`"
     text = _cell(item.help[0].upper() + item.help[1:])
     return f"| {flag} | {default} | {text} |"
@@ -107,20 +105,39 @@ def _tables(config: type, done: set[str]) -> Iterable[str]:
             yield from (_row(item) for item in items if item.section == section)
 
 
-def _presets() -> Iterable[str]:
-    """A heading and a table of the presets."""
-    from mpi4dl.options.config import PRESETS, Config
+def _flags(values: Mapping[str, Any]) -> str:
+    """The flags that give options these values, as a cell of a table."""
+    from mpi4dl.options.config import Config
     from mpi4dl.options.declare import options_of
 
     options = options_of(Config)
+    checked = {name: options[name].kind.check(raw) for name, raw in values.items()}
+    return f"`{_cell(' '.join(word for name, value in checked.items() for word in options[name].words(value)))}`"
+
+
+def _defaults() -> Iterable[str]:
+    """A heading and a table of what AUTO is for each task."""
+    from mpi4dl.tasks.task import TASKS
+
+    yield "\n### Defaults of tasks\n"
+    yield "Options whose default is `auto` follow from the task. Flags, files and presets override them, in this order."
+    yield "The first lines of a run and `--print-config` show the result.\n"
+    yield "| Task | Flags |\n| --- | --- |"
+    yield from (f"| `{name}` | {_flags(task.defaults)} |" for name, task in TASKS.items())
+    yield "\nThe learning rate and the options are for AdamW. `--optimizer SGD` has a rate of 0.01 and no options;"
+    yield "another optimizer has PyTorch's default rate. With `--scheduler` or a constant rate there is no warm-up."
+    yield "Only pictures are mirrored, not volumes and sequences. A resumed run keeps the values of its checkpoint."
+
+
+def _presets() -> Iterable[str]:
+    """A heading and a table of the presets."""
+    from mpi4dl.options.config import PRESETS
+
     yield "\n### Presets\n"
     yield "`--preset NAME` changes these defaults. Files and flags override them; `--print-config` shows the result."
     yield "`segment` needs a `--model` that makes masks, such as `unet`. `--weights none` trains from scratch.\n"
     yield "| Preset | Flags |\n| --- | --- |"
-    for name, values in PRESETS.items():
-        checked = {option: options[option].kind.check(raw) for option, raw in values.items()}
-        flags = " ".join(word for option, value in checked.items() for word in options[option].words(value))
-        yield f"| `{name}` | `{_cell(flags)}` |"
+    yield from (f"| `{name}` | {_flags(values)} |" for name, values in PRESETS.items())
 
 
 def options_page() -> str:
@@ -131,7 +148,7 @@ def options_page() -> str:
     from mpi4dl.predict import PredictConfig
     from mpi4dl.serve import ServeConfig
 
-    lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_presets(), *_tables(PlanConfig, set())]
+    lines = [HEAD.rstrip("\n"), TRAIN.rstrip("\n"), *_defaults(), *_presets(), *_tables(PlanConfig, set())]
     seeing: set[str] = set()
     lines += ["\n## mpi4dl evaluate and mpi4dl predict"]
     lines += ["\n    mpirun -n RANKS mpi4dl evaluate RUN --FLAG VALUE ..."]

@@ -11,7 +11,7 @@ from pathlib import Path
 from mpi4dl._commands import one_message, typed
 from mpi4dl._progress import ProgressLine
 from mpi4dl.estimate.planning import Searched, Shown, planned, searched
-from mpi4dl.options.config import Config, ConfigError, to_toml
+from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import parse_options, spelling, without_flags
 
 USAGE = "[--timeline FILE] [--rank-gflops X] [--config FILE] [--FLAG VALUE ...]"
@@ -34,7 +34,9 @@ def show(argv: Sequence[str]) -> None:
     """Print the overview, and draw its timeline. Raises ValueError."""
     config = parse_options(PlanConfig, argv, f"{typed('plan')} {USAGE}", DESCRIPTION)
     if config.run.print_config:
-        print(to_toml(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
+        from mpi4dl.training.data import to_print
+
+        print(to_print(Config(**{section.name: getattr(config, section.name) for section in fields(Config)})), end="")
         return
     asked, shown, flags = config.searched, config.shown, training_flags(argv)
     if asked.memory is not None and asked.ranks is None:

@@ -12,7 +12,7 @@ if runs(__name__):
     failure.arm()  # before anything else that may fail on one rank alone
 
 from mpi4dl.options.command import CommandLine, command
-from mpi4dl.options.config import DESCRIPTION, USAGE, Config, hang_timeout, to_toml
+from mpi4dl.options.config import DESCRIPTION, USAGE, Config, hang_timeout
 
 if TYPE_CHECKING:
     from mpi4dl.comm import Communicator
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 def train(comm: "Communicator", asked: CommandLine[Config]) -> None:
     """Train, or with `--print-config` print the options. Collective."""
     if asked.config.run.print_config:
-        print(to_toml(asked.config) if comm.rank == 0 else "", end="")
+        from mpi4dl.training.data import to_print
+        from mpi4dl.training.resuming import as_it_began
+
+        config = as_it_began(comm, asked.config)
+        with comm.together((ValueError,)):
+            print(to_print(config) if comm.rank == 0 else "", end="")
         return
 
     from mpi4dl.training.trainer import Trainer

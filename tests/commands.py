@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
+from mpi4dl.options.config import Config, parse
+from mpi4dl.options.tasks import with_task
 from tests.pool.job import Finished, mpirun
 from tests.pool.zygote import python
 
 TRAIN = ("-m", "mpi4dl.train")
-TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0")
+# What plain loops of tests do, whatever is usual for a task: an epoch of SGD at a constant rate.
+PLAIN = ("--optimizer", "SGD", "--lr-schedule", "constant", "--epochs", "1", "--flip", "all")
+TINY = ("--model", "small_resnet", "--image-size", "32", "--batch-size", "4", "--num-workers", "0", *PLAIN)
 REFUSAL = "mpi4dl: "
 CLASS_COLOURS = (60, 190, 120)
 
@@ -32,6 +36,11 @@ def truncate(image: Path) -> Path:
     """Cut a file off in its middle, as a copy does when the disk is full."""
     image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
     return image
+
+
+def settled(flags: Sequence[str]) -> Config:
+    """The configuration of a command line on images to classify, or on text, with the defaults of that task."""
+    return with_task(parse(flags), None)
 
 
 def train_command(num_ranks: int, *flags: str) -> Finished:

@@ -29,7 +29,7 @@ HEAVY = {"torch", "torchvision", "numpy", "mpi4py", "PIL", "jinja2"}
 WELL_KNOWN = {
     "--learning-rate 0.1": "--lr 0.1",
     "--weight_decay 0.05": "--optimizer-options weight_decay=0.05",
-    "--momentum=0.9": "--optimizer-options momentum=0.9",
+    "--momentum=0.9": "--optimizer-options momentum=0.9 with --optimizer SGD",
     "--pretrained": "--weights pretrained",
     "--num-epochs 3": "--epochs 3",
     "--output-dir here": "--run-folder here",

@@ -19,12 +19,12 @@ from mpi4dl.checkpoints.manifest import checkpoints_in
 from mpi4dl.comm import Communicator, world
 from mpi4dl.datasets import Loader
 from mpi4dl.geometry import Box, Interval
-from mpi4dl.options.config import Config, parse
+from mpi4dl.options.config import Config
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.options.parts import print_of
 from mpi4dl.runs.folder import RunFolder
 from mpi4dl.train import train
-from tests.commands import read_metrics
+from tests.commands import read_metrics, settled
 from tests.pool.ranks import Ranks
 from tests.pool.zygote import ROOT
 from tests.short_runs import EXACT
@@ -80,7 +80,10 @@ def broken(num_classes):
 
 number = 3
 '''
-FLAGS = "--image-size 64x72 --batch-size 4 --lr 0.05 --optimizer-options momentum=0.9 --num-workers 0 --mean 0 --std 1"
+FLAGS = (
+    "--image-size 64x72 --batch-size 4 --optimizer SGD --lr 0.05 --optimizer-options momentum=0.9 "
+    "--lr-schedule constant --num-workers 0 --mean 0 --std 1"
+)
 STAGES = {"stages": 2, "tiles": ((2, 2), (1, 1)), "data": 1}
 
 
@@ -111,6 +114,7 @@ def by_script(comm: Communicator, own: Path, folder: Path) -> None:
     parts = module_at(own)
     options = {"model": parts.Double, "dataset": (parts.Scans("train"), parts.Scans("val")), "loss": parts.loss}
     options |= {"image_size": (64, 72), "batch_size": 4, "lr": 0.05, "optimizer_options": {"momentum": 0.9}}
+    options |= {"optimizer": "SGD", "lr_schedule": "constant"}
     options |= {"num_workers": 0, "mean": 0, "std": 1, "epochs": 1, "log_interval": 1, "run_folder": str(folder)}
     assert mpi4dl.Trainer(comm=comm, **options, **STAGES).fit() is not None
 
@@ -143,7 +147,7 @@ def test_own_model_data_and_loss_train_as_plain_pytorch_does(ranks: Ranks, own: 
     flags = flags_of(own, tmp_path / "command")
     ranks(5).run(train, [*flags, "--stages", "2", "--tiles", "2x2,1x1", "--data", "1"])
     ranks(5).run(by_script, own, tmp_path / "script")
-    losses, weights = plainly(parse(flags), own)
+    losses, weights = plainly(settled(flags), own)
     for folder in (tmp_path / "command", tmp_path / "script"):
         found = [each["loss"] for each in read_metrics(folder) if each["phase"] == "train"]
         assert found == pytest.approx(losses, rel=EXACT)

@@ -28,7 +28,7 @@ from mpi4dl.options.config import Config, parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.runs.folder import PORTRAIT, RunSnapshot
 from mpi4dl.train import train
-from tests.commands import read_metrics, train_command, truncate, write_images
+from tests.commands import read_metrics, settled, train_command, truncate, write_images
 from tests.datasets.sharing import Share
 from tests.pool.job import Finished
 from tests.pool.ranks import Ranks
@@ -36,8 +36,8 @@ from tests.pool.zygote import ROOT
 
 RUN = (
     "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
-    "--val-fraction 0.3 --log-interval 2 --lr 0.005 --optimizer-options momentum=0.9 --jitter 0.2 --random-crop "
-    "--scheduler ExponentialLR --scheduler-options gamma=0.5"
+    "--val-fraction 0.3 --log-interval 2 --optimizer SGD --lr 0.005 --optimizer-options momentum=0.9 --jitter 0.2 "
+    "--random-crop --scheduler ExponentialLR --scheduler-options gamma=0.5"
 ).split()
 TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch
@@ -76,7 +76,10 @@ def test_a_run_says_how_it_goes_in_plain_lines(recorded: Recorded) -> None:
     assert title == (
         "small_resnet, 45,066 parameters, on 4 ranks: tiles(2x2) x data(1), images of 70 x 62 px, batches of 4, cpu"
     )
-    assert goal == "task classify, loss cross_entropy, SGD, learning rate 0.005 by ExponentialLR, 6 steps in 2 epochs"
+    assert goal == (
+        "task classify, loss cross_entropy, SGD, momentum 0.9, learning rate 0.005 by ExponentialLR, "
+        "6 steps in 2 epochs"
+    )
     assert classes == "12 images to train on + 6 to validate with, in 2 classes: dark (6 + 3), light (6 + 3)"
     assert shown == (
         "images of 40x46 px (8 of 12 looked at) are resized to 70x62 from random crops, validated whole; --fit crop "
@@ -133,7 +136,7 @@ def test_tensorboard_shows_the_numbers_and_the_first_images(recorded: Recorded) 
             assert found[metric["step"]] == pytest.approx(metric[name])
     (samples,) = events.Images("samples")
     shown = np.asarray(PIL.Image.open(io.BytesIO(samples.encoded_image_string)))
-    first = next(whole_batches(parse(recorded.flags), 0)).tiles[0] * 0.25 + 0.5
+    first = next(whole_batches(settled(recorded.flags), 0)).tiles[0] * 0.25 + 0.5
     assert shown.shape == (70, 4 * 62, 3)
     expected = (first.clamp(0, 1) * 255).permute(2, 0, 3, 1).reshape(shown.shape).numpy()
     assert np.abs(shown - expected).max() <= 1.01
@@ -175,7 +178,7 @@ def validate(model: torch.nn.Module, config: Config) -> tuple[float, float]:
 
 def plain_run(flags: tuple[str, ...], one_cycle: bool = False) -> list[dict[str, Any]]:
     """What the run reports of losses and accuracies, by a plain PyTorch loop."""
-    config = parse(flags)
+    config = settled(flags)
     torch.manual_seed(config.training.seed)
     model = models.build("small_resnet", 2, num_filters=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
@@ -224,7 +227,7 @@ def test_a_schedule_of_steps_goes_on_at_every_step(ranks: Ranks, recorded: Recor
 
 
 def test_the_weights_load_into_the_plain_model(recorded: Recorded) -> None:
-    config = parse(recorded.flags)
+    config = settled(recorded.flags)
     torch.manual_seed(99)
     model = models.build("small_resnet", 2, num_filters=8)
     assert load_model(model, recorded.folder / WEIGHTS) == (set(), [])
@@ -253,9 +256,8 @@ def test_the_recorded_configuration_repeats_the_run_to_the_last_bit(
     ranks: Ranks, recorded: Recorded, tmp_path: Path
 ) -> None:
     file = recorded.folder / "config.toml"
-    found = ("--task", "classify")  # for auto
-    asked = [*recorded.flags, *TILES_2x2, *found, "--run-folder", str(recorded.folder)]
-    assert parse(["--config", str(file)]) == parse(asked)
+    asked = [*recorded.flags, *TILES_2x2, "--run-folder", str(recorded.folder)]
+    assert parse(["--config", str(file)]) == settled(asked)
     ranks(4).run(train, ["--config", str(file), "--run-folder", str(tmp_path / "run")])
     assert [m["loss"] for m in read_metrics(tmp_path / "run")] == [m["loss"] for m in read_metrics(recorded.folder)]
     assert (tmp_path / "run" / WEIGHTS).read_bytes() == (recorded.folder / WEIGHTS).read_bytes()
@@ -296,7 +298,7 @@ def test_the_printed_configuration_is_read_back(tmp_path: Path) -> None:
     assert (job.code, job.stderr) == (0, "")
     assert job.stdout.count("[model]") == 1
     (tmp_path / "run.toml").write_text(job.stdout)
-    assert parse(["--config", str(tmp_path / "run.toml")]) == parse(flags)
+    assert parse(["--config", str(tmp_path / "run.toml")]) == settled(flags)
 
 
 def test_a_dry_run_says_what_training_would_take_and_trains_nothing(recorded: Recorded, tmp_path: Path) -> None:

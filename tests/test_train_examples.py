@@ -8,9 +8,10 @@ import torch
 
 from mpi4dl import models
 from mpi4dl.options import build
-from mpi4dl.options.config import Config, parse
+from mpi4dl.options.config import Config
 from mpi4dl.options.models import build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule
+from tests.commands import settled
 from tests.pool.zygote import ROOT
 
 FILES = sorted((ROOT / "examples").glob("*.toml"))
@@ -18,7 +19,7 @@ NUM_CLASSES = 2
 
 
 def configured(file: Path) -> Config:
-    return parse(["--config", str(file)])
+    return settled(["--config", str(file)])
 
 
 def test_there_is_an_example() -> None:

@@ -17,7 +17,8 @@ from tests.pool.ranks import Ranks
 
 COMMON = (
     "--model small_resnet --model-options num_filters=4 --image-size 144 --batch-size 2 --num-workers 1 --epochs 1 "
-    "--val-fraction 0.3 --log-interval 1 --lr 0.002 --flip --no-tensorboard"
+    "--val-fraction 0.3 --log-interval 1 --optimizer SGD --lr 0.002 --lr-schedule constant --flip "
+    "--no-tensorboard"
 ).split()
 STREAMED = "--stream 3x2 --stream-until stage2_block2 --stream-segments 2".split()
 PLANS = (

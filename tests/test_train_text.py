@@ -26,7 +26,8 @@ CONTEXT, BATCH = 12, 4
 OPTIONS = ",".join(f"{key}={value}" for key, value in SIZES.items())
 COMMON = (
     f"--model gpt --model-options {OPTIONS} --context {CONTEXT} --batch-size {BATCH} --num-workers 1 "
-    "--val-fraction 0.3 --optimizer AdamW --lr 0.01 --log-interval 1 --no-tensorboard"
+    "--val-fraction 0.3 --optimizer AdamW --lr 0.01 --lr-schedule constant --log-interval 1 "
+    "--optimizer-options weight_decay=0.01 --no-tensorboard"
 ).split()
 PLANS = (
     pytest.param("--tensor 2", marks=pytest.mark.exhaustive),

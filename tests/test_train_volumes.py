@@ -16,11 +16,14 @@ from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.train import train
-from tests.commands import losses_of, truncate
+from tests.commands import losses_of, settled, truncate
 from tests.pool.ranks import Ranks
 
 SIZE = (9, 12, 11)
-COMMON = "--batch-size 4 --num-workers 1 --epochs 2 --val-fraction 0.3 --log-interval 1 --lr 0.02 --eval-every none"
+COMMON = (
+    "--batch-size 4 --num-workers 1 --epochs 2 --val-fraction 0.3 --log-interval 1 --lr 0.02 "
+    "--optimizer SGD --lr-schedule constant --eval-every none"
+)
 OF_VOLUMES = "--model resnet3d --model-options depth=8,num_filters=4 --image-size 9x12x11 --jitter 0.2 --random-crop"
 OF_SEQUENCES = "--model resnet1d --model-options depth=8,num_filters=4 --num-samples 16 --image-size 61"
 
@@ -43,7 +46,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_losses(flags: list[str], size: tuple[int, ...]) -> list[float]:
     """A loop of plain PyTorch over whole volumes."""
-    config = parse(flags)
+    config = settled(flags)
     training, _ = build_datasets(config)
     view, _ = build_views(config, training.channels, "resize")
     torch.manual_seed(config.training.seed)

@@ -53,12 +53,16 @@ def title(config: Config, engine: Engine) -> str:
 def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
     """The task, its loss, the optimizer, the steps and how many parameters are trained, in one line."""
     chosen, stages = config.optimizer, engine.stages
+    optimizer = part_name(chosen.optimizer) + "".join(f", {name} {x}" for name, x in chosen.optimizer_options.items())
     rate = f"learning rate {chosen.lr:g}"
     if chosen.scheduler or chosen.lr_schedule != "constant":
         rate += f" by {chosen.scheduler or chosen.lr_schedule}"
+    if chosen.warmup:
+        share = isinstance(chosen.warmup, float)
+        rate += f" after a warm-up of {f'{100 * chosen.warmup:g} %' if share else counted(int(chosen.warmup), 'step')}"
     trained = sum(math.prod(stages.shapes[name][0]) for name in stages.trained if name in stages.shapes)
     loss = part_name(config.training.loss or task.default_loss)
-    parts = [f"task {task.name}, loss {loss}, {part_name(chosen.optimizer)}, {rate}, {counted(num_steps, 'step')}"]
+    parts = [f"task {task.name}, loss {loss}, {optimizer}, {rate}, {counted(num_steps, 'step')}"]
     if config.training.max_steps is None:
         parts.append(f" in {counted(config.training.epochs, 'epoch')}")
     if trained != stages.num_parameters:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
 from mpi4dl.options.kinds import (
+    AUTO,
     BOOLEAN,
     BYTES,
     COUNT,
@@ -33,14 +34,14 @@ from mpi4dl.options.kinds import (
     PROPER_FRACTION,
     SEED,
     SHARE,
+    SIDES,
     TEXT,
     ZERO_STAGE,
     choice,
-    count_or,
-    counts_or,
+    either,
     optional,
+    or_auto,
     part_name,
-    sides_or,
 )
 from mpi4dl.options.learning import TASK_NAMES, Learning, Tuning
 
@@ -142,8 +143,13 @@ class Data:
         "how images get the image size; auto: crop slides of more than 8192 x 8192 px, resize all others",
         choice("auto", "resize", "crop"),
     )
-    flip: bool = option(
-        True, "mirror training images at random", BOOLEAN, known_as=instead("use {option} or --no-flip", "hflip")
+    flip: str = option(
+        AUTO,
+        "mirror training images at random: from left to right (horizontal), or along each axis (all, or --flip alone); "
+        "auto: horizontal for pictures, where labels are classes",
+        choice(AUTO, "none", "horizontal", "all", formerly={True: "all", False: "none"}, switch=("all", "none")),
+        known_as=instead("use {option} horizontal or --no-flip", "hflip")
+        | instead("use {option}, which mirrors along each axis", "vflip"),
     )
     random_crop: bool = option(
         False,
@@ -340,7 +346,7 @@ class Parallel:
         "auto",
         "how to cut the model into stages: by times, measured once (auto) or on all ranks (measured), by FLOPs or "
         "memory, or by the number of units of each stage",
-        counts_or("auto", "flops", "memory", "measured"),
+        either(COUNTS, "auto", "flops", "memory", "measured"),
     )
     halo: str = option(
         "layer",
@@ -351,7 +357,7 @@ class Parallel:
         None,
         "process each rank's part of an image in this grid of tiles, one after the other, to save memory; none: all "
         "at once; auto: as few tiles as fit into --memory-limit",
-        optional(sides_or("auto")),
+        optional(either(SIDES, "auto")),
         brief="grid of tiles that each rank processes in turn",
     )
     memory_limit: int | None = option(
@@ -436,48 +442,50 @@ class Optimizer:
     """The optimizer, the learning rate and its schedule."""
 
     optimizer: Any = option(
-        "SGD",
-        "a class of torch.optim, or your own such as my_code.py:Lion",
+        AUTO,
+        "a class of torch.optim, or your own such as my_code.py:Lion; auto: AdamW",
         PART,
         brief="a class of torch.optim, or your own",
         known_as=same_as("opt optim optimizer-name"),
     )
     lr: float = option(
-        0.01,
-        "the learning rate",
-        NOT_NEGATIVE,
+        AUTO,
+        "the learning rate; auto: by the task, 0.01 for SGD, or the default of another optimizer",
+        or_auto(NOT_NEGATIVE),
         brief="the learning rate",
         known_as=same_as("learning-rate base-lr lr0 initial-lr"),
     )
     optimizer_options: Mapping[str, Any] = option(
-        {},
-        "keyword arguments of the optimizer, such as momentum=0.9",
-        KEYWORDS,
-        brief="such as momentum=0.9,weight_decay=0.05",
+        AUTO,
+        "keyword arguments of the optimizer, such as momentum=0.9; auto: for AdamW the weight decay for the task",
+        or_auto(KEYWORDS),
+        brief="such as weight_decay=0.05",
         known_as=same_as("opt-args optimizer-args optim-args")
-        | instead("use {option} momentum={value}", "momentum sgd-momentum")
+        | instead("use {option} momentum={value} with --optimizer SGD", "momentum sgd-momentum")
         | instead("use {option} weight_decay={value}", "weight-decay wd")
         | instead("use {option} betas=(0.9,0.999)", "betas opt-betas adam-beta1 adam-beta2")
         | instead("use {option} eps={value}", "eps opt-eps adam-epsilon")
-        | instead("use {option} momentum=0.9,nesterov=true", "nesterov"),
+        | instead("use {option} momentum=0.9,nesterov=true with --optimizer SGD", "nesterov"),
     )
     scheduler: str = option("", "a class of torch.optim.lr_scheduler; empty: a constant learning rate", TEXT)
     scheduler_options: Mapping[str, Any] = option(
         {}, "keyword arguments of the scheduler, such as milestones=[30,60]", KEYWORDS
     )
     lr_schedule: str = option(
-        "constant",
-        "how the learning rate falls to 0 over the steps: not (constant), linearly, or as half a cosine",
-        choice("constant", "linear", "cosine"),
+        AUTO,
+        "how the learning rate falls to 0 over the steps: not (constant), linearly, or as half a cosine; auto: cosine, "
+        "unless there is a --scheduler",
+        choice(AUTO, "constant", "linear", "cosine"),
         brief="constant, linear or cosine",
         known_as=same_as("lr-scheduler-type sched lr-policy")
         | instead("use {option} linear or cosine, or --scheduler with a class of PyTorch", "lr-scheduler")
         | instead("use --scheduler CosineAnnealingLR --scheduler-options T_max=EPOCHS,eta_min={value}", "min-lr"),
     )
     warmup: int | float = option(
-        0,
-        "number or share of the first steps, in which the learning rate rises from a hundredth",
-        COUNT_OR_SHARE,
+        AUTO,
+        "number or share of the first steps, in which the learning rate rises from a hundredth; auto: 0.05, or 0 for a "
+        "constant rate",
+        or_auto(COUNT_OR_SHARE),
         known_as=same_as("warmup-steps num-warmup-steps warmup-ratio")
         | instead("use {option} N, which counts steps, not epochs", "warmup-epochs lr-warmup-epochs"),
     )
@@ -490,15 +498,24 @@ class Optimizer:
     clip_value: float | None = option(None, "clip each element of the gradient; none: no limit", optional(POSITIVE))
 
 
+# What options that are AUTO now were before tasks had defaults: runs and checkpoints of that time go on with these.
+FORMERLY: Mapping[str, Any] = {
+    "flip": "all",
+    "optimizer": "SGD",
+    "lr": 0.01,
+    "optimizer_options": {},
+    "lr_schedule": "constant",
+    "warmup": 0,
+    "epochs": 1,
+}
+
+# Below flags and files, and above the defaults of tasks.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "finetune": {
         "weights": "pretrained",
         "mean": "imagenet",
-        "optimizer": "AdamW",
         "lr": 1e-4,
         "optimizer_options": {"weight_decay": 0.05},
-        "lr_schedule": "cosine",
-        "warmup": 0.05,
         "clip_norm": 1.0,
         "epochs": 20,
         "jitter": 0.2,
@@ -509,22 +526,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "patches": 224,
         "aggregator": "gated-attention",
         "batch_size": 1,
-        "optimizer": "AdamW",
+        "flip": "all",
         "lr": 1e-4,
         "optimizer_options": {"weight_decay": 1e-5},
-        "lr_schedule": "cosine",
-        "warmup": 0.05,
         "epochs": 50,
         "patience": 10,
     },
     "segment": {
         "task": "segment",
         "loss": "cross_entropy+dice",
-        "optimizer": "AdamW",
         "lr": 1e-3,
         "optimizer_options": {"weight_decay": 0.01},
-        "lr_schedule": "cosine",
-        "warmup": 0.05,
         "clip_norm": 1.0,
         "epochs": 50,
         "jitter": 0.2,
@@ -535,21 +547,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "batch_size": 1,
         "accumulate": 8,
         "fit": "crop",
+        "flip": "all",
         "stream": "auto",
         "stream_norm": "frozen",
-        "optimizer": "AdamW",
         "lr": 1e-4,
         "optimizer_options": {"weight_decay": 0.01},
-        "lr_schedule": "cosine",
-        "warmup": 0.05,
         "epochs": 50,
     },
     "pretrain": {
-        "optimizer": "AdamW",
         "lr": 5e-4,
         "optimizer_options": {"weight_decay": 0.05},
-        "lr_schedule": "cosine",
-        "warmup": 0.05,
         "clip_norm": 1.0,
         "epochs": 100,
     },
@@ -569,9 +576,9 @@ class Training:
     )
 
     epochs: int = option(
-        1,
-        "number of passes over all images",
-        COUNT,
+        AUTO,
+        "number of passes over all images; auto: by the task",
+        or_auto(COUNT),
         brief="number of passes over all images",
         known_as=same_as("num-epochs max-epochs num-train-epochs n-epochs"),
     )
@@ -654,7 +661,7 @@ class Run:
     save_every: str | int = option(
         "epoch",
         "when to save a checkpoint: after every epoch, after this number of steps, or never",
-        count_or("epoch", "none"),
+        either(COUNT, "epoch", "none"),
         known_as=same_as("save-steps checkpoint-interval every-n-train-steps")
         | instead("use {option} epoch, a number of steps, or none", "save-strategy save-freq"),
     )
@@ -701,6 +708,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Config:
+    """All options of a training run. Those of `FORMERLY` may be AUTO until `options.tasks.with_task` knows the task."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
 
     model: Model = field(default_factory=Model)

@@ -64,15 +64,15 @@ def own_datasets(config: Config, validating: Mapping[str, bool]) -> tuple[Named,
 
 def build_views(config: Config, channels: int, fit: Fit) -> tuple[datasets.View, datasets.View]:
     """How training images are shown, varied at random, and how validation images are."""
-    data = config.data
+    data, all_axes = config.data, config.data.flip == "all"
     augmentation = datasets.Augmentation(
         crop=0.8 if data.random_crop else 1.0,
-        flip_rows=data.flip,
-        flip_cols=data.flip,
+        flip_rows=all_axes,
+        flip_cols=all_axes or data.flip == "horizontal",
         brightness=data.jitter,
         contrast=data.jitter,
         saturation=data.jitter if channels == RGB else 0.0,
-        flip_depth=data.flip,
+        flip_depth=all_axes,
     )
     mean, std = normalisation(config, channels)
     common: Mapping[str, Any] = {"fit": fit, "mean": mean, "std": std, "transform": build_transform(config, channels)}

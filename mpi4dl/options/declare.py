@@ -56,8 +56,25 @@ class Option:
 
     @property
     def negation(self) -> str:
-        """The flag that switches a boolean option off."""
+        """The flag that switches off an option whose kind has a switch."""
         return self.flag.replace("--", "--no-", 1)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that give the option a value."""
+        return [self.flag] if self.kind.switch is None else [self.flag, self.negation]
+
+    def add_to(self, parser: Any, help: str | None = None) -> None:
+        """Add the flags to a parser of argparse, or to a group of one."""
+        if self.kind is BOOLEAN:
+            parser.add_argument(self.flag, help=help, action=argparse.BooleanOptionalAction)
+        elif self.kind.switch is None:
+            parser.add_argument(self.flag, help=help, metavar=self.kind.metavar)
+        else:
+            on, off = self.kind.switch
+            parser.add_argument(self.flag, help=help, metavar=self.kind.metavar, nargs="?", const=on)
+            without = {"dest": self.name, "action": "store_const", "const": off}
+            parser.add_argument(self.negation, help=f"as {self.flag} {off}", **without)
 
     def words(self, value: Any) -> list[str]:
         """The words of a command line that give the option this value."""
@@ -143,11 +160,7 @@ def _parser(config_type: type, usage: str = "", description: str = "", section: 
             continue
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.section)
-        text = f"{item.help} (default: {item.default_shown})".replace("%", "%%")
-        if item.kind is BOOLEAN:
-            groups[item.section].add_argument(item.flag, help=text, action=argparse.BooleanOptionalAction)
-        else:
-            groups[item.section].add_argument(item.flag, help=text, metavar=item.kind.metavar)
+        item.add_to(groups[item.section], f"{item.help} (default: {item.default_shown})".replace("%", "%%"))
     return parser
 
 
@@ -231,9 +244,7 @@ def _refuse_unknown_argument(unknown: Sequence[str], argv: Sequence[str], option
         raise ConfigError(_misplaced(unknown[0], argv, options))
     if not value and not following.startswith("-"):
         value = following
-    flags = ["--help", "--config"]
-    for item in options.values():
-        flags += [item.flag, item.negation] if item.kind is BOOLEAN else [item.flag]
+    flags = ["--help", "--config", *(flag for item in options.values() for flag in item.flags)]
     ours = in_our_words(name, value, options, lambda item: item.flag)
     raise ConfigError(f"there is no flag {name}{ours or nearest(name, flags) or '; --help all lists every flag'}")
 
@@ -243,7 +254,7 @@ def _misplaced(word: str, argv: Sequence[str], options: Mapping[str, Option]) ->
     before = argv[: argv.index(word)] if word in argv else ()
     flag = next((each.partition("=")[0] for each in reversed(before) if each.startswith("--")), None)
     for item in options.values():
-        if item.kind is BOOLEAN and flag in (item.flag, item.negation):
+        if item.kind is BOOLEAN and flag in item.flags:
             return f"{flag} takes no value, but {word!r} follows it: write {item.flag} or {item.negation} alone"
         if flag == item.flag:
             return f"{flag} takes one value, but {word!r} follows it: it must be {item.kind.wanted}"
@@ -256,11 +267,11 @@ def _parse_flags(config_type: type, argv: list[str], options: Mapping[str, Optio
         given, unknown = _parser(config_type).parse_known_args(argv)
     except ConfigError as error:
         found = re.match(r"argument (--[\w-]+)(?:/\S+)?: (expected one argument|ignored explicit)", str(error))
-        named = {item.flag: item for item in options.values()}.get(found[1]) if found else None
-        if named is None:
+        named = {flag: item for item in options.values() for flag in item.flags}.get(found[1]) if found else None
+        if found is None or named is None:
             raise ConfigError(f"{error}; --help all lists every flag") from None
-        if named.kind is BOOLEAN:
-            raise ConfigError(f"{named.flag} takes no value: write {named.flag} or {named.negation} alone") from None
+        if named.kind is BOOLEAN or found[1] == named.negation:
+            raise ConfigError(f"{found[1]} takes no value: write {named.flag} or {named.negation} alone") from None
         raise ConfigError(f"{named.flag} has no value: it must be {named.kind.wanted}") from None
     if unknown:
         _refuse_unknown_argument(unknown, argv, options)
@@ -398,16 +409,29 @@ def with_options(config: T, values: Mapping[str, str]) -> T:
 
     Raises ConfigError for what no such option can be.
     """
-    sections: dict[str, dict[str, Any]] = {}
+    found = {}
     for item in options_of(type(config)).values():
         if item.name in values:
             try:
-                value = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
+                found[item.name] = item.kind.check(tomllib.loads(f"value = {values[item.name]}")["value"])
             except (ValueError, RecursionError):
                 raise ConfigError(f"`{item.name}` is {values[item.name]!r}, but must be {item.kind.wanted}") from None
-            sections.setdefault(item.section, {})[item.name] = value
-    changed = {name: replace(getattr(config, name), **found) for name, found in sections.items()}
+    return with_values(config, found)
+
+
+def with_values(config: T, values: Mapping[str, Any]) -> T:
+    """The config with other values for the options of these names, as the program has them."""
+    options = options_of(type(config))
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(options[name].section, {})[name] = value
+    changed = {section: replace(getattr(config, section), **found) for section, found in sections.items()}
     return replace(config, **changed)  # type: ignore[type-var]
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of the option of this name."""
+    return getattr(getattr(config, options_of(type(config))[name].section), name)
 
 
 def flags_for(config: Any, wanted: Mapping[str, Any]) -> list[str]:
@@ -426,8 +450,8 @@ def without_flags(config_type: type, argv: Sequence[str], names: Iterable[str]) 
     """The words of a command line but for those that give the options of these names a value."""
     options = options_of(config_type)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for item in (options[name] for name in names):
-        parser.add_argument(item.flag, action=argparse.BooleanOptionalAction if item.kind is BOOLEAN else "store")
+    for name in names:
+        options[name].add_to(parser)
     return parser.parse_known_args(list(argv))[1]
 
 

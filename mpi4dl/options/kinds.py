@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpi4dl._patterns import split_patterns
@@ -13,6 +13,7 @@ from mpi4dl.geometry import SPACE
 
 MOST_LEVELS = 20  # of lists and tables within each other
 MOST_SEED = 2**63 - 1
+AUTO = "auto"  # the value of options that follow from the task, until `options.tasks.with_task` chooses theirs
 
 
 def _same(value: Any) -> Any:
@@ -24,7 +25,8 @@ class Kind:
     """One kind of value; `read` and `check` raise ValueError for what is not `wanted`.
 
     A flag's text becomes what a TOML file would hold (`read`), that becomes the value that the program sees (`check`),
-    and `raw` turns the latter back into the former.
+    and `raw` turns the latter back into the former. `switch`: what a file would hold for the flag without a value, and
+    for its negation.
     """
 
     wanted: str
@@ -32,6 +34,7 @@ class Kind:
     check: Callable[[Any], Any]
     read: Callable[[str], Any] = _same
     raw: Callable[[Any], Any] = _same
+    switch: tuple[Any, Any] | None = None
 
 
 def _text(value: Any) -> str:
@@ -55,7 +58,7 @@ def _boolean(value: Any) -> bool:
 
 TEXT = Kind("text", "TEXT", _text)
 NAME = Kind("text that is not empty", "TEXT", _nonempty_text)
-BOOLEAN = Kind("true or false", "", _boolean)
+BOOLEAN = Kind("true or false", "", _boolean, switch=(True, False))
 
 
 def integer(wanted: str, accepts: Callable[[int], bool]) -> Kind:
@@ -137,27 +140,50 @@ MEANS = per_channel("a number", lambda x: True, "imagenet", "half")
 DEVIATIONS = per_channel("a number greater than 0", lambda x: x > 0, "imagenet", "half")
 
 
-def choice(*choices: str, formerly: Mapping[str, str] | None = None) -> Kind:
-    """One of these words; a word of old configurations stands for the one that `formerly` maps it to."""
+def choice(*choices: str, formerly: Mapping[Any, str] | None = None, switch: tuple[str, str] | None = None) -> Kind:
+    """One of these words; a value of old configurations stands for the word that `formerly` maps it to."""
 
     def check(value: Any) -> str:
-        if isinstance(value, str):
+        if isinstance(value, str | bool):
             value = (formerly or {}).get(value, value)
         if value not in choices:
             raise ValueError
         return value
 
-    return Kind(f"one of {', '.join(choices)}", "{" + ",".join(choices) + "}", check)
+    return Kind(f"one of {', '.join(choices)}", "{" + ",".join(choices) + "}", check, switch=switch)
 
 
 def optional(kind: Kind) -> Kind:
     """The same kind, or `none`, which is spelled out because TOML has no null."""
+    return _or_word(kind, "none", None)
+
+
+def or_auto(kind: Kind) -> Kind:
+    """The same kind, or AUTO: what suits the task."""
+    return _or_word(kind, AUTO, AUTO)
+
+
+def _or_word(kind: Kind, word: str, meaning: Any) -> Kind:
+    def is_word(value: Any) -> bool:
+        return isinstance(value, str) and value == word
+
+    return replace(
+        kind,
+        wanted=f"{kind.wanted}, or {word}",
+        check=lambda value: meaning if is_word(value) else kind.check(value),
+        read=lambda text: word if text.lower() == word else kind.read(text),
+        raw=lambda value: word if value is meaning or is_word(value) else kind.raw(value),
+    )
+
+
+def either(kind: Kind, *words: str) -> Kind:
+    """One of these words, or a value of this kind."""
     return Kind(
-        wanted=f"{kind.wanted}, or none",
-        metavar=kind.metavar,
-        check=lambda value: None if value == "none" else kind.check(value),
-        read=lambda text: "none" if text.lower() == "none" else kind.read(text),
-        raw=lambda value: "none" if value is None else kind.raw(value),
+        f"one of {', '.join(words)}, or {kind.wanted}",
+        "{" + ",".join(words) + "}|" + kind.metavar,
+        lambda value: value if value in words else kind.check(value),
+        read=lambda text: text if text in words else kind.read(text),
+        raw=lambda value: value if isinstance(value, str) else kind.raw(value),
     )
 
 
@@ -200,17 +226,6 @@ SIDES = Kind(
     raw=_joined,
 )
 
-
-def sides_or(*words: str) -> Kind:
-    """One of these words, or numbers along the axes."""
-    return Kind(
-        f"one of {', '.join(words)}, or {SIDES.wanted}",
-        "{" + ",".join(words) + "}|" + SIDES.metavar,
-        lambda value: value if value in words else SIDES.check(value),
-        raw=lambda value: value if isinstance(value, str) else SIDES.raw(value),
-    )
-
-
 GRIDS = Kind(
     "grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage "
     "such as 2x2,1x2,1x1",
@@ -224,26 +239,6 @@ COUNTS = Kind(
     lambda value: _list_of(value, _positive),
     raw=lambda counts: ",".join(map(str, counts)),
 )
-
-
-def counts_or(*words: str) -> Kind:
-    """One of these words, or whole numbers such as 3,4,5."""
-    return Kind(
-        f"one of {', '.join(words)}, or whole numbers such as 3,4,5",
-        "{" + ",".join(words) + "}|N,...",
-        lambda value: value if value in words else COUNTS.check(value),
-        raw=lambda value: value if isinstance(value, str) else COUNTS.raw(value),
-    )
-
-
-def count_or(*words: str) -> Kind:
-    """One of these words, or a whole number of at least 1."""
-    return Kind(
-        f"one of {', '.join(words)}, or a whole number of at least 1",
-        "{" + ",".join(words) + "}|N",
-        lambda value: value if value in words else COUNT.check(value),
-        read=lambda text: text if text in words else int(text),
-    )
 
 
 def _split_at_commas(text: str) -> list[str]:

@@ -16,10 +16,11 @@ from mpi4dl.engine.tuning import parameter_groups
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest
 from mpi4dl.options.kinds import part_name
-from mpi4dl.options.parts import call, is_own
+from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.parallel.pipeline.local_stages import LocalStages
 
 PER_STEP = ("OneCycleLR", "CyclicLR")
+SGD_RATE = 0.01
 WARMUP_START = 0.01
 
 
@@ -66,6 +67,21 @@ def groups_of(config: Config, stages: LocalStages) -> Iterable[Any]:
         raise ConfigError(f"`freeze` {','.join(chosen.freeze)}: {error}") from None
     alike = len(groups) == 1 and groups[0].keys() == {"params"}
     return (alike and groups[0]["params"]) or groups
+
+
+def usual_rate(optimizer: Any) -> float:
+    """The learning rate of an optimizer, by name or the user's own, for which nobody gave one: its own default.
+
+    0.01 for SGD, and where there is no default. Raises ConfigError for an own one that cannot be loaded.
+    """
+    made = load("optimizer", optimizer) if is_own(optimizer) else getattr(torch.optim, optimizer, None)
+    if made is None or made is torch.optim.SGD:
+        return SGD_RATE
+    try:
+        found = inspect.signature(made).parameters["lr"].default
+    except (TypeError, ValueError, KeyError):  # written in C, or without a rate
+        return SGD_RATE
+    return float(found) if isinstance(found, int | float) else SGD_RATE
 
 
 def build_optimizer(config: Config, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -184,6 +200,8 @@ def by_steps(optimizer: torch.optim.Optimizer, form: str, warmup: int | float, n
 
 def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule:
     chosen = config.optimizer
+    if chosen.scheduler_options and not chosen.scheduler:
+        raise ConfigError(f"`scheduler_options` {dict(chosen.scheduler_options)} are for no `scheduler`: name one")
     if chosen.lr_schedule != "constant" or chosen.warmup:
         if chosen.scheduler:
             raise ConfigError(f"`lr_schedule` and `warmup` are a schedule, and so is `scheduler` {chosen.scheduler}")
@@ -193,8 +211,6 @@ def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Schedule
             f"`lr_of`: `scheduler` {chosen.scheduler} gives all the same learning rate; choose `lr_schedule`"
         )
     if not chosen.scheduler:
-        if chosen.scheduler_options:
-            raise ConfigError(f"`scheduler_options` {dict(chosen.scheduler_options)} are for no `scheduler`: name one")
         return Schedule(None)
     home = torch.optim.lr_scheduler
     options = dict(chosen.scheduler_options)

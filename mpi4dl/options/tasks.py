@@ -3,19 +3,20 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.options.config import Config, ConfigError
-from mpi4dl.options.declare import nearest
-from mpi4dl.options.kinds import part_name
+from mpi4dl.options.declare import nearest, value_of, with_values
+from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.learning import OF_TEXT
+from mpi4dl.options.optimizers import usual_rate
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
@@ -25,16 +26,34 @@ from mpi4dl.tasks.task import TASKS, Segment, Task, make_metric
 def with_task(config: Config, dataset: Any) -> Config:
     """The configuration with the task that auto is, of text or of what a dataset has labels for.
 
-    Raises ConfigError for a task that is none of these.
+    Options that are AUTO get the defaults of the task. Raises ConfigError for a task that is none of these.
     """
     asked, text = config.data.task, config.data.text is not None
     if asked == "auto":
         found = "language" if text else getattr(dataset, "task", "classify")
-        return replace(config, data=replace(config.data, task=found))
+        return with_defaults(with_values(config, {"task": found}))
     if (asked in OF_TEXT) != text:
         wanted = " or ".join(OF_TEXT) if text else "one of images"
         raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
-    return config
+    return with_defaults(config)
+
+
+def with_defaults(config: Config) -> Config:
+    """The configuration with the defaults of its task (`Task.defaults`) for the options that are AUTO.
+
+    The rate and the options of the optimizer are those of the task for its own optimizer alone; there is no second
+    schedule beside a `scheduler`, no warm-up of a constant rate, and only pictures are mirrored. Raises ConfigError.
+    """
+    chosen, usual = config.optimizer, dict(TASKS[config.data.task].defaults)
+    if chosen.optimizer not in (AUTO, usual["optimizer"]):
+        usual |= {"lr": usual_rate(chosen.optimizer), "optimizer_options": {}}
+    if chosen.scheduler:
+        usual["lr_schedule"] = "constant"
+    if (usual["lr_schedule"] if chosen.lr_schedule == AUTO else chosen.lr_schedule) == "constant":
+        usual["warmup"] = 0
+    if len(config.data.image_size) != 2:
+        usual["flip"] = "none"
+    return with_values(config, {name: value for name, value in usual.items() if value_of(config, name) == AUTO})
 
 
 def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicator | None = None) -> Task:
@@ -157,6 +176,8 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
                 )
             found |= task.metrics([part])
             continue
+        with suppress(ModuleNotFoundError):
+            import_torchvision()  # before torchmetrics does
         made = load("metrics", part)
         name = part.rpartition(":")[2] if isinstance(part, str) else part_name(part).rpartition(":")[2]
         found[name.rpartition(".")[2]] = partial(call, "metrics", made) if inspect.isclass(made) else made

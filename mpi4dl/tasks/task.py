@@ -17,6 +17,16 @@ from mpi4dl.tasks.measuring import NO_CLASS
 MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
 
 
+def usual(**changes: Any) -> Mapping[str, Any]:
+    """Values of training options that nobody gives, with the changes that are the habit of a task.
+
+    AdamW with a rate and a decay as in the recipes of timm and torchvision, for batches of a few images; warm-up, and
+    half a cosine to 0; pictures mirrored from left to right, as these recipes do.
+    """
+    values = {"optimizer": "AdamW", "lr": 1e-3, "optimizer_options": {"weight_decay": 0.05}, "flip": "horizontal"}
+    return {**values, "lr_schedule": "cosine", "warmup": 0.05, "epochs": 10, **changes}
+
+
 def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
     if counting.makes(task, name):
         return counting.make(task, name, num_classes, ignore_index)
@@ -47,6 +57,7 @@ class Task:
     default_loss: ClassVar[str] = ""
     metric_names: ClassVar[tuple[str, ...]] = ()
     monitor: ClassVar[str] = "loss"
+    defaults: ClassVar[Mapping[str, Any]] = usual()  # options of training, by name
 
     @property
     def usual_metrics(self) -> tuple[str, ...]:
@@ -173,6 +184,7 @@ class Regress(Task):
     default_loss = "mse"
     metric_names = ("mae", "mse", "rmse", "r2")
     monitor = "mae"
+    defaults = usual(flip="none")  # numbers may be places or directions
 
     def require(self, outputs: Any, targets: Any) -> None:
         if not isinstance(outputs, Tensor) or as_targets(outputs, targets).shape != targets.shape:
@@ -191,6 +203,7 @@ class Segment(Task):
     default_loss = "cross_entropy"
     metric_names = ("pixel_accuracy", "dice", "iou", "confusion")
     monitor = "dice"
+    defaults = usual(optimizer_options={"weight_decay": 0.01})  # as SegFormer: Xie et al. 2021
 
     @property
     def binary(self) -> bool:
@@ -239,6 +252,7 @@ class Survive(Task):
     default_loss = "cox"
     metric_names = ("concordance",)
     monitor = "concordance"
+    defaults = usual(lr=2e-4, optimizer_options={"weight_decay": 0.01}, flip="none")  # as MCAT: Chen et al. 2021
 
     @property
     def num_outputs(self) -> int:
@@ -255,6 +269,8 @@ class Language(Task):
 
     name = "language"
     default_loss = "cross_entropy"
+    # As GPT-3 with 125 million parameters: Brown et al. 2020.
+    defaults = usual(lr=6e-4, optimizer_options={"weight_decay": 0.1, "betas": [0.9, 0.95]}, epochs=1, flip="none")
 
     def own_loss(self) -> BatchLoss:
         if self.loss not in (None, "cross_entropy"):

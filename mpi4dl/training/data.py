@@ -38,8 +38,10 @@ from mpi4dl.datasets.text.dataset import TokenBatches
 from mpi4dl.datasets.transform import Fit
 from mpi4dl.estimate.planning import TrainedOn
 from mpi4dl.geometry import Box
-from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
+from mpi4dl.options.kinds import AUTO
+from mpi4dl.options.tasks import with_task
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 #
@@ -214,6 +216,16 @@ def open_alone(config: Config) -> Images:
     """The images that a configuration names, for a process that is no rank of a job. Raises ValueError and OSError."""
     training, validation = build_datasets(config)
     return Images(training, validation, *_describe(config, training, validation, None))
+
+
+def to_print(config: Config) -> str:
+    """All options as a TOML file, with the defaults of the task, if it is known or the images tell it."""
+    try:
+        training = None if config.data.text is not None or config.data.task != AUTO else build_datasets(config)[0]
+    except (ValueError, OSError) as problem:
+        reason = datasets.printable(str(problem)).partition("\n")[0]
+        return f"# auto: what suits the task of the images, which cannot be opened: {reason}\n{to_toml(config)}"
+    return to_toml(with_task(config, training))
 
 
 def open_together(comm: Communicator, source: str | Path, **options: Any) -> Pair:
@@ -531,11 +543,11 @@ def with_samples(config: Config) -> tuple[Config, TrainedOn]:
 
     For a process that is no rank of a job. Raises ValueError and OSError.
     """
-    from mpi4dl.options.tasks import build_task, with_task
+    from mpi4dl.options.tasks import build_task
 
     samples = open_alone(config) if config.data.text is None else open_text_alone(config)
-    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
     config = with_task(config, samples.training)
+    num_batches = len(samples.loaders(config, lambda _: [], lambda _: [])[0])
     task = build_task(config, samples.training, samples.number_of_classes(config))
     return config, TrainedOn(task.num_outputs, samples.channels, num_batches)
 

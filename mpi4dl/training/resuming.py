@@ -13,8 +13,9 @@ from mpi4dl.checkpoints.json_values import Damaged, JsonValue, Unreadable, unlik
 from mpi4dl.checkpoints.manifest import STATE, candidates_at
 from mpi4dl.checkpoints.saved import Saved, newest_whole
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import Config, ConfigError, shared_options, to_toml
-from mpi4dl.options.declare import dump, with_options
+from mpi4dl.options.config import FORMERLY, Config, ConfigError, shared_options, to_toml
+from mpi4dl.options.declare import dump, value_of, with_options, with_values
+from mpi4dl.options.kinds import AUTO
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.runs.folder import RunFolder, default_path
 
@@ -80,6 +81,22 @@ def _find(config: Config, now: datetime) -> Origin:
     return Origin(RunFolder(folder), folder.is_dir() and path.resolve() == folder.resolve(), candidates)
 
 
+def as_it_began(comm: Communicator, config: Config) -> Config:
+    """The configuration with the values of the checkpoint that `resume` names for the options that are AUTO.
+
+    One that cannot be read says nothing here: what is wrong with it is found when it is loaded. Collective.
+    """
+    known = None
+    names = [name for name in FORMERLY if value_of(config, name) == AUTO]
+    if comm.rank == 0 and names and config.run.resume != "none":
+        with suppress(ConfigError, OSError):
+            known = _options_of(_find(config, datetime.now()).candidates)
+    known = comm.broadcast_object(known)
+    if known is None:
+        return config
+    return with_options(config, {name: known.get(_flag(name), dump(FORMERLY[name])) for name in names})
+
+
 def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
     """The configuration with the cut of the checkpoint that `resume` names, if stages are cut by what is timed.
 
@@ -90,17 +107,18 @@ def as_it_was_cut(comm: Communicator, config: Config, plan: Plan) -> Config:
     cut = None
     if comm.rank == 0 and plan.num_stages > 1 and config.parallel.balance in TIMED:
         with suppress(ConfigError, OSError):
-            cut = _cut_of(plan, _find(config, datetime.now()).candidates)
+            cut = (_options_of(_find(config, datetime.now()).candidates, plan) or {}).get(_flag(BALANCE))
     cut = comm.broadcast_object(cut)
     return config if cut is None else with_options(config, {BALANCE: cut})
 
 
-def _cut_of(plan: Plan, checkpoints: Sequence[Path]) -> str | None:
-    """That of the first one that can be read, if it was written by this plan."""
+def _options_of(checkpoints: Sequence[Path], plan: Plan | None = None) -> dict[str, str] | None:
+    """The options, by flag, of the first checkpoint that can be read; None if it is not by `plan`."""
     for checkpoint in checkpoints:
         with suppress(OSError, Damaged, Unreadable), Saved(checkpoint) as saved:
-            cut = JsonValue(saved.extra, str(checkpoint)).at("options").at(_flag(BALANCE)).text()
-            return cut if plan.is_told_by(saved.plan) else None
+            options = JsonValue(saved.extra, str(checkpoint)).at("options").entries()
+            found = {flag: value.text() for flag, value in options.items()}
+            return found if plan is None or plan.is_told_by(saved.plan) else None
     return None
 
 
@@ -228,7 +246,8 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    before = {**shared_options(Config()), **there.options}  # what a version before knew no option for was so
+    former = shared_options(with_values(Config(), FORMERLY))  # what a version before knew no option for was so
+    before = {**former, **there.options}
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")

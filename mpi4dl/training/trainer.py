@@ -20,7 +20,7 @@ from mpi4dl.options.optimizers import build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import build_metrics, build_task, monitored, with_task
 from mpi4dl.tasks.task import is_light
 from mpi4dl.training.data import open_images, open_texts
-from mpi4dl.training.resuming import as_it_was_cut
+from mpi4dl.training.resuming import as_it_began, as_it_was_cut
 from mpi4dl.training.run import TrainingRun
 from mpi4dl.training.stopping import Patience
 
@@ -108,6 +108,7 @@ class Trainer:
         text = config.data.text is not None
         images = open_texts(comm, config) if text else open_images(comm, config)
         patience.feed()
+        config = as_it_began(comm, config)
         with comm.together((ValueError, TypeError)):
             self.config = config = with_task(config, images.training)
             task = build_task(config, images.training, images.number_of_classes(config), comm)

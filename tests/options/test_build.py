@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from mpi4dl.comm import Refusal
 from mpi4dl.datasets import DatasetError
 from mpi4dl.options import build
-from mpi4dl.options.config import Config, ConfigError, parse
+from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.data import build_datasets, build_views, number_of_classes
 from mpi4dl.options.models import blaming_the_model, build_model
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, state_bytes
 from mpi4dl.tasks.losses import classification_loss
-from tests.commands import write_images
+from tests.commands import settled, write_images
 
 
 def configured(flags: str) -> Config:
-    return parse(flags.split())
+    return settled(flags.split())
 
 
 def small_model() -> nn.Module:
@@ -175,7 +175,7 @@ def learning_rates(flags: str, epochs: int, steps: int, validation_losses: list[
 @pytest.mark.parametrize(
     ("flags", "rates"),
     [
-        ("", [1.0] * 6),
+        ("--lr-schedule constant", [1.0] * 6),
         ("--scheduler StepLR --scheduler-options step_size=2,gamma=0.1", [1.0, 1.0, 1.0, 1.0, 0.1, 0.1]),
         ("--scheduler ExponentialLR --scheduler-options gamma=0.5", [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
         (
@@ -216,7 +216,7 @@ def test_a_schedule_for_a_number_of_steps_says_so() -> None:
     optimizer = torch.optim.SGD(small_model().parameters(), lr=1.0, momentum=0.9)
     one_cycle = configured("--scheduler OneCycleLR --scheduler-options max_lr=2,total_steps=7")
     assert build_schedule(one_cycle, optimizer).num_steps == 7
-    assert build_schedule(configured(""), optimizer).num_steps is None
+    assert build_schedule(configured("--lr-schedule constant"), optimizer).num_steps is None
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_flags_set_every_kind_of_option() -> None:
     assert config.model.model == "unet"
     assert config.model.model_options == {"depth": 29, "pool": "max"}
     assert (config.data.image_size, config.data.batch_size) == ((768, 1024), 8)
-    assert (config.data.flip, config.data.random_crop) == (False, True)
+    assert (config.data.flip, config.data.random_crop) == ("none", True)
     assert (config.parallel.tiles, config.parallel.data) == (((2, 3),), 2)
     assert (config.optimizer.lr, config.optimizer.clip_norm) == (1e-3, 1.0)
     assert config.optimizer.optimizer_options == {"betas": [0.9, 0.99]}
@@ -68,7 +68,7 @@ def test_flags_set_every_kind_of_option() -> None:
 def test_flags_override_the_file_which_overrides_the_defaults(write: Write) -> None:
     file = write("[data]\nbatch_size = 16\nflip = false\nimage_size = 512\n[model]\nmodel_options = { depth = 11 }\n")
     config = parse(["--config", file, "--batch-size", "32", "--flip"])
-    assert (config.data.batch_size, config.data.flip) == (32, True)
+    assert (config.data.batch_size, config.data.flip) == (32, "all")
     assert config.data.image_size == (512, 512)
     assert config.model.model_options == {"depth": 11}
     assert config.data.num_samples == Config().data.num_samples
@@ -96,8 +96,10 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--output x", "there is no flag --output; use --run-folder x"),
         ("--samples x", "there is no flag --samples; did you mean --num-samples?"),
         ("--workers=3", "there is no flag --workers; use --num-workers 3"),
-        ("--flip yes", "--flip takes no value, but 'yes' follows it: write --flip or --no-flip alone"),
-        ("--no-flip=yes", "--flip takes no value: write --flip or --no-flip alone"),
+        ("--strict yes", "--strict takes no value, but 'yes' follows it: write --strict or --no-strict alone"),
+        ("--no-strict=yes", "--strict takes no value: write --strict or --no-strict alone"),
+        ("--no-flip=yes", "--no-flip takes no value: write --flip or --no-flip alone"),
+        ("--flip up", "--flip is 'up', but must be one of auto, none, horizontal, all"),
         ("--context 16 32", "--context takes one value, but '32' follows it: it must be a whole number of at least 1"),
         ("--help trainig", "--help trainig: there is no group trainig; did you mean training?"),
         ("--seed 9223372036854775808", "--seed is '9223372036854775808', but must be a whole number from 0 to 9223372036854775807"),  # noqa: E501
@@ -109,8 +111,8 @@ def test_every_leaf_is_a_unique_name_with_a_default_that_it_would_accept() -> No
         ("--tiles 2x2x2x2", "--tiles is '2x2x2x2', but must be grids such as 2x2 (rows x columns), or 2x2x1 (depth first) of volumes and 4 of sequences, or one for each stage such as 2x2,1x2,1x1"),  # noqa: E501
         ("--max-steps 0", "--max-steps is '0', but must be a whole number of at least 1, or none"),
         ("--val-fraction 1", "--val-fraction is '1', but must be a number between 0 and 1"),
-        ("--lr -1", "--lr is '-1', but must be a number of at least 0"),
-        ("--lr", "--lr has no value: it must be a number of at least 0"),
+        ("--lr -1", "--lr is '-1', but must be a number of at least 0, or auto"),
+        ("--lr", "--lr has no value: it must be a number of at least 0, or auto"),
         ("--config", "argument --config: expected one argument; --help all lists every flag"),
         ("--config none.toml", "--config none.toml: No such file or directory"),
     ],
@@ -147,7 +149,8 @@ def test_bad_keyword_arguments_are_refused_with_an_example() -> None:
     [
         ("[data]\nseed = 0\n", "the key seed belongs in [training], not [data]"),
         ("[data]\nbatch_size = '4'", 'batch_size in [data] is "4" (text), but must be a whole number of at least 1'),
-        ("[data]\nflip = 1", "flip in [data] is 1 (a whole number), but must be true or false"),
+        ("[data]\nflip = 1", "flip in [data] is 1 (a whole number), but must be one of auto, none, horizontal, all"),
+        ("[data]\nrandom_crop = 1", "random_crop in [data] is 1 (a whole number), but must be true or false"),
         ("[data]\nmean = true", "mean in [data] is true (a boolean), but must be a number, one for each channel such as 0.4,0.5,0.6, or imagenet, half"),  # noqa: E501
         ("[model]\nmodel = 3.5", "model in [model] is 3.5 (a number), but must be a name, or an own one such as my_code.py:build"),  # noqa: E501
         ("[data]\nfit = 2020-01-01", "fit in [data] is 2020-01-01 (date), but must be one of auto, resize, crop"),
@@ -183,7 +186,8 @@ keywords = st.dictionaries(
 
 @settings(patient, max_examples=60)
 @given(
-    names, keywords, st.tuples(st.integers(1, 9), st.integers(1, 9)), st.floats(0, 1e30), st.booleans(),
+    names, keywords, st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.floats(0, 1e30), st.sampled_from(("auto", "none", "all")),
     st.none() | st.integers(1), st.none() | names.filter(lambda text: text != "none"),
 )  # fmt: skip
 def test_a_written_file_gives_the_equal_config_back(
@@ -192,7 +196,7 @@ def test_a_written_file_gives_the_equal_config_back(
     options: dict[str, object],
     pair: tuple[int, int],
     lr: float,
-    flip: bool,
+    flip: str,
     steps: int | None,
     folder: str | None,
 ) -> None:
@@ -222,7 +226,7 @@ def test_the_file_of_a_run_is_readable_and_complete() -> None:
 
 def test_what_the_ranks_must_agree_on() -> None:
     ours = shared_options(Config())
-    assert ours["lr"] == "0.01"
+    assert ours["lr"] == '"auto"'
     assert ours == shared_options(parse([]))
     assert shared_options(parse(["--lr", "0.02"])) == ours | {"lr": "0.02"}
     assert shared_options(parse(["--model-options", "a=1,b=2"])) == shared_options(
@@ -244,7 +248,7 @@ def test_help_lists_every_flag_by_section_with_its_default(capsys: pytest.Captur
     sections = [text.index(f"\n{section.name}:\n") for section in fields(Config)]
     assert sections == sorted(sections)
     assert all(f"  {item.flag}" in text for item in options_of(Config).values())
-    assert "--flip, --no-flip" in text
+    assert "--strict, --no-strict" in text
     assert "(default: 224x224)" in " ".join(text.split())
 
 

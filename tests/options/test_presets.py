@@ -7,10 +7,11 @@ import PIL.Image
 import pytest
 import torch
 
-from mpi4dl.options.config import PRESETS, Config, ConfigError, parse, to_toml
-from mpi4dl.options.declare import from_keywords, options_of
+from mpi4dl.options.config import FORMERLY, PRESETS, Config, ConfigError, parse, to_toml
+from mpi4dl.options.declare import from_keywords, options_of, with_values
+from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.optimizers import by_steps
-from tests.commands import TINY, train_command
+from tests.commands import TINY, settled, train_command
 
 
 def values(config: Config) -> dict[str, object]:
@@ -33,9 +34,47 @@ def test_a_flag_overrides_a_file_which_overrides_a_preset(tmp_path: Path) -> Non
     file = tmp_path / "run.toml"
     file.write_text('[optimizer]\nlr = 0.5\nwarmup = 3\n[training]\npreset = "finetune"\n')
     config = parse(["--config", str(file), "--lr", "0.25"])
-    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.lr_schedule) == (0.25, 3, "cosine")
-    assert parse(["--config", str(file), "--preset", "none"]).optimizer.lr_schedule == "constant"
+    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.clip_norm) == (0.25, 3, 1.0)
+    assert parse(["--config", str(file), "--preset", "none"]).optimizer.clip_norm is None
     assert from_keywords(Config, {"preset": "mil", "patches": None}).model.patches is None
+
+
+COSINE: dict[str, object] = {"optimizer": "AdamW", "lr_schedule": "cosine", "warmup": 0.05, "epochs": 10}
+# Flags, and what is usual for their task.
+USUAL: dict[str, dict[str, object]] = {
+    "--task classify": {"lr": 1e-3, "optimizer_options": {"weight_decay": 0.05}, "flip": "horizontal"},
+    "--task multilabel --optimizer AdamW": {"lr": 1e-3, "optimizer_options": {"weight_decay": 0.05}},
+    "--task segment": {"lr": 1e-3, "optimizer_options": {"weight_decay": 0.01}, "flip": "horizontal"},
+    "--task regress": {"flip": "none"},
+    "--task survival": {"lr": 2e-4, "flip": "none"},
+    "--image-size 16x16x16": {"flip": "none"},
+    "--text stdlib": {"lr": 6e-4, "optimizer_options": {"weight_decay": 0.1, "betas": [0.9, 0.95]}, "epochs": 1},
+    "--optimizer SGD": {"optimizer": "SGD", "lr": 0.01, "optimizer_options": {}},
+    "--optimizer SGD --optimizer-options momentum=0.9": {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
+    "--optimizer NAdam": {"optimizer": "NAdam", "lr": 2e-3, "optimizer_options": {}},
+    "--optimizer torch.optim:Adagrad": {"optimizer": "torch.optim:Adagrad", "lr": 0.01, "optimizer_options": {}},
+    "--optimizer-options betas=(0.8,0.9)": {"optimizer_options": {"betas": [0.8, 0.9]}, "lr": 1e-3},
+    "--lr-schedule constant": {"lr_schedule": "constant", "warmup": 0},
+    "--lr-schedule linear --warmup 7": {"lr_schedule": "linear", "warmup": 7},
+    "--scheduler StepLR --flip": {"lr_schedule": "constant", "warmup": 0, "flip": "all"},
+    "--preset gigapixel --task segment": {"lr": 1e-4, "flip": "all", "epochs": 50},
+    "--preset finetune --lr 0.5": {"lr": 0.5, "epochs": 20},
+}
+
+
+@pytest.mark.parametrize("flags", USUAL)
+def test_what_nobody_gives_is_what_is_usual_for_the_task(flags: str) -> None:
+    found = values(settled(flags.split()))
+    expected = COSINE | USUAL[flags]
+    assert {name: found[name] for name in expected} == expected
+    assert AUTO not in [found[name] for name in FORMERLY]
+
+
+def test_an_old_configuration_keeps_what_it_says(tmp_path: Path) -> None:
+    old = with_values(settled([]), FORMERLY)
+    text = to_toml(old).replace('flip = "all"', "flip = true")
+    (tmp_path / "run.toml").write_text(text)
+    assert settled(["--config", str(tmp_path / "run.toml")]) == old
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.options.config import parse, shared_options
+from mpi4dl.options.config import Config, parse, shared_options
 from mpi4dl.training.resuming import (
     FROM_CHECKPOINT,
     NUM_IMAGES,
@@ -18,14 +18,17 @@ from mpi4dl.training.resuming import (
     SAME_WITHIN_AN_EPOCH,
     Origin,
     Progress,
+    as_it_began,
     command_to_go_on,
     compare,
     find_origin,
+    kept,
     options_to_compare,
     require_fit,
     with_its_own,
 )
 from tests.checkpoints.made import write
+from tests.commands import settled
 from tests.pool.ranks import Ranks
 
 
@@ -96,7 +99,7 @@ def test_a_path_without_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) ->
     assert said(ranks, "--resume", str(tmp_path)) == f"`resume` {tmp_path}: there is no checkpoint in this folder"
 
 
-CONFIG = parse([])
+CONFIG = settled([])
 OPTIONS = options_to_compare(CONFIG, num_images=100)
 PROGRESS = Progress(1, 0, [0.5], [], {"loss": 0.5, "accuracy": None, "count": 3}, None, 10, OPTIONS)
 PLACE = Path("run/checkpoints/step-00000007")
@@ -113,7 +116,7 @@ def called(name: str) -> str:
 def test_a_checkpoint_remembers_every_option() -> None:
     assert {*SAME_ALWAYS, *SAME_WITHIN_AN_EPOCH, *FROM_CHECKPOINT, *OF_THIS_START} < set(OPTIONS)
     assert set(OPTIONS) == {NUM_IMAGES, *shared_options(CONFIG)}
-    assert (OPTIONS["lr"], OPTIONS["seed"], OPTIONS[NUM_IMAGES]) == ("0.01", "0", "100")
+    assert (OPTIONS["lr"], OPTIONS["seed"], OPTIONS[NUM_IMAGES]) == ("0.001", "0", "100")
 
 
 def test_what_is_as_it_was_is_not_said() -> None:
@@ -166,6 +169,25 @@ def test_what_the_checkpoint_knows_better_is_the_configuration_that_goes_on() ->
     assert replace(found, optimizer=CONFIG.optimizer) == CONFIG
     with pytest.raises(Refusal, match=r"step-00000007: state.json: `lr` is 'fast', but must be a number of at least 0"):
         with_its_own(CONFIG, PLACE, PROGRESS._replace(options={**OPTIONS, "lr": "fast"}))
+
+
+def began(comm: Communicator, flags: list[str]) -> Config:
+    return as_it_began(comm, parse(flags))
+
+
+def test_what_nobody_gives_is_as_the_checkpoint_has_it(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a version before there was a warm-up, none."""
+    were = {**OPTIONS, "optimizer": '"SGD"', "lr": "0.3", "lr_schedule": '"constant"', "epochs": "4", "flip": "true"}
+    del were["warmup"]
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    write(tmp_path / "run" / "checkpoints", 1, extra=PROGRESS._replace(options=kept(were))._asdict())
+    (tmp_path / "run" / "config.toml").touch()
+    for flags in (["--run-folder", str(tmp_path / "run"), "--resume", "auto"], ["--resume", str(tmp_path / "run")]):
+        for config in ranks(2).run(began, [*flags, "--epochs", "9"]):
+            chosen = config.optimizer
+            assert (chosen.optimizer, chosen.lr, chosen.lr_schedule, chosen.warmup) == ("SGD", 0.3, "constant", 0)
+            assert (config.training.epochs, config.data.flip) == (9, "all")
+    assert ranks(2).run(began, ["--run-folder", str(tmp_path / "other"), "--resume", "auto"])[0].optimizer.lr == "auto"
 
 
 def test_progress_comes_back(tmp_path: Path) -> None:

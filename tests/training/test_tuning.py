@@ -18,7 +18,7 @@ from mpi4dl.geometry import Box, Interval
 from mpi4dl.options.config import parse
 from mpi4dl.options.data import build_datasets, build_views
 from mpi4dl.train import train
-from tests.commands import read_metrics
+from tests.commands import read_metrics, settled
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
 from tests.test_face import OWN, module_at
@@ -45,7 +45,8 @@ class Double(nn.Module):
         return self.fc(x.mean((2, 3)))
 """
 FLAGS = (
-    "--image-size 64x72 --batch-size 2 --accumulate 2 --lr 0.05 --optimizer-options momentum=0.9,weight_decay=0.01 "
+    "--image-size 64x72 --batch-size 2 --accumulate 2 --lr 0.05 "
+    "--optimizer SGD --optimizer-options momentum=0.9,weight_decay=0.01 "
     "--num-workers 0 --mean 0 --std 1 --epochs 2 --log-interval 1 --freeze conv1.*,layer1.*,*bn* "
     "--eval-mode *bn* --unfreeze 2:layer1.* --lr-of fc.*=0.1,layer4.*=0.02 --weight-decay-of *.bias=0 "
     "--ema 0.8 --lr-schedule cosine --warmup 2"
@@ -83,7 +84,7 @@ def matching(model: nn.Module, *parts: str) -> list[nn.Parameter]:
 
 def plainly(own: Path, flags: list[str]) -> Learnt:
     """Written as a fine-tuning in plain PyTorch is, step by step."""
-    parts, config = module_at(own), parse(flags)
+    parts, config = module_at(own), settled(flags)
     torch.manual_seed(0)
     model = parts.Double(3)
     stored = torch.load(own.parent / "last.ckpt")["state_dict"]
