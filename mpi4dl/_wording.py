@@ -32,6 +32,12 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
+def some(names: Sequence[str], most: int = 20) -> str:
+    """Names with commas between them, and how many more there are."""
+    more = [f"... and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
+
+
 def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 

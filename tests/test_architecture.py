@@ -210,9 +210,6 @@ def test_the_files_that_contributors_are_sent_to_are_there() -> None:
     assert {path for path in named if not (ROOT / path).is_file() and not (PACKAGE / path).is_file()} == set()
 
 
-MORE_THAN_THREE = {"a task"}  # labels of a new form are read, shown and written in many places
-
-
 def test_the_table_of_contributors_names_few_files_and_what_is_in_them() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = [re.split(r"(?<!\\)\|", line)[1:4] for line in text.splitlines() if line.startswith("| a")]
@@ -221,7 +218,7 @@ def test_the_table_of_contributors_names_few_files_and_what_is_in_them() -> None
         edited = [ROOT / name if (ROOT / name).is_file() else PACKAGE / name
                   for name in re.findall(r"`([\w/]+\.(?:py|cfg))`", files + how)]  # fmt: skip
         either = files.count("` or `")
-        assert len(edited) - either <= 3 or what.strip() in MORE_THAN_THREE, what
+        assert len(edited) - either <= 3, what
         sources = "\n".join(path.read_text() for path in edited)
         names = set(re.findall(r"`([A-Z][\w.]+)`", how)) - {"Task"}
         assert {name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", sources)} == set(), what

@@ -156,8 +156,6 @@ def vary_colour(
 # for a batch, and b the images of the batch in another order. The mean is taken pixel by pixel, so a rank that reads a
 # box of an image reads the same box of its partner, wherever else that lies.
 
-TASKS = ("classify", "multilabel", "regress")
-
 
 class Blend(NamedTuple):
     """Each sample of a batch counts `share`, and the one at its place in `partners`, a position, the rest."""

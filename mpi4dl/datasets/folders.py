@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import BadImage, DatasetError
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import (
     LAYOUT,
     TRAINING,
@@ -130,7 +131,7 @@ class LabelledFolder(ListedFiles):
 # Images or volumes in a folder `images`, and of each a mask of the same name in the folder `masks` beside it.
 
 IMAGES, MASKS, CLASSES = "images", "masks", "classes.txt"
-LAYOUT_OF_MASKS = f"expected {IMAGES}/NAME.png and {MASKS}/NAME.png, or such folders below train and val"
+LAYOUT_OF_MASKS = FORMS["segment"].where
 LOOKED_AT = 8
 _BLACK_AND_WHITE = ({0, 255}, {255})
 

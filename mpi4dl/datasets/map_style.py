@@ -18,6 +18,7 @@ import torch
 
 from mpi4dl.datasets.base import IGNORED, BadImage, DatasetError, Values, WholeImage, unit_values
 from mpi4dl.datasets.colour import rgb_of_pillow
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.masks import IGNORE_INDEX, indices_of
 from mpi4dl.datasets.randomness import DatasetRandomness
 from mpi4dl.geometry import Interval
@@ -149,7 +150,6 @@ class _Sample(WholeImage):
 
 
 FACE = ("__len__", "label", "image", "channels")
-TASKS = ("classify", "multilabel", "regress", "survival", "segment")
 _LOOKED_AT = 3
 _LOOKED_PX = 64  # along each axis, at three places of an image that is read box by box
 _LOOKS = 4  # at each sample
@@ -277,8 +277,8 @@ class OwnDataset:
 
     def _task(self) -> str:
         asked = getattr(self.whole, "task", None)
-        if asked is not None and asked not in TASKS:
-            raise DatasetError(f"the dataset {self.kind} is for {asked!r}: its task must be one of {', '.join(TASKS)}")
+        if asked is not None and asked not in FORMS:
+            raise DatasetError(f"the dataset {self.kind} is for {asked!r}: its task must be one of {', '.join(FORMS)}")
         for index in range(min(_LOOKED_AT, len(self))):
             try:
                 return asked or self._told_by(self.label(index), index)
@@ -287,21 +287,20 @@ class OwnDataset:
         return asked or "classify"
 
     def _told_by(self, found: Any, index: int) -> str:
-        label = None if hasattr(found, "read") else self._numbers(found, index)
-        if label is None or label.dim() > 1:
+        if hasattr(found, "read"):
             return "segment"
-        if label.is_floating_point():
-            return "regress"
-        return "classify" if label.dim() == 0 else "multilabel" if {*label.tolist()} <= {0, 1} else "regress"
+        label = self._numbers(found, index)
+        return next(form.task for form in FORMS.values() if form.looks_like(label))
 
     def _classes(self) -> tuple[str, ...]:
         """The user's, or numbers where the labels say how many there are; () if nobody does."""
         named = getattr(self.whole, "classes", ())
         if named is None or isinstance(named, str) or not hasattr(named, "__iter__"):
             raise DatasetError(f"the dataset {self.kind} has classes {named!r}: expected their names")
-        if self.task == "survival":
-            return ("risk",)
-        if self.task in ("multilabel", "regress") and (not named or len(tuple(named)) != self._width):
+        form = FORMS[self.task]
+        if form.classes:
+            return form.classes
+        if form.named_by_column and (not named or len(tuple(named)) != self._width):
             return tuple(map(str, range(self._width)))
         return tuple(map(str, named))
 

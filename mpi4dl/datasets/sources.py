@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mpi4dl.datasets.arrays import ArrayDataset, Synthetic, is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import DatasetError, task_of
-from mpi4dl.datasets.folders import LAYOUT_OF_MASKS as SEGMENTED_LAYOUT
 from mpi4dl.datasets.folders import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import of_another_kind, parts
 from mpi4dl.datasets.masks import IGNORE_INDEX
 from mpi4dl.datasets.split import Named, Subset, split
@@ -71,7 +71,7 @@ def open(
         )
     training, validation = found
     if task is not None and task_of(training) != task:
-        raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {_LABELS_OF[task]}")
+        raise DatasetError(f"{source}: has labels to {task_of(training)}, not to {task}; {FORMS[task].where}")
     mine, theirs = (getattr(part, "values", None) for part in (training, validation))
     if len(validation) and mine != theirs:
         raise DatasetError(f"{source}: of volumes to validate with, {of_another_kind(str(theirs), str(mine))}")
@@ -122,10 +122,3 @@ def _opened(
         return masked, SegmentedFolder(second, masked.classes, num_classes, ignore_index, volumes)
     train = ImageFolder(first, volumes=volumes)
     return train, ImageFolder(second, train.classes, volumes)
-
-
-_LABELS_OF = {
-    "classify": "a class is the folder of an image, or a column of labels.csv",
-    "segment": SEGMENTED_LAYOUT,
-    **dict.fromkeys(("multilabel", "regress", "survival"), "write them into labels.csv, in the folder of the images"),
-}

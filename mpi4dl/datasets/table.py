@@ -35,14 +35,13 @@ import numpy as np
 
 from mpi4dl._files import open_regular
 from mpi4dl.datasets.base import DatasetError
+from mpi4dl.datasets.labels import FORMS, SURVIVAL
 from mpi4dl.datasets.listed import TEST, TRAINING, VALIDATION
 
 TABLE = "labels.csv"
 FILE_COLUMNS = ("file", "filename", "file_name", "image", "path")
 NAME_COLUMNS = ("slide_id", "slide", "image_id")  # of file names too, in a table that has none of the former
 CLASS_COLUMNS = ("class", "label")
-SURVIVAL = ("time", "event")
-TASKS = ("classify", "multilabel", "regress", "survival")
 FEW_VALUES = 20  # so many whole numbers may be classes
 _EXACT_DIGITS = 16  # numbers with fewer digits differ as floating point
 _LAYOUT = "expected a line such as file,class and below it one for each image, such as a/1.png,benign"
@@ -106,8 +105,9 @@ def read_table(
         DatasetError: no such file, columns that may mean several tasks, or a line that says what cannot be, by its
             number.
     """
-    if task is not None and task not in TASKS:
-        raise DatasetError(f"{path}: a table of labels is for one of {', '.join(TASKS)}, but {task} was asked for")
+    tabled = [form.task for form in FORMS.values() if form.in_tables]
+    if task is not None and task not in tabled:
+        raise DatasetError(f"{path}: a table of labels is for one of {', '.join(tabled)}, but {task} was asked for")
     file_column, found, lines, delimiter = _lines(path)
     others = [name for name in found if name not in (file_column, "split")]
     learnt = _learnt(path, others, task, columns)
@@ -121,8 +121,7 @@ def read_table(
     if task == "classify":
         classes, label = of.classes(classes)
     else:
-        classes, label = learnt, of.numbers(task)
-        classes = ("risk",) if task == "survival" else classes
+        classes, label = FORMS[task].classes or learnt, of.numbers(task)
     rows = (Labelled(line.number, line.values[file_column], _part(path, line), label(line)) for line in lines)
     return Table(task, classes, tuple(rows), learnt, tuple(name for name in others if identifies(name)))
 
@@ -230,11 +229,13 @@ def _learnt(path: Path, found: list[str], task: str | None, columns: Sequence[st
     if not others:
         beside = f", and beside {', '.join(found)}, which say who or what it is of" if found else ""
         raise DatasetError(f"{path}: has no column of labels beside the file names{beside}; {_LAYOUT}")
-    if task == "survival" or (task is None and set(columns or others) == set(SURVIVAL)):
-        missing = next((name for name in SURVIVAL if name not in found), None)
-        if missing is not None:
-            raise DatasetError(f"{path}: has no column {missing!r}: survival needs time and event")
-        return SURVIVAL
+    for form in (each for each in FORMS.values() if each.columns):
+        if task == form.task or (task is None and set(columns or others) == set(form.columns)):
+            missing = next((name for name in form.columns if name not in found), None)
+            if missing is not None:
+                needs = " and ".join(form.columns)
+                raise DatasetError(f"{path}: has no column {missing!r}: {form.task} needs {needs}")
+            return form.columns
     learnt = tuple(columns or others)
     if task == "classify" and len(learnt) > 1:
         raise DatasetError(
@@ -288,8 +289,9 @@ class _Columns:
     def task(self, chosen: bool) -> str:
         """The one task that the columns can mean; `chosen`: they were named by the user. Raises DatasetError."""
         names = self._names
-        if names == SURVIVAL:
-            return "survival"
+        fixed = next((form.task for form in FORMS.values() if form.columns == names), None)
+        if fixed is not None:
+            return fixed
         if len(names) == 1:
             return self._task_of_one(names[0])
         self._require_one_decimal_mark()
@@ -421,10 +423,9 @@ class _Columns:
                     raise _wrong(
                         self._path, line, f"{name!r} {what}, but {task} needs a number: mend it, or leave the line out"
                     )
-                if number not in (0, 1) and (task == "multilabel" or name == "event"):
-                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but {task} needs 0 or 1")
-                if number < 0 and task == "survival":
-                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but no time is negative")
+                problem = FORMS[task].wrong(name, number)
+                if problem:
+                    raise _wrong(self._path, line, f"{name!r} is {text!r}, but {problem}")
                 numbers.append(number)
             return tuple(numbers)
 

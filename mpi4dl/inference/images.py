@@ -12,12 +12,14 @@ from mpi4dl.datasets.arrays import is_cifar, load_cifar, load_npz
 from mpi4dl.datasets.base import BadImage, DatasetError, task_of
 from mpi4dl.datasets.files import open_image
 from mpi4dl.datasets.folders import ImageFolder, LabelledFolder, SegmentedFolder, is_segmented
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.listed import TEST, UNKNOWN, VALIDATION, File, ListedFiles, files_below, subfolders, suffixes_of
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.datasets.table import TABLE
 from mpi4dl.datasets.volumes import open_volume
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.runs.description import Description
+from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.data import LOOKED_AT, open_images, read_as_trained, shared, unlike_values
 
 LISTS = (".txt", ".lst")
@@ -62,7 +64,7 @@ def _unlike(found: Named, about: Description) -> str | None:
     if unlike is not None:
         return unlike
     known = about.classes
-    if about.task != "survival" and known and tuple(found.classes) != known[: len(found.classes)]:
+    if not FORMS[about.task].classes and known and tuple(found.classes) != known[: len(found.classes)]:
         return f"the labels are {', '.join(found.classes[:10])}, but those of training are {', '.join(known[:10])}"
     return None
 
@@ -86,18 +88,18 @@ def _labelled(source: str, config: Config, about: Description) -> tuple[Named, s
         numbers, which = listed.held_out()
         return Subset(listed, numbers), f"{len(numbers)} images of {table or root / TABLE}{which}"
     folder, which = _part(path)
-    if about.task == "segment":
+    if TASKS[about.task].dense:
         masked = SegmentedFolder(folder, classes, None, config.data.ignore_index, volumes)
         return masked, f"{len(masked)} images of {folder}{which}"
     if about.task != "classify":
-        raise DatasetError(f"{source}: has no {TABLE}, which the labels to {about.task} are in")
+        raise DatasetError(f"{source}: has no labels to {about.task}; {FORMS[about.task].where}")
     images = ImageFolder(folder, classes, volumes)
     return images, f"{len(images)} images of {folder}{which}"
 
 
 def _columns(about: Description) -> tuple[str, ...] | None:
     """The columns of a table that are numbers to be predicted; None of the one that is the class, or of survival."""
-    return about.classes if about.task in ("multilabel", "regress") else None
+    return about.classes if FORMS[about.task].named_by_column else None
 
 
 def _part(path: Path) -> tuple[Path, str]:
@@ -260,7 +262,7 @@ class Coverage:
 
 def require_sight(config: Config, about: Description, source: str) -> None:
     """Raises ConfigError for a model that sees no images."""
-    if about.task in ("language", "masked"):
+    if TASKS[about.task].of_text:
         raise ConfigError(
             f"{source} is `model` {config.model_name}, which was trained on text: continue text with mpi4dl generate"
         )

@@ -131,11 +131,7 @@ class SeeingModel:
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """A name for each output; those without one are called by their number."""
-        known = self.about.classes if self.about.task != "survival" else ("risk",)
-        count = self.task.num_outputs
-        if not known and self.about.task == "regress":
-            known = ("value",) if count == 1 else ()
-        return (*known[:count], *(str(number) for number in range(len(known), count)))
+        return self.task.names(self.about.classes)
 
     def see(self, images: Named, of: Callable[[Any], Tensor]) -> Iterator[Seen]:
         """The outputs of the model for images, batch by batch, in order; `of(outputs)` selects the wanted values.

@@ -34,7 +34,6 @@ from mpi4dl.inference.records import (
     NOT_NUMBERS,
     Record,
     Records,
-    answer,
     checksum,
     columns_of,
     files_of,
@@ -42,7 +41,6 @@ from mpi4dl.inference.records import (
     is_same_file,
     is_undefined,
 )
-from mpi4dl.tasks.task import Segment
 
 PICTURE, ARRAY = ".png", ".npy"
 AT_ONCE = 256  # images whose sizes are read before the first of them is looked at
@@ -59,8 +57,7 @@ class Predicting:
     def __init__(self, model: SeeingModel, images: Named, where: str, out: Path | None, speaks: bool = False) -> None:
         self.model, self.out, self.comm, self.speaks = model, out, model.comm, speaks
         task = model.task
-        self.dense = isinstance(task, Segment)
-        self.binary = isinstance(task, Segment) and task.binary
+        self.dense, self.binary = task.dense, task.binary
         self.apart = self.binary and len(model.classes) > 1
         size = model.config.data.image_size
         if self.dense and len(size) == 1:
@@ -84,7 +81,7 @@ class Predicting:
             self._paths = {name: images.path(index) for index, name in enumerate(names)}
         done: set[str] = set()
         if out is not None:
-            columns = columns_of(model.about.task, model.classes, False, self.apart, self.coverage.crops)
+            columns = columns_of(type(task), model.classes, False, self.apart, self.coverage.crops)
             with self.comm.together():
                 if self.comm.rank == 0:
                     self.records = Records(out, self._about(where, images), columns, self._keeps)
@@ -171,7 +168,7 @@ class Predicting:
 
     def _answers(self) -> Iterator[dict[int, Record]]:
         """The records of batches by the number of the image, on rank 0. Collective."""
-        task, classes, kind = self.model.task, self.model.classes, self.model.about.task
+        task, classes = self.model.task, self.model.classes
         for seen in self.model.see(self.images, task.predictions):
             found: dict[int, Record] = dict(self._bad(seen))
             outputs = seen.outputs
@@ -179,7 +176,7 @@ class Predicting:
                 found |= self._dense(seen, outputs)
             elif outputs is not None and outputs.whole is not None:
                 for index, values in zip(seen.indices, outputs.whole, strict=True):
-                    said = {"error": NOT_NUMBERS} if is_undefined(values) else answer(kind, classes, values)
+                    said = {"error": NOT_NUMBERS} if is_undefined(values) else task.answer(classes, values)
                     found[index] = self._named(index, said)
             yield {index: self._with_share(index, record) for index, record in found.items()}
 

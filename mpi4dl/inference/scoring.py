@@ -22,12 +22,12 @@ from mpi4dl.datasets.listed import ListedFiles
 from mpi4dl.datasets.split import Named, Subset
 from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
-from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, answer, columns_of, is_undefined, table_row
+from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
 from mpi4dl.runs.folder import finite
 from mpi4dl.tasks.counting import MEASURES, WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
-from mpi4dl.tasks.task import Regress, Segment, Task
+from mpi4dl.tasks.task import TASKS, Regress, Task
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix
 CONFUSION = "confusion"
@@ -87,7 +87,7 @@ class Scores:
         }
         found = {**told, "task": self.task, "classes": self.classes, "count": self.count, "metrics": measured}
         found |= {"confusion": self.confusion, "bad": self.bad, "records": csv_path.name, "root": self.root}
-        columns = columns_of(self.task, self.classes, True, crops=self.crops)
+        columns = columns_of(TASKS[self.task], self.classes, True, crops=self.crops)
         lines = [table_row(columns, None), *(table_row(columns, record) for record in self.records)]
         json_path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(csv_path, b"".join(lines))
@@ -165,8 +165,7 @@ class _Collected:
     def __init__(self, model: SeeingModel, images: Named) -> None:
         self.model, self.images = model, images
         self.task: Task = model.task
-        self.dense = isinstance(self.task, Segment)
-        self.binary = isinstance(self.task, Segment) and self.task.binary
+        self.dense, self.binary = self.task.dense, self.task.binary
         self.records: dict[int, Record] = {}
         self.bad: dict[str, str] = {}
         self.count = 0
@@ -208,7 +207,7 @@ class _Collected:
                     self.undefined += 1
                     self.records[index] = {"image": self.images.name(index), "error": NOT_NUMBERS}
                     continue
-                said = answer(self.model.about.task, self.model.classes, values, label)
+                said = self.task.answer(self.model.classes, values, label)
                 self.records[index] = self._with_share(index, said)
 
     def _add_counts(self, seen: Seen) -> None:
@@ -282,7 +281,7 @@ class _Collected:
         functions = {name: plain(name) for name in task.metric_names if name != CONFUSION}
         if CONFUSION not in task.metric_names:
             return functions, None
-        if task.name != "classify":
+        if not task.accuracy:
             return functions, measured_here(task.metrics([CONFUSION]), outputs, targets)[CONFUSION]  # type: ignore
         size = task.num_outputs
         pairs = targets * size + outputs.argmax(1)

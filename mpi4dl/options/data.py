@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpi4dl import datasets
-from mpi4dl.datasets.augment import TASKS as MIXED_TASKS
 from mpi4dl.datasets.augment import Mixup
-from mpi4dl.datasets.map_style import TASKS
+from mpi4dl.datasets.labels import FORMS
 from mpi4dl.datasets.split import Named, split
 from mpi4dl.datasets.transform import NORMALISATIONS, Fit, Pointwise
 from mpi4dl.options.config import Config, ConfigError
@@ -31,7 +30,7 @@ def build_datasets(config: Config, validating: Mapping[str, bool] | None = None)
         validation_fraction=config.data.val_fraction,
         seed=config.training.seed,
         validating=validating,
-        task=config.data.task if config.data.task in TASKS else None,
+        task=config.data.task if config.data.task in FORMS else None,
         label_columns=config.data.label_columns,
         ignore_index=config.data.ignore_index,
         validates=config.training.eval_every is not None,
@@ -116,18 +115,18 @@ def build_mixup(config: Config, task: str, num_classes: int) -> Mixup | None:
     """How training images are mixed; None if they are not. Raises ConfigError for labels that cannot be."""
     if not config.data.mixup:
         return None
-    if task not in MIXED_TASKS:
-        raise ConfigError(
-            f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {', '.join(MIXED_TASKS)}"
-        )
+    if not FORMS[task].have_means:
+        mixed = ", ".join(form.task for form in FORMS.values() if form.have_means)
+        raise ConfigError(f"`mixup` {config.data.mixup}: labels to {task} have no means; it is for {mixed}")
     return Mixup(config.data.mixup, num_classes, config.training.seed)
 
 
 def number_of_classes(config: Config, classes: Sequence[str]) -> int:
     """The number of classes by the option, or else by the images. Raises ConfigError if that is too few."""
     asked = config.model.num_classes
-    if config.data.task == "survival":
-        return 1  # the risk
+    form = FORMS.get(config.data.task)
+    if form is not None and form.classes:
+        return len(form.classes)
     if not asked and not classes:
         raise ConfigError("the dataset does not name its classes: say `num_classes`, or give it `classes`")
     if asked is not None and asked < len(classes):

@@ -21,7 +21,6 @@ from mpi4dl.options.kinds import (
 )
 
 TASK_NAMES = ("classify", "multilabel", "regress", "segment", "survival", "language", "masked")
-OF_TEXT = ("language", "masked")
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
-from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, value_of, with_values
 from mpi4dl.options.kinds import AUTO, part_name
-from mpi4dl.options.learning import OF_TEXT
 from mpi4dl.options.optimizers import usual_rate
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.directions import higher_is_better
-from mpi4dl.tasks.losses import balanced_weights, weights_of_counts
-from mpi4dl.tasks.task import TASKS, Segment, Task, make_metric
+from mpi4dl.tasks.task import TASKS, Task, make_metric
 
 
 def with_task(config: Config, dataset: Any) -> Config:
@@ -32,8 +26,8 @@ def with_task(config: Config, dataset: Any) -> Config:
     if asked == "auto":
         found = "language" if text else getattr(dataset, "task", "classify")
         return with_defaults(with_values(config, {"task": found}))
-    if (asked in OF_TEXT) != text:
-        wanted = " or ".join(OF_TEXT) if text else "one of images"
+    if TASKS[asked].of_text != text:
+        wanted = " or ".join(name for name, task in TASKS.items() if task.of_text) if text else "one of images"
         raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
     return with_defaults(config)
 
@@ -66,8 +60,17 @@ def build_task(config: Config, dataset: Any, num_classes: int, comm: Communicato
     asked = {"class_weights": weights is not None, "label_smoothing": bool(config.learning.label_smoothing)}
     if own:
         _require_taken("loss", part, [name for name, given in asked.items() if given])
+    if weights == "balanced":
+        loss = None if own else part
+        found = TASKS[config.data.task](num_classes, loss, options).balanced_weights(dataset, comm)
+        if found is None:
+            raise ConfigError(
+                f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of, or of which a "
+                "pixel may have several: give a number for each class, such as 1,2.5"
+            )
+        weights = tuple(found)
     if weights is not None:
-        options["class_weights"] = _balanced(config, dataset, num_classes, comm) if weights == "balanced" else weights
+        options["class_weights"] = weights
     if config.learning.label_smoothing:
         options["label_smoothing"] = config.learning.label_smoothing
     if own:
@@ -121,39 +124,6 @@ def _takes_outputs(made: Any) -> bool:
     return sum(each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD for each in parameters) >= 2
 
 
-def _balanced(config: Config, dataset: Any, num_classes: int, comm: Communicator | None) -> Sequence[float]:
-    """By the labels to train on: of classes n / (classes * number), of labels how many have not for one that has.
-
-    Pixels of masks are labels; a mask that cannot be read counts for nothing here.
-    """
-    loss = config.training.loss if isinstance(config.training.loss, str) else None
-    if config.data.task == "segment" and not Segment(num_classes, loss, config.training.loss_options).binary:
-        return weights_of_counts(_pixel_counts(dataset, num_classes, comm))
-    if config.data.task == "classify":
-        labels = [int(dataset.label(index)) for index in range(len(dataset))]
-        return balanced_weights(labels, num_classes)
-    if config.data.task == "multilabel":
-        table = torch.stack([torch.as_tensor(dataset.label(index)) for index in range(len(dataset))]).double()
-        has = (table == 1).sum(0)
-        return [float(n) for n in torch.where(has > 0, (table == 0).sum(0) / has.clamp(min=1), 1.0)]
-    raise ConfigError(
-        f"`class_weights` balanced counts labels, which `task` {config.data.task} has none of, or of which a pixel may "
-        "have several: give a number for each class, such as 1,2.5"
-    )
-
-
-def _pixel_counts(dataset: Any, num_classes: int, comm: Communicator | None) -> Tensor:
-    """How many pixels of all masks each class has. Collective over `comm`."""
-    counts = torch.zeros(num_classes, dtype=torch.int64)
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    for index in range(rank, len(dataset), size):
-        with suppress(BadImage):
-            for values in pixels_of(dataset.label(index)):
-                found = torch.as_tensor(values).flatten().long()
-                counts += torch.bincount(found[(found >= 0) & (found < num_classes)], minlength=num_classes)
-    return counts if comm is None else comm.all_reduce(counts)
-
-
 def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     """A factory of each metric, by name: of the task, or the user's own. Raises ConfigError."""
     asked = config.learning.metrics
@@ -162,7 +132,7 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
     if asked == ("auto",):
         monitor = (config.learning.monitor or "").removeprefix("val_")
         more = (monitor,) if monitor in task.metric_names and monitor != "accuracy" else ()
-        own = task.name == "classify" and not (task.loss is None or isinstance(task.loss, str))
+        own = task.accuracy and not (task.loss is None or isinstance(task.loss, str))
         usual = () if own else task.usual_metrics  # of an own loss nobody knows whether outputs are logits
         return dict(task.metrics(tuple(dict.fromkeys((*usual, *more)))))
     found: dict[str, Any] = {}
@@ -202,7 +172,7 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
         return None
     if config.training.eval_every is None:
         raise ConfigError("`monitor` and `patience` look at validations, of which `eval_every` none makes none")
-    known = ["loss", *(["accuracy"] if task.name == "classify" else []), *metrics]
+    known = ["loss", *(["accuracy"] if task.accuracy else []), *metrics]
     if chosen.monitor is None:
         name = task.monitor if task.monitor in known else "loss"
     else:
@@ -226,7 +196,7 @@ def monitored(config: Config, task: Task, metrics: Mapping[str, Any]) -> Monitor
 def directions(task: Task, metrics: Mapping[str, Any], monitor: Monitor | None) -> dict[str, bool | None]:
     """Of all that a validation measures, whether higher values are better; None where nobody says so."""
     found: dict[str, bool | None] = {"loss": False, "bits_per_byte": False}
-    found |= {"accuracy": True} if task.name == "classify" else {}
+    found |= {"accuracy": True} if task.accuracy else {}
     for name, made in metrics.items():
         own = _own_metric(made)
         found[name] = higher_is_better(name, own)

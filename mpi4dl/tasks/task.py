@@ -1,20 +1,38 @@
-"""Tasks: what of a model's outputs is compared with which targets, by which loss, and what it is measured by."""
+"""Tasks: outputs, loss, metrics and defaults of each, and how labels and predictions are counted, named and written.
+
+A task whose labels have a new form has a `datasets.labels.LabelForm` of its name too.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import nan
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from mpi4dl.comm import Refusal
+from mpi4dl._wording import counted, some
+from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets import BadImage, pixels_of
 from mpi4dl.tasks import counting
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
-from mpi4dl.tasks.losses import build_loss, require_logits, shape_in_words, times_and_events
+from mpi4dl.tasks.losses import (
+    balanced_weights,
+    build_loss,
+    require_logits,
+    shape_in_words,
+    times_and_events,
+    weights_of_counts,
+)
 from mpi4dl.tasks.measuring import NO_CLASS
 
+THRESHOLD = 0.5  # of the probability above which a label counts as there
+MOST_SHOWN = 4  # numbers of a label, for people
 MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
+
+Record = dict[str, Any]  # of a prediction: values, or values by name
 
 
 def usual(**changes: Any) -> Mapping[str, Any]:
@@ -57,6 +75,9 @@ class Task:
     default_loss: ClassVar[str] = ""
     metric_names: ClassVar[tuple[str, ...]] = ()
     monitor: ClassVar[str] = "loss"
+    accuracy: ClassVar[bool] = False  # whether validation counts it beside the loss
+    dense: ClassVar[bool] = False  # whether outputs are of pixels
+    of_text: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = usual()  # options of training, by name
 
     @property
@@ -86,6 +107,11 @@ class Task:
     def num_outputs(self) -> int:
         """How many outputs the model is to have, or channels."""
         return self.num_classes
+
+    @property
+    def binary(self) -> bool:
+        """Whether outputs are of pixels, of which each may be of several classes."""
+        return False
 
     @classmethod
     def require_form(cls, outputs: Any) -> None:
@@ -119,6 +145,52 @@ class Task:
     def counted_as(self) -> str:
         return self.name
 
+    @classmethod
+    def label_counts(cls, dataset: Any) -> list[int] | None:
+        """How many samples of a dataset have each class or label; None of other labels."""
+        return None
+
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        """What is learnt of these datasets, as the first lines of a run say it behind the number of samples."""
+        counts = [cls.label_counts(dataset) or [] for dataset in (training, validation)]
+        shown = [f"{name} ({a} + {b})" for name, a, b in zip(training.classes, *counts, strict=True)]
+        return f"in {counted(len(training.classes), 'class', 'classes')}: {some(shown)}"
+
+    def balanced_weights(self, dataset: Any, comm: Communicator | None) -> Sequence[float] | None:
+        """Weights of classes by which rare ones count as much as others; None where labels have no classes.
+
+        Collective over `comm`, whose ranks share the work of counting pixels.
+        """
+        return None
+
+    def names(self, classes: Sequence[str]) -> tuple[str, ...]:
+        """A name for each output: those of `classes`, and numbers where there are fewer."""
+        return (*classes[: self.num_outputs], *map(str, range(len(classes), self.num_outputs)))
+
+    @classmethod
+    def words(cls, value: Tensor, classes: Sequence[str]) -> str:
+        """A label, or `predictions`, of one sample, for people."""
+        return ", ".join(f"{float(number):.3g}" for number in value.reshape(-1)[:MOST_SHOWN])
+
+    @classmethod
+    def answer(cls, classes: Sequence[str], outputs: Tensor, label: Tensor | None = None) -> Record:
+        """A record of one sample: what its `predictions` say, and its label if there is one."""
+        values, true = _numbers(outputs), _numbers(label)
+        if len(values) > 1:
+            said = {} if true is None else {"labels": dict(zip(classes, true, strict=True))}
+            return {**said, "predictions": dict(zip(classes, values, strict=True))}
+        return {**({} if true is None else {"label": true[0]}), "prediction": values[0]}
+
+    @classmethod
+    def label_size(cls, num_classes: int) -> int:
+        """How many numbers the label of a sample has."""
+        return num_classes
+
+
+def _numbers(values: Tensor | None) -> Any:
+    return None if values is None else values.double().reshape(-1).tolist()
+
 
 DENSE = "(batch, classes, height, width), of the size of masks"
 
@@ -136,6 +208,7 @@ class Classify(Task):
 
     name = "classify"
     default_loss = "cross_entropy"
+    accuracy = True
     metric_names = ("accuracy", "balanced_accuracy", "f1", "auc", "average_precision", "confusion")
 
     @property
@@ -155,6 +228,32 @@ class Classify(Task):
 
     def predictions(self, outputs: Any) -> Any:
         return main_output(outputs).softmax(1)
+
+    @classmethod
+    def label_counts(cls, dataset: Any) -> list[int] | None:
+        labels = [dataset.label(index) for index in range(len(dataset))]
+        return [labels.count(number) for number in range(len(dataset.classes))]
+
+    def balanced_weights(self, dataset: Any, comm: Communicator | None) -> Sequence[float] | None:
+        """n / (classes * number) of n labels."""
+        labels = [int(dataset.label(index)) for index in range(len(dataset))]
+        return balanced_weights(labels, self.num_classes)
+
+    @classmethod
+    def words(cls, value: Tensor, classes: Sequence[str]) -> str:
+        number = int(value if value.dim() == 0 else value.argmax())
+        return classes[number] if number < len(classes) else f"class {number}"
+
+    @classmethod
+    def answer(cls, classes: Sequence[str], outputs: Tensor, label: Tensor | None = None) -> Record:
+        values = _numbers(outputs)
+        best = max(range(len(values)), key=lambda number: (values[number], -number))
+        said = {} if label is None else {"label": classes[int(label)]}
+        return {**said, "prediction": classes[best], "probabilities": dict(zip(classes, values, strict=True))}
+
+    @classmethod
+    def label_size(cls, num_classes: int) -> int:
+        return 1
 
 
 class MultiLabel(Task):
@@ -176,6 +275,31 @@ class MultiLabel(Task):
     def predictions(self, outputs: Any) -> Any:
         return main_output(outputs).sigmoid()
 
+    @classmethod
+    def label_counts(cls, dataset: Any) -> list[int] | None:
+        labels = [dataset.label(index) for index in range(len(dataset))]
+        return [int(sum(each[number] for each in labels)) for number in range(len(dataset.classes))]
+
+    def balanced_weights(self, dataset: Any, comm: Communicator | None) -> Sequence[float] | None:
+        """Of each label how many samples have it not, for one that has."""
+        table = torch.stack([torch.as_tensor(dataset.label(index)) for index in range(len(dataset))]).double()
+        has = (table == 1).sum(0)
+        return [float(n) for n in torch.where(has > 0, (table == 0).sum(0) / has.clamp(min=1), 1.0)]
+
+    @classmethod
+    def words(cls, value: Tensor, classes: Sequence[str]) -> str:
+        there = (value > THRESHOLD).nonzero().flatten()
+        return ", ".join(classes[i] if i < len(classes) else f"label {i}" for i in there) or "none"
+
+    @classmethod
+    def answer(cls, classes: Sequence[str], outputs: Tensor, label: Tensor | None = None) -> Record:
+        named = dict(zip(classes, _numbers(outputs), strict=True))
+        said: Record = {}
+        if label is not None:
+            said["labels"] = {name: int(x) for name, x in zip(classes, _numbers(label), strict=True)}
+        said["predictions"] = {name: int(value > THRESHOLD) for name, value in named.items()}
+        return {**said, "probabilities": named}
+
 
 class Regress(Task):
     """Numbers: outputs of the targets' shape, or (N, 1, ...) beside targets (N, ...)."""
@@ -193,6 +317,16 @@ class Regress(Task):
     def measured(self, outputs: Any, targets: Any) -> Any:
         return as_targets(main_output(outputs), targets)
 
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        labels = zip(*(training.label(index) for index in range(len(training))), strict=True)
+        ranges = [f"{name} ({min(found):g} to {max(found):g})"
+                  for name, found in zip(training.classes, labels, strict=True)]  # fmt: skip
+        return f"to tell {counted(len(training.classes), 'number')}: {some(ranges)}"
+
+    def names(self, classes: Sequence[str]) -> tuple[str, ...]:
+        return ("value",) if not classes and self.num_outputs == 1 else super().names(classes)
+
 
 class Segment(Task):
     """A class for each pixel: outputs (N, classes, H, W), masks (N, H, W); or (N, classes, H, W) of 0 and 1, which may
@@ -204,6 +338,7 @@ class Segment(Task):
     metric_names = ("pixel_accuracy", "dice", "iou", "confusion")
     monitor = "dice"
     defaults = usual(optimizer_options={"weight_decay": 0.01})  # as SegFormer: Xie et al. 2021
+    dense = True
 
     @property
     def binary(self) -> bool:
@@ -244,6 +379,24 @@ class Segment(Task):
             return (found > 0).to(found.dtype).masked_fill(found.isnan(), nan)
         return found.argmax(1).masked_fill(found.isnan().any(1), NO_CLASS)
 
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        return f"each with a mask of {counted(len(training.classes), 'class', 'classes')}: {some(training.classes)}"
+
+    def balanced_weights(self, dataset: Any, comm: Communicator | None) -> Sequence[float] | None:
+        """Of pixels, each of one class; a mask that cannot be read counts for nothing here."""
+        if self.binary:
+            return None
+        counts = torch.zeros(self.num_classes, dtype=torch.int64)
+        rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+        for index in range(rank, len(dataset), size):
+            with suppress(BadImage):
+                for values in pixels_of(dataset.label(index)):
+                    found = torch.as_tensor(values).flatten().long()
+                    found = found[(found >= 0) & (found < self.num_classes)]
+                    counts += torch.bincount(found, minlength=self.num_classes)
+        return weights_of_counts(counts if comm is None else comm.all_reduce(counts))
+
 
 class Survive(Task):
     """How long until an event: outputs (N,) or (N, 1), the risk; targets (time, event), (N,) each, or (N, 2)."""
@@ -263,12 +416,31 @@ class Survive(Task):
         if not isinstance(outputs, Tensor) or outputs.shape not in ((len(time),), (len(time), 1)):
             _refuse(outputs, targets, self.name, "one risk for each sample, (batch, 1)")
 
+    @classmethod
+    def described(cls, training: Any, validation: Any) -> str:
+        events = sum(int(training.label(index)[1]) for index in range(len(training)))
+        return f"to tell survival; {counted(events, 'event')} among those to train on"
+
+    def names(self, classes: Sequence[str]) -> tuple[str, ...]:
+        return ("risk",)
+
+    @classmethod
+    def answer(cls, classes: Sequence[str], outputs: Tensor, label: Tensor | None = None) -> Record:
+        true = _numbers(label)
+        said = {} if true is None else {"time": true[0], "event": int(true[1])}
+        return {**said, "risk": _numbers(outputs)[0]}
+
+    @classmethod
+    def label_size(cls, num_classes: int) -> int:
+        return 2
+
 
 class Language(Task):
     """The next token of text: outputs (N, T, vocabulary), targets (N, T), -100 where nothing is asked for."""
 
     name = "language"
     default_loss = "cross_entropy"
+    of_text = True
     # As GPT-3 with 125 million parameters: Brown et al. 2020.
     defaults = usual(lr=6e-4, optimizer_options={"weight_decay": 0.1, "betas": [0.9, 0.95]}, epochs=1, flip="none")
 

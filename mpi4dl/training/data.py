@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpi4dl import datasets
 from mpi4dl._files import naming, write_durably
-from mpi4dl._wording import counted
+from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator
 from mpi4dl.datasets.arrays import ArrayDataset
 from mpi4dl.datasets.base import task_of
@@ -42,6 +42,7 @@ from mpi4dl.options.config import Config, ConfigError, to_toml
 from mpi4dl.options.data import build_datasets, build_mixup, build_views, number_of_classes
 from mpi4dl.options.kinds import AUTO
 from mpi4dl.options.tasks import with_task
+from mpi4dl.tasks.task import TASKS
 
 # Which images a run trains on and validates with, kept in its folder, so that going on moves none of them.
 #
@@ -133,7 +134,6 @@ def _listed_sizes(dataset: Named) -> Sizes:
 
 
 LOOKED_AT = 8
-MOST_CLASSES = 20
 # Slides rather than pictures begin here, as for Pillow: 8192 x 8192 px.
 SLIDE_PIXELS = 1 << 26
 
@@ -300,7 +300,7 @@ def _describe(
     config: Config, training: Named, validation: Named, recorded: ImageLists | None
 ) -> tuple[Fit, tuple[str, ...], tuple[int, ...] | None]:
     size = config.data.image_size
-    if config.visits and task_of(training) == "segment" and prod(size) > SLIDE_PIXELS:
+    if config.visits and TASKS[task_of(training)].dense and prod(size) > SLIDE_PIXELS:
         raise ConfigError(
             f"`image_size` {'x'.join(map(str, size))} with masks: every rank has whole masks of a batch, 8 bytes a "
             "pixel, and `stream` and `patches` are for more pixels than that: at most 8192x8192"
@@ -373,51 +373,28 @@ def _classes(training: Named, validation: Named) -> str:
     said = f"{counted(len(training), 'image')} to train on + {len(validation)} to validate with"
     task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
     if not classes or isinstance(whole, OwnDataset):
-        named = f": {counted(len(classes), 'class', 'classes')}, {_some(list(classes))}" if classes else ""
+        named = f": {counted(len(classes), 'class', 'classes')}, {some(list(classes))}" if classes else ""
         return f"{said}, to {task}{named}" if classes or task != "classify" else said
-    if task == "segment":
-        return f"{said}, each with a mask of {counted(len(classes), 'class', 'classes')}: {_some(classes)}"
-    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
-    if task == "survival":
-        events = sum(int(event) for _, event in labels[0])
-        return f"{said}, to tell survival; {counted(events, 'event')} among those to train on"
-    if task == "regress":
-        ranges = [f"{name} ({min(found):g} to {max(found):g})"
-                  for name, found in zip(classes, zip(*labels[0], strict=True), strict=True)]  # fmt: skip
-        return f"{said}, to tell {counted(len(classes), 'number')}: {_some(ranges)}"
-    counts = [_counts(part, task, len(classes)) for part in labels]
-    shown = [f"{name} ({a} + {b})" for name, a, b in zip(classes, *counts, strict=True)]
-    return f"{said}, in {counted(len(classes), 'class', 'classes')}: {_some(shown)}"
-
-
-def _counts(labels: Sequence[Any], task: str, num_classes: int) -> list[int]:
-    """How many samples have each class, or label."""
-    if task == "multilabel":
-        return [int(sum(each[number] for each in labels)) for number in range(num_classes)]
-    return [labels.count(number) for number in range(num_classes)]
+    return f"{said}, {TASKS[task].described(training, validation)}"
 
 
 def _missing_classes(training: Named, validation: Named) -> list[str]:
     """A warning of classes that only one of both parts has, where labels are at hand."""
-    task, classes, whole = task_of(training), training.classes, _wholes((training, validation))[0]
-    if task not in ("classify", "multilabel") or not classes or isinstance(whole, OwnDataset) or not len(validation):
+    task, classes, whole = TASKS[task_of(training)], training.classes, _wholes((training, validation))[0]
+    if not classes or isinstance(whole, OwnDataset) or not len(validation):
         return []
-    labels = [[dataset.label(index) for index in range(len(dataset))] for dataset in (training, validation)]
-    counts = [_counts(part, task, len(classes)) for part in labels]
+    trained, validated = task.label_counts(training), task.label_counts(validation)
+    if trained is None or validated is None:
+        return []
     said = []
     for mine, others, what in (
-        (counts[1], counts[0], "validation shows no image of {}, of which metrics then say nothing"),
-        (counts[0], counts[1], "no image to train on shows {}, which is then not learnt"),
+        (validated, trained, "validation shows no image of {}, of which metrics then say nothing"),
+        (trained, validated, "no image to train on shows {}, which is then not learnt"),
     ):
         names = [name for name, a, b in zip(classes, mine, others, strict=True) if not a and b]
         if names:
-            said.append("warning: " + what.format(_some(names)))
+            said.append("warning: " + what.format(some(names)))
     return said
-
-
-def _some(names: Sequence[str]) -> str:
-    more = [f"... and {len(names) - MOST_CLASSES} more"] if len(names) > MOST_CLASSES else []
-    return ", ".join([*names[:MOST_CLASSES], *more])
 
 
 def _folders_read(source: str) -> list[str]:

@@ -563,7 +563,7 @@ class TrainingRun:
         self.showing.validated()
         if self.reporter is not None:
             bits = self.images.bits_per_byte(found.loss)
-            accuracy = found.accuracy or 0.0 if self.task.name == "classify" else found.accuracy
+            accuracy = found.accuracy or 0.0 if self.task.accuracy else found.accuracy
             told = (found.loss, accuracy, bits, found.metrics, better)
             self.reporter.validation(ValidationReport(self.engine.num_steps, epoch, *told))
         if self.best is not None:

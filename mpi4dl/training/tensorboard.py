@@ -22,7 +22,7 @@ from mpi4dl.parallel.tables.drawing import as_image, as_text
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.runs.folder import PORTRAIT, RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
-from mpi4dl.tasks.task import Task
+from mpi4dl.tasks.task import THRESHOLD, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,6 @@ def captioned(images_NCHW: "Tensor", labels: Sequence[str], predictions: Sequenc
 MOST_IMAGES = 4
 MOST_PX = 256
 NO_CLASS = -1  # of a pixel of a mask whose classes may overlap, or that does not count
-LIKELY = 0.5  # the probability from which on a label counts as there
 
 
 class Taken(NamedTuple):
@@ -173,7 +172,8 @@ class Showing:
         if found.dense:
             picture = overlaid(images[:n], *(_resized(mask, images.shape[2:]) for mask in (true, predicted)))
         else:
-            picture = captioned(images[:n], [*map(self._words, true)], [*map(self._words, predicted)])
+            words = ([self._task.words(each, self._classes) for each in values] for values in (true, predicted))
+            picture = captioned(images[:n], *words)
         self._reporter.figure("validation/images", picture, self._engine.num_steps)
 
     def _seen(self, tiles: Sequence[Any], microbatch: Any) -> Tensor | None:
@@ -198,25 +198,14 @@ class Showing:
             whole = spatial.gather(predicted) if isinstance(predicted, spatial.SpatialTensor) else predicted
             few = self._task.predictions(whole[:MOST_IMAGES]).float().cpu()
             return Taken(few, targets[:MOST_IMAGES].clone().cpu(), False)
-        if self._task.name != "segment":
+        if not self._task.dense:
             return None
-        overlaps = bool(getattr(self._task, "binary", False))
+        overlaps = self._task.binary
         true = targets[:MOST_IMAGES]
         true = _class_map(true, True) if overlaps else true
         true = torch.where(true == self._task.ignore_index, NO_CLASS, true)
         few = self._task.predictions(_small(predicted))  # of few pixels: probabilities take as much as outputs
         return Taken(_class_map(few, overlaps).cpu(), _sampled(true), True)
-
-    def _words(self, value: Tensor) -> str:
-        """A label, a prediction, or several numbers."""
-        names, task = self._classes, self._task.name
-        if task == "classify":
-            number = int(value if value.dim() == 0 else value.argmax())
-            return names[number] if number < len(names) else f"class {number}"
-        if task == "multilabel" and value.dim() == 1:
-            there = [names[i] if i < len(names) else f"label {i}" for i in (value >= LIKELY).nonzero().flatten()]
-            return ", ".join(there) or "none"
-        return ", ".join(f"{float(number):.3g}" for number in value.reshape(-1)[:MOST_IMAGES])
 
 
 def _small(values: Any) -> Tensor:
@@ -231,7 +220,7 @@ def _small(values: Any) -> Tensor:
 def _class_map(values: Tensor, overlaps: bool) -> Tensor:
     """The likeliest class of each pixel of (n, classes, ...); of those that overlap `NO_CLASS` where none is likely."""
     best, number = values.max(1)
-    return torch.where(best >= LIKELY, number, NO_CLASS) if overlaps else number
+    return torch.where(best > THRESHOLD, number, NO_CLASS) if overlaps else number
 
 
 def _sampled(true: Tensor) -> Tensor:

@@ -16,18 +16,25 @@ from torch import nn
 
 import mpi4dl
 from mpi4dl.comm import Communicator, Refusal
+from mpi4dl.datasets import DatasetError
+from mpi4dl.datasets.labels import FORMS
+from mpi4dl.datasets.table import read_table
 from mpi4dl.engine import Engine, Evaluation
+from mpi4dl.inference.records import columns_of
 from mpi4dl.options.config import parse
-from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_task
+from mpi4dl.options.declare import with_values
+from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.tasks.counting import bootstrap
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
+from mpi4dl.tasks.measuring import measured_here
 from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.best import Best
 from tests.commands import read_metrics
 from tests.pool.ranks import Ranks
+from tests.pool.zygote import ROOT
 from tests.tasks.cases import Small, in_batches
 
 HERE = "tests.tasks.test_run"
@@ -281,6 +288,34 @@ def test_an_own_loss_is_given_class_weights() -> None:
     assert task_by(f"--loss {HERE}:OwnLoss --class-weights balanced")[0].loss.class_weights == pytest.approx(
         (6 / 9, 2.0, 1.0)
     )
+
+
+def test_the_task_of_the_guide_for_contributors_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its label form is read from a table; its loss, metrics, defaults and records are its own."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Count" in block or "FORM" in block
+    ]
+    made: dict[str, Any] = {"__name__": "guide"}
+    for block in blocks:
+        exec(block, made)
+    monkeypatch.setitem(TASKS, "count", made["Count"])  # type: ignore[arg-type]
+    monkeypatch.setitem(FORMS, "count", made["FORM"])  # type: ignore[arg-type]
+    (tmp_path / "labels.csv").write_text("file,cells\na.png,3\nb.png,7\n")
+    table = read_table(tmp_path / "labels.csv", "count")
+    assert (table.classes, [row.label for row in table.rows]) == (("cells",), [(3.0,), (7.0,)])
+    (tmp_path / "labels.csv").write_text("file,cells\na.png,3.5\n")
+    with pytest.raises(DatasetError, match=r"line 2: 'cells' is '3\.5', but count needs whole numbers"):
+        read_table(tmp_path / "labels.csv", "count")
+    config = with_defaults(with_values(parse([]), {"task": "count"}))
+    task = build_task(config, None, 1)
+    assert (config.data.flip, list(build_metrics(config, task))) == ("horizontal", ["mae", "rmse"])
+    outputs, targets = torch.tensor([[2.0], [-3.0]]), torch.tensor([[3.0], [0.0]])
+    assert float(task.objective(outputs, targets)) == pytest.approx((0.5 + 2.5) / 2)
+    found = measured_here(task.metrics(["mae"]), task.predictions(outputs), targets)
+    assert found == {"mae": pytest.approx(0.5)}
+    assert columns_of(type(task), ("cells",), labelled=True) == ["image", "label", "prediction", "error"]
+    assert task.answer(("cells",), torch.tensor([2.6]), torch.tensor([3.0])) == {"label": 3, "prediction": 3}
 
 
 def of_outputs(comm: Communicator, name: str, undefined: bool) -> Evaluation:

@@ -1,0 +1,88 @@
+"""Forms of labels, one for each task on images: what one looks like, where it is written, and what may be done with it.
+
+Readers of folders, tables and datasets of your own ask a form. A task whose labels look like none of these adds one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+SURVIVAL = ("time", "event")
+
+
+def _never(label: torch.Tensor) -> bool:
+    return False
+
+
+def _any_number(column: str, number: float) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class LabelForm:
+    """The labels of a task.
+
+    Attributes:
+        task: the name of the task.
+        where: where labels of images are written, for errors.
+        looks_like: whether a label, a tensor, is of this form; the first form that says so is that of a dataset that
+            does not name its task.
+        in_tables: whether a table can have them.
+        columns: the columns of a table that they are, in this order; empty: any.
+        named_by_column: each column is a label of its own, and classes are the names of columns.
+        classes: the names of what is learnt, if they are always the same.
+        wrong: what is wrong with a number in a column of a table; empty: nothing.
+        have_means: whether a weighted mean of two labels is a label, as mixup needs it.
+    """
+
+    task: str
+    where: str
+    looks_like: Callable[[torch.Tensor], bool] = _never
+    in_tables: bool = True
+    columns: tuple[str, ...] = ()
+    named_by_column: bool = False
+    classes: tuple[str, ...] = ()
+    wrong: Callable[[str, float], str] = _any_number
+    have_means: bool = False
+
+
+def _wrong_label(column: str, number: float) -> str:
+    return "" if number in (0, 1) else "multilabel needs 0 or 1"
+
+
+def _wrong_survival(column: str, number: float) -> str:
+    if column == "event":
+        return "" if number in (0, 1) else "survival needs 0 or 1"
+    return "no time is negative" if number < 0 else ""
+
+
+_TABLE = "write them into labels.csv, in the folder of the images"
+# In the order in which an own dataset's labels are looked at.
+FORMS: Mapping[str, LabelForm] = {
+    form.task: form
+    for form in (
+        LabelForm(
+            "classify",
+            "a class is the folder of an image, or a column of labels.csv",
+            lambda label: label.dim() == 0 and not label.is_floating_point(),
+            have_means=True,
+        ),
+        LabelForm(
+            "multilabel",
+            _TABLE,
+            lambda label: label.dim() == 1 and not label.is_floating_point() and {*label.tolist()} <= {0, 1},
+            named_by_column=True,
+            wrong=_wrong_label,
+            have_means=True,
+        ),
+        LabelForm("regress", _TABLE, lambda label: label.dim() < 2, named_by_column=True, have_means=True),
+        LabelForm("survival", _TABLE, columns=SURVIVAL, classes=("risk",), wrong=_wrong_survival),
+        LabelForm(
+            "segment",
+            "expected images/NAME.png and masks/NAME.png, or such folders below train and val",
+            lambda label: True,
+            in_tables=False,
+        ),
+    )
+}
