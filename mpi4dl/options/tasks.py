@@ -16,13 +16,17 @@ from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.directions import higher_is_better
 from mpi4dl.tasks.task import TASKS, Task, make_metric
 
+LARGEST_UNIT_VALUE = 2.0  # of means and deviations of pixels from 0 to 1, with room for unusual ones
+
 
 def with_task(config: Config, dataset: Any) -> Config:
     """The configuration with the task that auto is, of text or of what a dataset has labels for.
 
-    Options that are AUTO get the defaults of the task. Raises ConfigError for a task that is none of these.
+    Options that are AUTO get the defaults of the task. Raises ConfigError for a task that is none of these,
+    and for a mean or a deviation of another scale than pixels have.
     """
     asked, text = config.data.task, config.data.text is not None
+    _require_unit_scale(config)
     if asked == "auto":
         found = "language" if text else getattr(dataset, "task", "classify")
         return with_defaults(with_values(config, {"task": found}))
@@ -30,6 +34,22 @@ def with_task(config: Config, dataset: Any) -> Config:
         wanted = " or ".join(name for name, task in TASKS.items() if task.of_text) if text else "one of images"
         raise ConfigError(f"`task` {asked} is not for {'text' if text else 'images'}: choose {wanted}, or auto")
     return with_defaults(config)
+
+
+def _require_unit_scale(config: Config) -> None:
+    """Raise ConfigError for a mean or a deviation of pixels from 0 to 255, in a new run on pictures.
+
+    Datasets of the user's own and volumes may have values of any range.
+    """
+    data = config.data
+    if len(data.image_size) != 2 or data.dataset is not None or config.run.resume != "none":
+        return
+    for name, values in (("mean", data.mean), ("std", data.std)):
+        if isinstance(values, tuple) and max(map(abs, values)) > LARGEST_UNIT_VALUE:
+            given, scaled = (",".join(f"{value / scale:.3g}" for value in values) for scale in (1, 255))
+            raise ConfigError(
+                f"`{name}` {given} is for pixels from 0 to 255, but pixels range from 0 to 1 here: choose {scaled}"
+            )
 
 
 def with_defaults(config: Config) -> Config:
