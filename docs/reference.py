@@ -135,7 +135,8 @@ def _presets() -> Iterable[str]:
 
     yield "\n### Presets\n"
     yield "`--preset NAME` changes these defaults. Files and flags override them; `--print-config` shows the result."
-    yield "`segment` needs a `--model` that makes masks, such as `unet`. `--weights none` trains from scratch.\n"
+    yield "`segment` needs a `--model` that makes masks, such as `unet`. `--weights none` trains from scratch."
+    yield "Rates and decays of presets are for AdamW; another optimizer has its own.\n"
     yield "| Preset | Flags |\n| --- | --- |"
     yield from (f"| `{name}` | {_flags(values)} |" for name, values in PRESETS.items())
 

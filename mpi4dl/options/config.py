@@ -7,7 +7,7 @@ reads `run.toml`, whose tables are the sections below, and lets flags override i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
@@ -710,8 +710,6 @@ class Run:
 class Config:
     """All options of a training run. Those of `FORMERLY` may be AUTO until `options.tasks.with_task` knows the task."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
-
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     parallel: Parallel = field(default_factory=Parallel)
@@ -738,6 +736,14 @@ class Config:
         elif len(size) == 3:
             deep = tuple((1, *grid) if len(grid) == 2 else grid for grid in tiles)
             object.__setattr__(self, "parallel", replace(self.parallel, tiles=deep))
+
+    @staticmethod
+    def below(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the preset that `values` name gives options that they lack. Its rate and decay are for AdamW alone."""
+        preset = PRESETS.get(values.get("preset", ""), {})
+        if values.get("optimizer", AUTO) in (AUTO, "AdamW"):
+            return preset
+        return {name: value for name, value in preset.items() if name not in ("lr", "optimizer_options")}
 
     @property
     def samples_per_step(self) -> int:

@@ -335,9 +335,9 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
 
 
 def _with_preset(config_type: type, options: Mapping[str, Option], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, and below them those of the preset that the option `preset` names, if the config has `presets`."""
-    presets: Mapping[str, Mapping[str, Any]] = getattr(config_type, "presets", {})
-    defaults = presets.get(values.get("preset", ""), {})
+    """The values, and below them those that the config has as `below` them, if it has."""
+    below: Callable[[Mapping[str, Any]], Mapping[str, Any]] = getattr(config_type, "below", lambda _: {})
+    defaults = below(values)
     return {**{name: options[name].kind.check(raw) for name, raw in defaults.items()}, **values}
 
 

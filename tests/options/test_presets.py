@@ -59,6 +59,7 @@ USUAL: dict[str, dict[str, object]] = {
     "--scheduler StepLR --flip": {"lr_schedule": "constant", "warmup": 0, "flip": "all"},
     "--preset gigapixel --task segment": {"lr": 1e-4, "flip": "all", "epochs": 50},
     "--preset finetune --lr 0.5": {"lr": 0.5, "epochs": 20},
+    "--preset mil --optimizer SGD": {"optimizer": "SGD", "lr": 0.01, "optimizer_options": {}, "epochs": 50},
 }
 
 
