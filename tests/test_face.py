@@ -221,6 +221,7 @@ def test_parts_of_a_prompt_or_a_notebook_are_taken(tmp_path: Path, monkeypatch: 
         image_size=(16, 16),
         num_workers=0,
         batch_size=4,
+        epochs=1,
         tensorboard=False,
         run_folder=str(tmp_path / "run"),
     )
@@ -311,7 +312,7 @@ def test_python_hears_of_arguments_not_of_flags(ranks: Ranks) -> None:
     assert unknown == "there is no option `tile`; did you mean tiles?"
     assert text.startswith("`tiles` is 'two', but must be grids such as 2x2")
     assert ranks_wanted.endswith("start with mpirun -n 4, or change `tiles` or `data`")
-    assert negative == "`lr` is -1, but must be a number of at least 0"
+    assert negative == "`lr` is -1, but must be a number of at least 0, or auto"
 
 
 def with_tiles(comm: Communicator) -> None:

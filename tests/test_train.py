@@ -36,8 +36,8 @@ from tests.pool.zygote import ROOT
 
 RUN = (
     "--model small_resnet --model-options num_filters=8 --image-size 70x62 --batch-size 4 --num-workers 1 --epochs 2 "
-    "--val-fraction 0.3 --log-interval 2 --optimizer SGD --lr 0.005 --optimizer-options momentum=0.9 --jitter 0.2 "
-    "--random-crop --scheduler ExponentialLR --scheduler-options gamma=0.5"
+    "--val-fraction 0.3 --log-interval 2 --optimizer SGD --lr 0.005 --optimizer-options momentum=0.9 --flip "
+    "--jitter 0.2 --random-crop --scheduler ExponentialLR --scheduler-options gamma=0.5"
 ).split()
 TILES_2x2 = ("--tiles", "2x2")
 REPORTED = (2, 3, 4, 6)  # every second step, and the last one of each epoch

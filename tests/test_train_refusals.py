@@ -35,7 +35,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         ("[data]\nbatchsize = 3\n", "{file}: there is no key batchsize in [data]; did you mean batch_size?"),
         (
             '[training]\nepochs = "three"\n',
-            '{file}: epochs in [training] is "three" (text), but must be a whole number of at least 1',
+            '{file}: epochs in [training] is "three" (text), but must be a whole number of at least 1, or auto',
         ),
     ],
 )

@@ -311,8 +311,8 @@ def test_values_that_are_not_used_are_not_stored(ranks: Ranks, uninterrupted: Pa
     ranks(2).run(train, flags_of(folder, "--max-steps", "5"))
     ranks(2).run(train, flags_of(folder, "--max-steps", "10", "--resume", "auto", "--lr", "5"))
     log = folder / "log-rank0.txt"
-    assert log.read_text().count("--lr 5.0 is not used: the run continues with 0.01\n") == 1
-    assert "\nlr = 0.01\n" in (folder / "config-step-00000005.toml").read_text()
+    assert log.read_text().count("--lr 5.0 is not used: the run continues with 0.001\n") == 1
+    assert "\nlr = 0.001\n" in (folder / "config-step-00000005.toml").read_text()
     ranks(2).run(train, flags_of(folder, "--resume", "auto"))
     assert log.read_text().count("is not used") == 1
     assert_the_same_run(folder, uninterrupted)

@@ -238,13 +238,17 @@ class OwnDataset:
     def name(self, index: int) -> str:
         return str(self.whole.name(index)) if hasattr(self.whole, "name") else str(index)
 
-    def label(self, index: int) -> Any:
-        """The label of a sample, which has as many numbers as that of any other. Raises DatasetError."""
+    def _given(self, give: Callable[[int], Any], index: int) -> Any:
+        """What the user's code gives for a sample, with its random numbers. Raises BadImage."""
         try:
             with self._seeded(index):
-                found = self.whole.label(index)
+                return give(index)
         except _UNREADABLE as error:
             raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
+
+    def label(self, index: int) -> Any:
+        """The label of a sample, which has as many numbers as that of any other. Raises DatasetError."""
+        found = self._given(self.whole.label, index)
         if hasattr(found, "read"):
             return found
         label = self._numbers(found, index)
@@ -268,11 +272,7 @@ class OwnDataset:
 
     def image(self, index: int) -> "_OwnImage":
         """The image of a sample, which is looked at as it is read. Raises DatasetError."""
-        try:
-            with self._seeded(index):
-                found = self.whole.image(index)
-        except _UNREADABLE as error:
-            raise BadImage(f"{self.kind}[{self.name(index)}]", f"cannot be read: {error}") from error
+        found = self._given(self.whole.image, index)
         return _OwnImage(found, f"{self.kind}[{self.name(index)}]", self.channels, partial(self._seeded, index))
 
     def _task(self) -> str:

@@ -24,9 +24,11 @@ from mpi4dl.estimate.summary import PlanSummary, overview, samples_in_words, sam
 from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.build import engine_options
 from mpi4dl.options.config import Config, ConfigError
+from mpi4dl.options.declare import with_values
 from mpi4dl.options.kinds import part_name
 from mpi4dl.options.models import bag_options, build_model, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
+from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
 from mpi4dl.parallel.costs.cost_model import Profiler, compute_seconds
 from mpi4dl.parallel.costs.timing import clock_on, planned_cuts
@@ -431,8 +433,9 @@ def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels
 
     Labels are unknown here, so that outputs of any shape are taken.
     """
-    if config.data.task == "auto" and config.data.text is None:
-        config = replace(config, data=replace(config.data, task="regress"))
+    if config.data.task == "auto":
+        config = with_values(config, {"task": "regress" if config.data.text is None else "language"})
+    config = with_defaults(config)
     options: Mapping[str, object] = {"balance": "flops", "clockwork": Profiler.of_user()}
     device = torch.device("cpu")
     stream = stream_of(config, plan, num_classes, channels, device)

@@ -2,11 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpi4dl._torchvision import import_torchvision
 from mpi4dl.comm import Communicator
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import nearest, value_of, with_values
@@ -166,8 +164,6 @@ def build_metrics(config: Config, task: Task) -> dict[str, Any]:
                 )
             found |= task.metrics([part])
             continue
-        with suppress(ModuleNotFoundError):
-            import_torchvision()  # before torchmetrics does
         made = load("metrics", part)
         name = part.rpartition(":")[2] if isinstance(part, str) else part_name(part).rpartition(":")[2]
         found[name.rpartition(".")[2]] = partial(call, "metrics", made) if inspect.isclass(made) else made

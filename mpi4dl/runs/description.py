@@ -38,6 +38,7 @@ from mpi4dl.options import parts
 from mpi4dl.options.config import Config, ConfigError, shared_options
 from mpi4dl.options.declare import options_of, with_options
 from mpi4dl.options.kinds import part_name
+from mpi4dl.tasks.task import TASKS
 
 FILE = "model.json"
 
@@ -71,7 +72,7 @@ class Description:
         options = {name: value for name, value in shared_options(config).items() if name in wanted}
         asked, text = config.data.task, config.data.text is not None
         told = "language" if text else task_of(images.training)
-        task = asked if text == (asked in ("language", "masked")) and asked != "auto" else told
+        task = asked if asked in TASKS and TASKS[asked].of_text == text else told
         found = {name: _own(getattr(getattr(config, HOMES[name]), name, None)) for name in OWN}
         return cls(
             {name: value for name, value in options.items() if name not in OF_THE_TASK},

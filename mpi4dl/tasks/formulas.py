@@ -111,6 +111,16 @@ class Counting:
             )
         return float((numbers.double().cpu() * torch.tensor(self.class_weights, dtype=torch.float64)).sum())
 
+    def of_binary(self, targets: Tensor) -> float:
+        """Of targets of 0 and 1: how many count."""
+        return float((targets != self.ignore_index).sum())
+
+    def binary(self, targets: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets of 0 and 1 as outputs are spread, 0 where they do not count, and 1 where they do."""
+        own = spread(targets, outputs)
+        counted = (own != self.ignore_index).to(outputs.dtype)
+        return torch.where(counted == 0, 0, own).to(outputs.dtype), counted
+
     def check(self, num_classes: int) -> None:
         if self.class_weights is not None and len(self.class_weights) != num_classes:
             raise Refusal(
@@ -161,15 +171,13 @@ class BinaryCrossEntropy(BatchLoss):
         if weights is not None:
             self.counting.check(outputs.shape[1])
             weights = along_classes(weights, outputs)
-        own = spread(targets, outputs)
-        counted = (own != self.counting.ignore_index).to(outputs.dtype)
-        wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
+        wanted, counted = self.counting.binary(targets, outputs)
         wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / 2
         each = F.binary_cross_entropy_with_logits(outputs, wanted, pos_weight=weights, reduction="none")
         return ((each * counted).sum(),)
 
     def weights(self, targets: Tensor) -> Sequence[float]:
-        return (float((targets != self.counting.ignore_index).sum()),)
+        return (self.counting.of_binary(targets),)
 
 
 class Dice(BatchLoss):
@@ -185,13 +193,13 @@ class Dice(BatchLoss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         self.counting.check(outputs.shape[1])
-        own, ignored = spread(targets, outputs), self.counting.ignore_index
         if self.binary:
-            counted = (own != ignored).to(outputs.dtype)
-            wanted, shares = torch.where(counted == 0, 0, own).to(outputs.dtype), outputs.sigmoid() * counted
+            wanted, counted = self.counting.binary(targets, outputs)
+            shares = outputs.sigmoid() * counted
         else:
+            ignored = self.counting.ignore_index
             check_classes(targets, outputs.shape[1], ignored)
-            own = own.unsqueeze(1)
+            own = spread(targets, outputs).unsqueeze(1)
             numbers = along_classes(torch.arange(outputs.shape[1]), outputs)
             counted = (own != ignored).to(outputs.dtype)
             wanted, shares = (own == numbers).to(outputs.dtype) * counted, outputs.softmax(1) * counted
@@ -221,13 +229,12 @@ class Focal(BatchLoss):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         self.counting.check(outputs.shape[1])
-        own, ignored = spread(targets, outputs), self.counting.ignore_index
         weights = self.counting.tensor(outputs)
         if self.binary:
-            counted = (own != ignored).to(outputs.dtype)
-            wanted = torch.where(counted == 0, 0, own).to(outputs.dtype)
+            wanted, counted = self.counting.binary(targets, outputs)
             each = self._of(F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")) * counted
             return ((each if weights is None else each * along_classes(weights, outputs)).sum(),)
+        own, ignored = spread(targets, outputs), self.counting.ignore_index
         check_classes(targets, outputs.shape[1], ignored)
         each = self._of(F.cross_entropy(outputs, own.long(), reduction="none", ignore_index=ignored))
         if weights is not None:
@@ -239,7 +246,7 @@ class Focal(BatchLoss):
 
     def weights(self, targets: Tensor) -> Sequence[float]:
         if self.binary:
-            return (float((targets != self.counting.ignore_index).sum()),)
+            return (self.counting.of_binary(targets),)
         return (self.counting.of(targets),)
 
 

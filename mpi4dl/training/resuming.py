@@ -246,8 +246,10 @@ def compare(checkpoint: Path, there: Progress, options: Mapping[str, str]) -> li
 
     Raises Refusal, alike on all ranks, where the run could not go on as it was begun.
     """
-    former = shared_options(with_values(Config(), FORMERLY))  # what a version before knew no option for was so
-    before = {**former, **there.options}
+    former = with_values(Config(), FORMERLY)  # an option that an earlier version did not have was so
+    before = {**shared_options(former), **there.options}
+    with suppress(ConfigError):  # values as they are written now
+        before |= shared_options(with_options(former, there.options))
     missing = next((name for name in options if name not in before), None)
     if missing is not None:
         raise Refusal(f"{checkpoint}: {STATE} does not say what {_shown(missing)} was")

@@ -90,7 +90,8 @@ def test_tokens_cross_the_network_to_their_experts(cluster: Cluster, tmp_path: P
     """Over two nodes of two ranks a journey is two, which adds up in another order than over one node."""
     flags = (
         "--text stdlib --model gpt --model-options num_layers=2,hidden=32,num_heads=2,num_experts=8 --context 32 "
-        "--batch-size 8 --experts 4 --max-steps 3 --val-fraction 0.01 --eval-every none --no-tensorboard"
+        "--batch-size 8 --experts 4 --max-steps 3 --val-fraction 0.01 --eval-every none --no-tensorboard "
+        "--optimizer SGD --lr-schedule constant"
     ).split()
     over_two = cluster.run(2, *TRAIN, *flags, "--run-folder", str(tmp_path / "two"))
     assert over_two.returncode == 0, over_two.stderr

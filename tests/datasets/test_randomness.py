@@ -194,6 +194,8 @@ def trained(comm: Communicator, source: str, folder: Path, **plan: Any) -> float
         "dataset": (Erased(source), Erased(source)),
         "image_size": SIZE,
         "lr": 0.1,
+        "optimizer": "SGD",
+        "lr_schedule": "constant",
     }
     given |= {"batch_size": 2, "epochs": 2, "tensorboard": False, "save_every": "none", "run_folder": str(folder)}
     evaluation = mpi4dl.Trainer(comm=comm, **given, **plan).fit()

@@ -183,7 +183,7 @@ def test_what_options_leave_open_follows_from_the_labels() -> None:
     assert balanced_weights([0, 0, 2], 3) == (0.75, 0.0, 1.5)
     task, metrics, monitor = task_by("--class-weights balanced --monitor val_auc", "multilabel")
     assert (task.name, "auc" in metrics, monitor) == ("multilabel", True, ("auc", True))
-    assert task.loss_options["class_weights"] == [1.0, 5.0, 0.0]
+    assert task.loss_options["class_weights"] == (1.0, 5.0, 0.0)
     assert task_by("--patience 1", "segment")[2] == ("dice", True)
     masks = np.stack([Labelled("segment").label(index) for index in range(6)])
     with_class = [(masks == number).sum() for number in (0, 1)]  # class 2 has no pixel, and ignored ones do not count

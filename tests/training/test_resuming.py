@@ -121,6 +121,8 @@ def test_a_checkpoint_remembers_every_option() -> None:
 
 def test_what_is_as_it_was_is_not_said() -> None:
     assert compare(PLACE, PROGRESS, OPTIONS) == []
+    older = {**OPTIONS, "flip": "true", "halo": '"auto"'}  # as earlier versions wrote them
+    assert compare(PLACE, PROGRESS._replace(options=older), {**OPTIONS, "flip": '"all"'}) == []
 
 
 @pytest.mark.parametrize("name", OPTIONS)
