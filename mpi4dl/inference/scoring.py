@@ -24,9 +24,9 @@ from mpi4dl.inference.images import Coverage, seen_of
 from mpi4dl.inference.model import SeeingModel, Seen
 from mpi4dl.inference.records import ALIKE, NOT_NUMBERS, Record, columns_of, is_undefined, table_row
 from mpi4dl.runs.folder import finite
-from mpi4dl.tasks.counting import MEASURES, WHY_NONE, bootstrap
 from mpi4dl.tasks.formulas import as_targets
 from mpi4dl.tasks.measuring import measured_here
+from mpi4dl.tasks.metrics import MEASURES, WHY_NONE, bootstrap
 from mpi4dl.tasks.task import TASKS, Regress, Task
 
 COUNTED = ("accuracy", "balanced_accuracy", "f1")  # metrics of classes that follow from the confusion matrix

@@ -12,7 +12,8 @@ from mpi4dl.options.kinds import AUTO, part_name
 from mpi4dl.options.optimizers import usual_rate
 from mpi4dl.options.parts import call, is_own, load
 from mpi4dl.tasks.directions import higher_is_better
-from mpi4dl.tasks.task import TASKS, Task, make_metric
+from mpi4dl.tasks.metrics import make_metric
+from mpi4dl.tasks.task import TASKS, Task
 
 LARGEST_UNIT_VALUE = 2.0  # of means and deviations of pixels from 0 to 1, with room for unusual ones
 

@@ -207,7 +207,7 @@ def _from(images: Sequence[Judged], numbers: bool) -> dict[str, Scored]:
     """Metrics of predictions for images without recorded metrics: the accuracy, or the mean error."""
     import torch
 
-    from mpi4dl.tasks.counting import WHY_NONE, bootstrap
+    from mpi4dl.tasks.metrics import WHY_NONE, bootstrap
 
     scores = torch.tensor([one.wrong if numbers else float(not one.wrong) for one in images], dtype=torch.float64)
     low, high, _ = bootstrap(lambda draw: float(scores[draw].mean()), len(scores))

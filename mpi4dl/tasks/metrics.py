@@ -1,96 +1,213 @@
-"""Metrics by name: torchmetrics counts, and what its counts leave open is decided here, as scikit-learn has it.
+"""Metrics by name, which add up over ranks, as scikit-learn has them; and their intervals by the bootstrap.
 
-torchmetrics takes seconds to import: this module is imported where a metric is made, on ranks that have outputs.
+A metric has `update(predictions, targets)`, `merge_state(other)` and `compute()`. All count in float64.
 """
 
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpi4dl._torchvision import import_torchvision
 from mpi4dl.tasks import losses
 
-import_torchvision()
-
-from torchmetrics import Metric  # noqa: E402
-from torchmetrics.classification import (  # noqa: E402
-    MulticlassAveragePrecision,
-    MultilabelAUROC,
-    MultilabelAveragePrecision,
-)
-from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError  # noqa: E402
-from torchmetrics.utilities import dim_zero_cat  # noqa: E402
+Measure = Callable[[Tensor], Tensor]
+THRESHOLD = 0.5  # of the probability above which a label counts as there
 
 
-class _OfAnyNumbers:
-    """Takes 0 and 1 as numbers of any type, as tables of labels have them; torchmetrics takes whole ones."""
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds, target.long())  # type: ignore[misc]
+def confusion(counts: Tensor) -> Tensor:
+    return counts
 
 
-def _mean_over_classes(each: Tensor, defined: Tensor) -> Tensor:
-    """The mean over the classes of which the metric is defined; of two classes, that of the second."""
-    if len(each) == 2:
-        return each[1] if defined[1] else each.new_tensor(torch.nan)
-    return each[defined].mean()
+def accuracy(counts: Tensor) -> Tensor:
+    """The share of what was right; also of counts (labels, 2, 2)."""
+    return counts.diagonal(dim1=-2, dim2=-1).sum() / counts.sum()
 
 
-class AveragePrecision(MulticlassAveragePrecision):
-    """The average precision: of two classes of the second, of more the mean, without classes that no sample has."""
-
-    def __init__(self, num_classes: int, ignore_index: int) -> None:
-        super().__init__(num_classes, average=None, ignore_index=ignore_index, validate_args=False)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        return _mean_over_classes(super().compute(), _numbers(self) > 0)
+def balanced_accuracy(counts: Tensor) -> Tensor:
+    """The mean, over classes that there are, of the share that was found."""
+    return _mean_of(counts.diagonal(), counts.sum(1))
 
 
-def _numbers(metric: Any) -> Tensor:
-    return torch.bincount(dim_zero_cat(metric.target), minlength=metric.num_classes)
+def _overlap(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each class: what was rightly found, and what was found plus what there was."""
+    if counts.dim() == 3:
+        return counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1)
+    return counts.diagonal(), counts.sum(0) + counts.sum(1)
 
 
-class AucOfLabels(_OfAnyNumbers, MultilabelAUROC):
-    """The mean of the areas under the ROC curves of labels that some samples have, and some do not."""
-
-    def __init__(self, num_labels: int, ignore_index: int) -> None:
-        super().__init__(num_labels, average=None, ignore_index=ignore_index, validate_args=False)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        each, targets = super().compute(), dim_zero_cat(self.target)
-        return each[(targets == 1).any(0) & (targets == 0).any(0)].mean()
+def dice(counts: Tensor) -> Tensor:
+    """2 |P T| / (|P| + |T|) over all pixels, which is F1; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(2 * both, total)
 
 
-class AveragePrecisionOfLabels(_OfAnyNumbers, MultilabelAveragePrecision):
-    """The mean average precision of labels that some samples have."""
-
-    def __init__(self, num_labels: int, ignore_index: int) -> None:
-        super().__init__(num_labels, average=None, ignore_index=ignore_index, validate_args=False)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        return super().compute()[(dim_zero_cat(self.target) == 1).any(0)].mean()
+def iou(counts: Tensor) -> Tensor:
+    """|P T| / |P or T| over all pixels; the mean over classes that there are, or were found."""
+    both, total = _overlap(counts)
+    return _mean_of(both, total - both)
 
 
-class RSquared(Metric):
-    """1 - (sum of squared errors) / (sum of squared deviations from the mean); the mean over outputs (N, K).
+def _mean_of(part: Tensor, whole: Tensor) -> Tensor:
+    there = whole > 0
+    return (part[there] / whole[there]).mean()
 
-    Sums are of targets less the first one, so that nothing cancels where all are far from 0, as it would in
-    torchmetrics' R2Score. NaN of fewer than 2 targets; targets that are all alike give 1 if all errors are 0, or 0.
+
+class OfCounts:
+    """A number that follows from how often each class (row) was taken for each (column).
+
+    `update(predictions, targets)` takes probabilities (N, classes) and classes (N,), or classes of any shape twice. A
+    model may have outputs for more classes than `num_classes`.
     """
 
-    full_state_update = False
-    count: Tensor
-    origin: Tensor
-    sums: Tensor
-    squares: Tensor
-    errors: Tensor
-    STATES = ("count", "origin", "sums", "squares", "errors")
+    def __init__(self, num_classes: int, measure: Measure, ignore_index: int) -> None:
+        self.measure, self.ignore_index = measure, ignore_index
+        self.counts = torch.zeros((num_classes, num_classes), dtype=torch.int64)
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        predictions, targets = _counted(predictions, targets, self.ignore_index)
+        if predictions.is_floating_point():
+            self._grow(predictions.shape[1])
+            predictions = predictions.argmax(1)
+        elif len(predictions):
+            self._grow(int(predictions.max()) + 1)
+        size = len(self.counts)
+        self.counts += torch.bincount(targets * size + predictions, minlength=size**2).view(size, size)
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.counts)
+        if more > 0:
+            self.counts = torch.nn.functional.pad(self.counts, (0, more, 0, more))
+
+    def merge_state(self, other: "OfCounts") -> None:
+        self._grow(len(other.counts))
+        other._grow(len(self.counts))
+        self.counts += other.counts
+
+    def compute(self) -> Tensor:
+        found = self.measure(self.counts.double())
+        return found.long() if self.measure is confusion else found
+
+
+class OfLabels(OfCounts):
+    """The same where there are several labels: (labels, 2, 2), a label that is there if its probability is over 0.5.
+
+    `update(probabilities, targets)` takes (N, labels, ...) twice, targets 0 and 1.
+    """
+
+    def __init__(self, num_labels: int, measure: Measure, ignore_index: int) -> None:
+        super().__init__(num_labels, measure, ignore_index)
+        self.counts = torch.zeros((num_labels, 2, 2), dtype=torch.int64)
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        labels = torch.arange(len(self.counts)).view(-1, *[1] * (targets.dim() - 2))
+        cells = 4 * labels + 2 * targets.long() + (predictions > THRESHOLD)
+        cells = cells[targets != self.ignore_index]
+        self.counts += torch.bincount(cells, minlength=self.counts.numel()).view(self.counts.shape)
+
+    def _grow(self, size: int) -> None:
+        """The labels are those of the task."""
+
+
+def _counted(predictions: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Targets that count, and their predictions. Probabilities (N, classes), as of mixed samples, become classes."""
+    targets = _classes(targets) if predictions.is_floating_point() else targets.long()
+    counts = targets != ignore_index
+    return predictions[counts], targets[counts]
+
+
+def _classes(targets: Tensor) -> Tensor:
+    """Targets (N, classes) of probabilities, as of mixed samples, become the most probable class."""
+    return targets.argmax(1) if targets.dim() == 2 else targets.long()
+
+
+class Ranked:
+    """The area under a curve of samples in the order of their probabilities.
+
+    Of two classes it is that of the second, of more the mean of each against the others, and of `labels` the mean.
+    Classes of which it is not defined are left out: it is NaN if nothing is left.
+    """
+
+    def __init__(self, area: Callable[[Tensor, Tensor], float | None], ignore_index: int, labels: bool) -> None:
+        self.area, self.ignore_index, self.labels = area, ignore_index, labels
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, probabilities: Tensor, targets: Tensor) -> None:
+        self.seen.append((probabilities.double(), targets.long() if self.labels else _classes(targets)))
+
+    def merge_state(self, other: "Ranked") -> None:
+        self.seen += other.seen
+
+    def compute(self) -> Tensor:
+        probabilities, targets = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        size = probabilities.shape[1]
+        areas = []
+        for c in (1,) if size == 2 and not self.labels else range(size):
+            own, positive = (targets[:, c], 1) if self.labels else (targets, c)
+            known = own != self.ignore_index
+            areas.append(self.area(probabilities[known, c], own[known] == positive))
+        defined = [area for area in areas if area is not None]
+        return torch.tensor(defined or [torch.nan], dtype=torch.float64).mean()
+
+
+def area_under_curve(scores: Tensor, positive: Tensor) -> float | None:
+    """How probable it is that one of `positive` (N,) has a higher score (N,) than another; None without both kinds.
+
+    It is the area under the ROC curve. Equal scores count half, as in Hanley and McNeil 1982, "The meaning and use of
+    the area under a receiver operating characteristic curve".
+    """
+    num_positive = int(positive.sum())
+    num_others = len(positive) - num_positive
+    if not num_positive or not num_others:
+        return None
+    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
+    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers))
+    of_others = numbers - of_positive
+    below = of_others.cumsum(0) - of_others
+    return float((of_positive * (below + of_others / 2)).sum() / (num_positive * num_others))
+
+
+def average_precision(scores: Tensor, positive: Tensor) -> float | None:
+    """The mean, over `positive` (N,), of the precision at their scores (N,); None without any."""
+    num_positive = int(positive.sum())
+    if not num_positive:
+        return None
+    _, places, numbers = torch.unique(scores, return_inverse=True, return_counts=True)
+    of_positive = torch.bincount(places, weights=positive.double(), minlength=len(numbers)).flip(0)
+    precision = of_positive.cumsum(0) / numbers.flip(0).cumsum(0)
+    return float((of_positive * precision).sum() / num_positive)
+
+
+class MeanError:
+    """The mean of |prediction - target| to a power, over all numbers; or the root of that."""
+
+    def __init__(self, power: int, root: bool = False) -> None:
+        self.power, self.root = power, root
+        self.total, self.count = torch.zeros((), dtype=torch.float64), 0
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.total = self.total + ((predictions - targets).double().abs() ** self.power).sum()
+        self.count += targets.numel()
+
+    def merge_state(self, other: "MeanError") -> None:
+        self.total, self.count = self.total + other.total, self.count + other.count
+
+    def compute(self) -> Tensor:
+        mean = self.total / self.count
+        return mean.sqrt() if self.root else mean
+
+
+class RSquared:
+    """1 - (sum of squared errors) / (sum of squared deviations from the mean); the mean over outputs (N, K).
+
+    Sums are of targets less the first one, so that nothing cancels where all are far from 0. NaN of fewer than 2
+    targets; targets that are all alike give 1 if all errors are 0, or 0.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        for name in self.STATES:
-            self.add_state(name, torch.zeros((), dtype=torch.float64))
+        self.count = self.origin = self.sums = self.squares = self.errors = torch.zeros((), dtype=torch.float64)
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         if not targets.numel():
@@ -109,8 +226,8 @@ class RSquared(Metric):
         self.sums, self.errors = self.sums + sums + count * apart, self.errors + errors
         self.count = self.count + count
 
-    def merge_state(self, incoming_state: Any) -> None:
-        self._combine(*(getattr(incoming_state, name) for name in self.STATES))
+    def merge_state(self, other: "RSquared") -> None:
+        self._combine(other.count, other.origin, other.sums, other.squares, other.errors)
 
     def compute(self) -> Tensor:
         if self.count < 2:
@@ -121,37 +238,94 @@ class RSquared(Metric):
         return torch.where(constant, (self.errors == 0).double(), found).mean()
 
 
-class Concordance(Metric):
+class Concordance:
     """Harrell's concordance index of risks (N,) or (N, 1): `survival.concordance`."""
 
-    full_state_update = False
-    risks: list[Tensor]
-    times: list[Tensor]
-    events: list[Tensor]
-
     def __init__(self) -> None:
-        super().__init__()
-        for name in ("risks", "times", "events"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, risk: Tensor, targets: Any) -> None:
-        time, event = losses.times_and_events(targets)
-        self.risks.append(risk.reshape(-1))
-        self.times.append(time)
-        self.events.append(event)
+        self.seen.append((risk.reshape(-1), *losses.times_and_events(targets)))
+
+    def merge_state(self, other: "Concordance") -> None:
+        self.seen += other.seen
 
     def compute(self) -> Tensor:
-        found = losses.concordance(*(dim_zero_cat(state) for state in (self.risks, self.times, self.events)))
+        found = losses.concordance(*(torch.cat(parts) for parts in zip(*self.seen, strict=True)))
         return torch.tensor(found, dtype=torch.float64)
 
 
-def make(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
-    """A fresh metric of a task, by name."""
-    if task == "regress":
-        errors = {"mae": MeanAbsoluteError, "mse": MeanSquaredError, "r2": RSquared}
-        return MeanSquaredError(squared=False) if name == "rmse" else errors[name]()
-    if task == "survival":
-        return Concordance()
-    if task == "multilabel":
-        return {"auc": AucOfLabels, "average_precision": AveragePrecisionOfLabels}[name](num_classes, ignore_index)
-    return AveragePrecision(num_classes, ignore_index)
+MEASURES: Mapping[str, Measure] = {
+    "accuracy": accuracy,
+    "pixel_accuracy": accuracy,
+    "balanced_accuracy": balanced_accuracy,
+    "confusion": confusion,
+    "f1": dice,
+    "dice": dice,
+    "iou": iou,
+}
+OF_RANKS = {"auc": area_under_curve, "average_precision": average_precision}
+OF_NUMBERS: Mapping[str, Callable[[], Any]] = {
+    "mae": partial(MeanError, 1),
+    "mse": partial(MeanError, 2),
+    "rmse": partial(MeanError, 2, root=True),
+    "r2": RSquared,
+    "concordance": Concordance,
+}
+
+
+def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
+    """A fresh metric of this name; of `task` multilabel samples have several labels."""
+    labels = task == "multilabel"
+    if name in OF_NUMBERS:
+        return OF_NUMBERS[name]()
+    if name in OF_RANKS:
+        return Ranked(OF_RANKS[name], ignore_index, labels)
+    return (OfLabels if labels else OfCounts)(num_classes, MEASURES[name], ignore_index)
+
+
+# Intervals of metrics by the bootstrap: the metric of samples drawn anew, with replacement, again and again.
+
+LEAST_SAMPLES = 10  # of fewer there are too few resamples that differ
+WHY_NONE = f"an interval takes {LEAST_SAMPLES} images or more, and resamples that differ"
+
+
+class Bounds(NamedTuple):
+    """The ends of an interval that holds a share `level` of the resampled metric, and how often it was defined.
+
+    The ends are NaN where there is no interval: of too few samples, or of resamples that all give the same.
+    """
+
+    low: float
+    high: float
+    defined: int
+
+
+def bootstrap(
+    metric: Callable[[Tensor], float],
+    num_samples: int,
+    *,
+    num_resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Bounds:
+    """The percentile interval of `metric(numbers)`, a function of the numbers (int64, (num_samples,)) of samples.
+
+    A sample is what was drawn independently, such as an image, not a pixel. Resamples of which the metric is not a
+    number, as where a class is missing, are left out. Efron 1979, "Bootstrap methods: another look at the jackknife".
+    """
+    if num_samples < 1 or num_resamples < 1 or not 0 < level < 1:
+        raise ValueError(
+            f"`num_samples` {num_samples} and `num_resamples` {num_resamples} must be at least 1, and `level` {level} "
+            "between 0 and 1"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    draws = (torch.randint(num_samples, (num_samples,), generator=generator) for _ in range(num_resamples))
+    found = [value for value in map(metric, draws) if not math.isnan(value)]
+    if not found:
+        return Bounds(math.nan, math.nan, 0)
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.tensor(found, dtype=torch.float64).quantile(ends).tolist()
+    if num_samples < LEAST_SAMPLES or low == high:
+        low = high = math.nan
+    return Bounds(low, high, len(found))

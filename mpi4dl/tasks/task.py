@@ -16,7 +16,6 @@ from torch import Tensor
 from mpi4dl._wording import counted, some
 from mpi4dl.comm import Communicator, Refusal
 from mpi4dl.datasets import BadImage, pixels_of
-from mpi4dl.tasks import counting
 from mpi4dl.tasks.formulas import IGNORED, BatchLoss, Counting, CrossEntropy, OfHeads, as_targets, main_output
 from mpi4dl.tasks.losses import (
     balanced_weights,
@@ -27,8 +26,8 @@ from mpi4dl.tasks.losses import (
     weights_of_counts,
 )
 from mpi4dl.tasks.measuring import NO_CLASS
+from mpi4dl.tasks.metrics import THRESHOLD, make_metric
 
-THRESHOLD = 0.5  # of the probability above which a label counts as there
 MOST_SHOWN = 4  # numbers of a label, for people
 MOST_RANKED_CLASSES = 100  # of which `--metrics auto` keeps and sorts all probabilities
 
@@ -43,19 +42,6 @@ def usual(**changes: Any) -> Mapping[str, Any]:
     """
     values = {"optimizer": "AdamW", "lr": 1e-3, "optimizer_options": {"weight_decay": 0.05}, "flip": "horizontal"}
     return {**values, "lr_schedule": "cosine", "warmup": 0.05, "epochs": 10, **changes}
-
-
-def make_metric(task: str, name: str, num_classes: int, ignore_index: int) -> Any:
-    if counting.makes(task, name):
-        return counting.make(task, name, num_classes, ignore_index)
-    from mpi4dl.tasks import metrics  # takes seconds
-
-    return metrics.make(task, name, num_classes, ignore_index)
-
-
-def is_light(maker: Any) -> bool:
-    """Whether making a metric imports nothing that takes seconds."""
-    return isinstance(maker, partial) and maker.func is make_metric and counting.makes(*maker.args[:2])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from mpi4dl.parallel.tables.drawing import as_image, as_text
 from mpi4dl.parallel.tables.simulator import Simulation
 from mpi4dl.runs.folder import PORTRAIT, RunFolder, RunSnapshot
 from mpi4dl.tasks.formulas import main_output
-from mpi4dl.tasks.task import THRESHOLD, Task
+from mpi4dl.tasks.metrics import THRESHOLD
+from mpi4dl.tasks.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

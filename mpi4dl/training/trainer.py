@@ -18,7 +18,6 @@ from mpi4dl.options.declare import from_keywords
 from mpi4dl.options.models import blaming_the_model, hold_model, without_rules
 from mpi4dl.options.optimizers import build_optimizer, build_schedule, groups_of
 from mpi4dl.options.tasks import build_metrics, build_task, monitored, with_task
-from mpi4dl.tasks.task import is_light
 from mpi4dl.training.data import open_images, open_texts
 from mpi4dl.training.resuming import as_it_began, as_it_was_cut
 from mpi4dl.training.run import TrainingRun
@@ -114,8 +113,6 @@ class Trainer:
             task = build_task(config, images.training, images.number_of_classes(config), comm)
             metrics = build_metrics(config, task)
             monitor = monitored(config, task, metrics)
-            if not all(is_light(metric) for metric in metrics.values()):
-                import mpi4dl.tasks.metrics  # noqa: F401  (what it loads counts for libraries)
             meter = MemoryMeter(device)
             self._num_classes = num_classes = task.num_outputs
             cut = as_it_was_cut(comm, config, plan)

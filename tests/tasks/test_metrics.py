@@ -15,7 +15,8 @@ from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine, Evaluation
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, split
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task, make_metric
+from mpi4dl.tasks.metrics import make_metric
+from mpi4dl.tasks.task import Classify, MultiLabel, Regress, Segment, Survive, Task
 from tests.pool.ranks import Ranks
 from tests.tasks.cases import IGNORED, NUM_CLASSES, SIZE, Dense, Small, images_of, in_batches, targets_of
 

@@ -25,11 +25,11 @@ from mpi4dl.options.config import parse
 from mpi4dl.options.declare import with_values
 from mpi4dl.options.tasks import build_metrics, build_task, directions, monitored, with_defaults, with_task
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.tasks.counting import bootstrap
 from mpi4dl.tasks.directions import HIGHER_IS_BETTER
 from mpi4dl.tasks.formulas import IGNORED, heads_of
 from mpi4dl.tasks.losses import balanced_weights, build_loss
 from mpi4dl.tasks.measuring import measured_here
+from mpi4dl.tasks.metrics import bootstrap
 from mpi4dl.tasks.task import TASKS
 from mpi4dl.training.best import Best
 from tests.commands import read_metrics
