@@ -26,6 +26,7 @@ from mpi4dl.parallel.pipeline.decisions import attributes_of, hidden_tensors
 from mpi4dl.parallel.pipeline.local_stages import LocalStages, Part
 from mpi4dl.parallel.pipeline.split_backward import WeightGradients
 from mpi4dl.parallel.pipeline.stage_communication import Received, StageBoundary, StageMessage
+from mpi4dl.parallel.replicas.groups import ReplicaGroups
 from mpi4dl.parallel.spatial import whole_gradients
 from mpi4dl.parallel.tables.simulator import TimeSpan
 from mpi4dl.parallel.tables.table import Action, Table, undivided
@@ -161,16 +162,6 @@ class Live:
     weights: WeightGradients = field(default_factory=WeightGradients)
 
 
-class Parameters(Protocol):
-    """The hooks of a stage's parameters and their gradients while it works."""
-
-    def there(self, stage: int) -> AbstractContextManager[None]:
-        """The context of every action of a stage: its parameters are there."""
-
-    def one_pass(self, stage: int, last: bool) -> AbstractContextManager[None]:
-        """The context of every action that completes a microbatch's gradients; `last`: there are no more."""
-
-
 class Executor:
     """Runs tables over the stages that this rank holds. Collective; all ranks run the same tables in the same order.
 
@@ -187,15 +178,10 @@ class Executor:
         comm: Communicator,
         context: Callable[[], AbstractContextManager[Any]],
         seed: int,
-        parameters: Parameters | None = None,
+        parameters: ReplicaGroups | None = None,
     ) -> None:
-        self.stages, self.plan, self.context, self.seed, self.parameters = (
-            stages,
-            stages.plan,
-            context,
-            seed,
-            parameters,
-        )
+        self.stages, self.plan, self.parameters = stages, stages.plan, parameters
+        self.context, self.seed = context, seed
         self.comm = comm.split(0)  # its messages meet no others
         self.num_runs = 0
         self.drawn = 0

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,8 @@ class Looked:
             self.one = self.one.to(dtype)
 
 
-class Opening(Protocol):
-    """A replacement of the first calls of a stage."""
-
-    def __call__(self, stage: "Stage", *values: Any) -> tuple[int, dict[str, Any]]:
-        """How many calls it made, and the values that are alive then."""
+# Makes the first calls of a stage in another way: (stage, *values) -> the number of calls, and the values alive then.
+Opening = Callable[..., tuple[int, dict[str, Any]]]
 
 
 class Stage(nn.Module):
