@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -181,7 +181,7 @@ class Reads:
                     continue
                 where = f"{path}.{name}" if path else name
                 watch = Watch(f"the attribute {where} of {type(model).__name__}", path, (name,))
-                yield Watch(watch.words, path, watch.names, None, watch.now(module))
+                yield replace(watch, found=watch.now(module))
 
 
 class WrittenAttributes:

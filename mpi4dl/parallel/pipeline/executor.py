@@ -332,19 +332,15 @@ class Executor:
         """All ranks know that they drew alike: from now on they look before a run, as draws may decide on messages."""
         self._drawn_from |= self._changed
 
-    def seed_for(self, action: Action) -> None:
-        """Ranks that share a stage draw the same random numbers, whatever else each of them does in between."""
-        if self.plan.num_stages > 1:
-            self._seed(action[1:])
-
     @contextmanager
     def drawing_alike(self, stream: Any) -> Iterator[None]:
         """Within this context, after a run, ranks draw the same numbers from one stream, others from another."""
         with forked(self._generators):
-            self._seed(stream)
+            self.begin_stream(stream)
             yield
 
-    def _seed(self, stream: Any) -> None:
+    def begin_stream(self, stream: Any) -> None:
+        """Begin a stream of random numbers of this run."""
         seed, device = hash((self.seed, self.num_runs, stream)) & (2**63 - 1), self.stages.device
         torch.default_generator.manual_seed(seed)  # as torch.manual_seed, but leaves other GPUs' generators alone
         if device.type == "cuda":
@@ -377,8 +373,7 @@ class _Run:
         self.spans: list[TimeSpan] = []
 
     def do(self, action: Action) -> None:
-        kinds = {"forward": self.forward, "backward": self.backward, "input": self.input, "weight": self.weight}
-        kinds[action.kind](action)
+        getattr(self, action.kind)(action)
 
     def has(self, action: Action) -> bool:
         return (action.direction, action.microbatch) in self.microbatches
@@ -406,7 +401,10 @@ class _Run:
         before, behind = executor.before.get(place), executor.behind.get(place)
         arrival = before.receive(message) if before else Received((self.feed.images(part, microbatch),), [])
         live = Live((), arrival.leaves)
-        executor.seed_for(action)
+        if executor.plan.num_stages > 1:
+            executor.begin_stream(
+                action[1:]
+            )  # ranks that share a stage draw alike, whatever each of them does in between
         deferred = live.weights.deferred() if action.stage in self.defers else nullcontext()
         hooks = whole_gradients(part.grid) if self.training and part.grid.size > 1 else nullcontext()
         with self.timed(action), hooks:

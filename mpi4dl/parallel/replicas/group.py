@@ -199,7 +199,7 @@ class ReplicaGroup:
         self.named = list(parameters)
         named = trainable(self.named, optimizer)
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
-        self._fixed = [(name, p) for name, p in self.named if all(p is not one for _, one in named)]
+        self.fixed = [(name, p) for name, p in self.named if all(p is not one for _, one in named)]
         self._frozen = {name: p for name, p in self.named if not p.requires_grad}
         self.comm, self.optimizer = comm, optimizer
         self.zero = zero
@@ -229,11 +229,6 @@ class ReplicaGroup:
         self._copied = zero == 3 or any(master.target is not None for some in masters for master in some)
         self._versions = self._count_changes()
         self._hooked: list[bool] = []
-
-    @property
-    def fixed(self) -> list[str]:
-        """Names of those that nothing here will ever train."""
-        return [name for name, _ in self._fixed]
 
     def _flatten(self) -> None:
         """Lay the parameters of a bucket side by side, so that ranks can give each other their parts."""
@@ -418,7 +413,7 @@ class ReplicaGroup:
         for name, p in zip(self.names, self.parameters, strict=True):
             if self.comm.rank == 0 and not p.numel():  # nobody owns an element of it
                 yield Shard(name, 0, p.detach().reshape(-1), {}, groups.get(id(p)))
-        for name, p in self._fixed if self.comm.rank == 0 else ():
+        for name, p in self.fixed if self.comm.rank == 0 else ():
             yield Shard(name, 0, p.detach().reshape(-1))
 
     def _state_of(self, master: Master) -> State:
@@ -475,7 +470,7 @@ class ReplicaGroup:
 
         It gives the values of these elements, flat, and the optimizer's state as in a Shard: {} before the first step.
         """
-        for name, p in self._fixed:
+        for name, p in self.fixed:
             if p.numel():
                 p.copy_(read(name, 0, p.numel())[0].view(p.shape))
         for masters in self.update.masters:

@@ -75,7 +75,7 @@ class ReplicaGroups:
 
     def cannot_unfreeze(self, names: Collection[str]) -> str | None:
         """Why parameters of these names cannot be trained from now on; None if they can."""
-        fixed = next((name for group in self for name in group.fixed if name in names), None)
+        fixed = next((name for group in self for name, _ in group.fixed if name in names), None)
         if fixed is None:
             return None
         return (
