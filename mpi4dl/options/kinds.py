@@ -116,28 +116,33 @@ def _bytes(value: Any) -> int:
 BYTES = Kind("a size such as 4GiB", "SIZE", _bytes, raw=lambda number: f"{number}B")
 
 
-def per_channel(wanted: str, accepts: Callable[[float], bool], *words: str) -> Kind:
-    """One of these words, a number for all channels, or one for each."""
+def _entries(value: Any) -> list[Any]:
+    """The entries of text with commas between them, or of a list; anything else is one entry."""
+    if isinstance(value, str):
+        return value.split(",")
+    return [*value] if type(value) in (list, tuple) else [value]
+
+
+def per_channel(kind: Kind, *words: str) -> Kind:
+    """One of these words, a number of this kind for all channels, or one for each."""
 
     def check(value: Any) -> Any:
         if value in words:
             return value
-        given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-        found = [float(each) if isinstance(each, str) else each for each in given]
-        if not found or any(isinstance(each, bool) or not isinstance(each, int | float) for each in found):
+        found = tuple(kind.check(float(each) if isinstance(each, str) else each) for each in _entries(value))
+        if not found:
             raise ValueError
-        if not all(math.isfinite(each) and accepts(each) for each in found):
-            raise ValueError
-        return tuple(map(float, found))
+        return found
 
     def raw(value: Any) -> Any:
         return value if isinstance(value, str) else value[0] if len(value) == 1 else ",".join(map(repr, value))
 
-    return Kind(f"{wanted}, one for each channel such as 0.4,0.5,0.6, or {', '.join(words)}", "X,...", check, raw=raw)
+    wanted = f"{kind.wanted}, one for each channel such as 0.4,0.5,0.6, or {', '.join(words)}"
+    return Kind(wanted, "X,...", check, raw=raw)
 
 
-MEANS = per_channel("a number", lambda x: True, "imagenet", "half")
-DEVIATIONS = per_channel("a number greater than 0", lambda x: x > 0, "imagenet", "half")
+MEANS = per_channel(NUMBER, "imagenet", "half")
+DEVIATIONS = per_channel(POSITIVE, "imagenet", "half")
 
 
 def choice(*choices: str, formerly: Mapping[Any, str] | None = None, switch: tuple[str, str] | None = None) -> Kind:
@@ -304,18 +309,14 @@ KEYWORDS = Kind(
 )
 
 
-def _weights(value: Any) -> str | tuple[float, ...]:
-    if value == "balanced":
-        return "balanced"
-    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    return tuple(NOT_NEGATIVE.check(float(each)) for each in given)
-
-
-WEIGHTS = Kind(
-    "balanced, or a number of at least 0 for each class, such as 1,2.5",
-    "balanced|X,...",
-    _weights,
-    raw=lambda value: value if isinstance(value, str) else ",".join(f"{each:g}" for each in value),
+WEIGHTS = either(
+    Kind(
+        "a number of at least 0 for each class, such as 1,2.5",
+        "X,...",
+        lambda value: tuple(NOT_NEGATIVE.check(float(each)) for each in _entries(value)),
+        raw=lambda weights: ",".join(repr(weight).removesuffix(".0") for weight in weights),
+    ),
+    "balanced",
 )
 
 
@@ -335,11 +336,6 @@ def _part(value: Any) -> Any:
     return value
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
-    given = value.split(",") if isinstance(value, str) else value if type(value) in (list, tuple) else [value]
-    return tuple(_part(each.strip() if isinstance(each, str) else each) for each in given if each != "")
-
-
 def _part_or_pair(value: Any) -> Any:
     return tuple(map(_part, value)) if type(value) in (list, tuple) and len(value) == 2 else _part(value)
 
@@ -354,15 +350,15 @@ PART_OR_PAIR = Kind(
 NAMES = Kind(
     "names with commas between them",
     "NAME,...",
-    lambda value: tuple(
-        _nonempty_text(each).strip() for each in (value.split(",") if isinstance(value, str) else value)
-    ),
-    raw=lambda names: ",".join(names),
+    lambda value: tuple(_nonempty_text(each).strip() for each in _entries(value)),
+    raw=",".join,
 )
 PARTS = Kind(
     "names with commas between them, own ones such as my_code.py:Counter among them",
     "NAME,...",
-    _parts,
+    lambda value: tuple(
+        _part(each.strip() if isinstance(each, str) else each) for each in _entries(value) if each != ""
+    ),
     raw=lambda parts: ",".join(map(part_name, parts)),
 )
 

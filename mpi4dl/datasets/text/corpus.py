@@ -12,26 +12,9 @@ from mpi4dl.datasets.base import DatasetError
 from mpi4dl.datasets.listed import files_below
 
 STDLIB = "stdlib"
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".json", ".csv", ".toml", ".yaml"),
-    *(
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".f90",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".jl",
-        ".sh",
-    ),
+TEXT_SUFFIXES = tuple(
+    ".txt .text .md .rst .tex .html .xml .json .csv .toml .yaml "
+    ".py .pyi .c .h .cc .cpp .hpp .cu .f90 .java .js .ts .go .rs .jl .sh".split()
 )
 NOT_OF_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 PIECE_BYTES = 1 << 20
