@@ -64,6 +64,10 @@ class Option:
         """The flags that give the option a value."""
         return [self.flag] if self.kind.switch is None else [self.flag, self.negation]
 
+    def of(self, config: Any) -> Any:
+        """The value of the option in a config."""
+        return getattr(getattr(config, self.section), self.name)
+
     def add_to(self, parser: Any, help: str | None = None) -> None:
         """Add the flags to a parser of argparse, or to a group of one."""
         if self.kind is BOOLEAN:
@@ -356,9 +360,15 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     values = {} if file is None else _values_from_file(file, options)
     values |= {name: _value_from_flag(options[name], text) for name, text in flags.items()}
     values = _with_preset(config_type, options, values)
-    sections = {}
-    for section, section_type in sections_of(config_type).items():
-        sections[section] = section_type(**{n: v for n, v in values.items() if options[n].section == section})
+    return _made(config_type, options, values)
+
+
+def _made(config_type: type[T], options: Mapping[str, Option], values: Mapping[str, Any]) -> T:
+    """The config with these values, and defaults for the other options."""
+    sections = {
+        section: section_type(**{name: value for name, value in values.items() if options[name].section == section})
+        for section, section_type in sections_of(config_type).items()
+    }
     return config_type(**sections)
 
 
@@ -371,7 +381,7 @@ def to_toml(config: Any) -> str:
             lines += [""] * bool(lines) + [f"[{item.section}]"]
             section = item.section
         if not item.flag_only:
-            lines.append(f"{item.name} = {dump(item.kind.raw(getattr(getattr(config, section), item.name)))}")
+            lines.append(f"{item.name} = {dump(item.kind.raw(item.of(config)))}")
     return "\n".join(lines) + "\n"
 
 
@@ -386,11 +396,7 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
         ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")
         raise ConfigError(f"there is no option `{unknown}`{ours or nearest(unknown, options)}")
     given = {name: _value_from_python(options[name], value) for name, value in values.items()}
-    sections: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_type)}
-    for name, value in _with_preset(config_type, options, given).items():
-        sections[options[name].section][name] = value
-    types = sections_of(config_type)
-    return config_type(**{section: types[section](**found) for section, found in sections.items()})
+    return _made(config_type, options, _with_preset(config_type, options, given))
 
 
 def _value_from_python(item: Option, given: Any) -> Any:
@@ -431,19 +437,14 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
 
 def value_of(config: Any, name: str) -> Any:
     """The value of the option of this name."""
-    return getattr(getattr(config, options_of(type(config))[name].section), name)
+    return options_of(type(config))[name].of(config)
 
 
 def flags_for(config: Any, wanted: Mapping[str, Any]) -> list[str]:
     """The words of a command line that give the options of these names these values, where `config` has others."""
     options = options_of(type(config))
     items = [(options[name], value) for name, value in wanted.items()]
-    return [
-        word
-        for item, value in items
-        if getattr(getattr(config, item.section), item.name) != value
-        for word in item.words(value)
-    ]
+    return [word for item, value in items if item.of(config) != value for word in item.words(value)]
 
 
 def without_flags(config_type: type, argv: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -458,7 +459,7 @@ def without_flags(config_type: type, argv: Sequence[str], names: Iterable[str]) 
 def shared_options(config: Any) -> dict[str, str]:
     """Every option that all ranks must agree on, by its name, as it would be written."""
     return {
-        item.name: dump(item.kind.raw(getattr(getattr(config, item.section), item.name)))
+        item.name: dump(item.kind.raw(item.of(config)))
         for item in options_of(type(config)).values()
         if not item.per_rank
     }
