@@ -35,7 +35,8 @@ class Axes(NamedTuple):
     def tiling(self, others: Tiling) -> Tiling:
         """The cuts of these axes, and of all others as they are."""
         for axis, (_, split) in self.held.items():
-            others = others.replace(axis, split)
+            if split is not others.splits[axis]:
+                others = others.replace(axis, split)
         return others
 
     def layout(self, lead: Layout, result: Labels) -> Layout:
@@ -45,8 +46,9 @@ class Axes(NamedTuple):
         for axis, dim in enumerate(dims):
             if dim is None and (axis in self.held or lead.dims[axis] is not None):
                 tiling = tiling.drop(axis)
-        flats = (flat._replace(dim=places[label]) for label, flat in self.flats.items() if label in places)
-        return Layout(lead.grid, tiling, dims, tuple(sorted(flats)))
+        flats = tuple(sorted(flat._replace(dim=places[label]) for label, flat in self.flats.items() if label in places))
+        alike = tiling is lead.tiling and dims == lead.dims and flats == lead.flat
+        return lead if alike else Layout(lead.grid, tiling, dims, flats)
 
 
 def align(operands: Sequence[Tensor], function: str, keep_first: bool = False) -> tuple[list[Tensor], Layout]:
@@ -140,6 +142,9 @@ def contract(
 
 def _one_pixel_gathered(operands: Sequence[Tensor], labels: Sequence[Labels]) -> list[Tensor]:
     """The operands, with an axis of one pixel on all ranks if it broadcasts against more pixels of another one."""
+
+    if not any(1 in x.shape for x in operands if isinstance(x, SpatialTensor)):
+        return list(operands)
 
     def gathered(x: Tensor, names: Labels) -> Tensor:
         single = []
@@ -252,8 +257,9 @@ def _part(x: Tensor, names: Labels, axes: Axes, layout: Layout, function: str) -
             if present[axis] is not None:
                 if split.size != tiling.splits[axis].size:
                     raise refusal(function, f"an operand of shape {tuple(shape)} has an axis in other units")
-                tiling = tiling.replace(axis, split)
-        local = retile(x, tiling).local
+                if split is not tiling.splits[axis]:
+                    tiling = tiling.replace(axis, split)
+        local = x.local if tiling is x.layout.tiling else retile(x, tiling).local
     for label, flat in axes.flats.items():
         whole = all(factor.axis is None or present[factor.axis] is None for factor in flat.factors)
         if whole and label in names and shape[names.index(label)] != 1:
@@ -267,6 +273,8 @@ def _part(x: Tensor, names: Labels, axes: Axes, layout: Layout, function: str) -
                     function, f"a plain operand has shape {tuple(shape)} where the image is {layout.tiling.size}"
                 )
             crop[axis] = names.index(label) if size == split.size else None
+    if all(dim is None for dim in crop):
+        return local
     return narrow(local, crop, layout.tiling.whole, layout.held)
 
 

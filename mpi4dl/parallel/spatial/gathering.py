@@ -163,11 +163,7 @@ def _write_back(function: Any, whole: _Whole) -> None:
         raise refusal(function_name(function), problem)
     if whole.tensor.shape != x.shape:
         raise refusal(function_name(function), "it changes the shape in place")
-    x.local.copy_(_part(whole.tensor, x))
-
-
-def _part(whole: Tensor, like: SpatialTensor) -> Tensor:
-    return cut_out(whole, like.layout)
+    x.local.copy_(cut_out(whole.tensor, x.layout))
 
 
 def _place(y: Any, wholes: list[_Whole]) -> Any:
@@ -182,7 +178,7 @@ def _place(y: Any, wholes: list[_Whole]) -> Any:
     for whole in wholes:
         x = whole.spread
         if y.dim() == x.dim() and all(dim is None or y.shape[dim] == x.shape[dim] for dim in x.layout.dims):
-            cut = SpatialTensor(_part(y, x).clone(), x.layout)  # a copy, so that the whole is freed
+            cut = SpatialTensor(cut_out(y, x.layout).clone(), x.layout)  # a copy, so that the whole is freed
             return _known_as_copy(cut, y, wholes)
     return _known_as_copy(y, y, wholes)
 

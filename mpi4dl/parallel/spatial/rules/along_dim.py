@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mpi4dl.comm import exchange
-from mpi4dl.comm.exchange import narrow
-from mpi4dl.geometry import Interval, Split
+from mpi4dl.geometry import Split
+from mpi4dl.parallel.spatial.alignment import part
 from mpi4dl.parallel.spatial.grid import Layout
 from mpi4dl.parallel.spatial.halo import gather, gather_axes
 from mpi4dl.parallel.spatial.rules.pointwise import shift
@@ -134,15 +134,12 @@ def _cut_again(y: Tensor, x: SpatialTensor, dim: int) -> Tensor:
     """This rank's part of y, if it has all the pixels of x along a dim that is cut there and not here."""
     if y.shape != x.shape:
         return y
-    local, layout = (y.local, y.layout) if isinstance(y, SpatialTensor) else (y, Layout.of_copies(x.layout.grid))
+    layout = y.layout if isinstance(y, SpatialTensor) else Layout.of_copies(x.layout.grid)
     axis = x.layout.axis(dim)
+    dims = tuple(dim if known == axis else other for known, other in enumerate(layout.dims))
     assert axis is not None
-    split = x.layout.tiling.splits[axis]
-    dims = list(layout.dims)
-    dims[axis] = dim
-    whole = layout.tiling.replace(axis, Split(split.cuts, (Interval(0, split.size),) * split.parts))
-    place = Layout(layout.grid, whole.replace(axis, split), tuple(dims))
-    return wrap(narrow(local, place.dims, whole.held(layout.grid.rank), place.held), place)
+    place = Layout(layout.grid, layout.tiling.replace(axis, x.layout.tiling.splits[axis]), dims)
+    return wrap(part(y, place), place)
 
 
 for function in named(*"topk kthvalue sort argsort msort median nanmedian mode".split()):

@@ -245,7 +245,7 @@ class _Normalize(torch.autograd.Function):
             strips.append(told.add(norm, sums_around(norm.own(x), norm.constants), norm.exchange, x))
         outputs, saved = [], []
         for norm, x, weight, bias, around, theirs in zip(
-            norms, xs, weights, biases, strips, told.gather(_gathered), strict=True
+            norms, xs, weights, biases, strips, told.gather(lambda comm, mine: comm.all_gather(mine)), strict=True
         ):
             assert x is not None
             moments = merged(theirs, norm.shares(theirs.device), norm.count, norm.eps, weight)
@@ -329,10 +329,6 @@ class _Round:
         if pending is not None:
             pending.wait()
         return found
-
-
-def _gathered(comm: Communicator, mine: Tensor) -> Tensor:
-    return comm.all_gather(mine)
 
 
 def _reduced(comm: Communicator, mine: Tensor) -> Tensor:
