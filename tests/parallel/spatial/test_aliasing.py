@@ -101,7 +101,6 @@ FLAT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_in_place_operators_change_what_they_change_in_plain_pytorch(
     comm: Communicator, arrangement: Arrangement
 ) -> None:
-    """The names of those that leave something else than plain PyTorch."""
     image = torch.randn(2, 4, 8, 9)
     wrong = []
     wide = arrangement.style == "wide"

@@ -84,7 +84,6 @@ FUNCTIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(4)
 def test_operators_have_the_dtypes_of_plain_pytorch(comm: Communicator, dtype: torch.dtype) -> None:
-    """What differs from plain PyTorch, by operator."""
     image = torch.rand(2, 4, 6, 8).to(dtype) + 0.25
     x = spatial.shard(image, spatial.Grid(comm, rows=2, cols=2))
     wrong = {}
@@ -155,13 +154,11 @@ def as_on_gpus() -> Iterator[None]:
 @pytest.mark.parametrize("name", OPERATORS)
 @on_ranks(2)
 def test_operators_work_in_the_dtype_of_the_device(comm: Communicator, name: str) -> None:
-    """The dtype of plain PyTorch's result, without and with the policy of GPUs, of ours, and how far they are apart."""
     function, x = OPERATORS[name], torch.randn(2, 4, 8, 6).bfloat16()
     with torch.autocast("cpu"):
         before = function(x).dtype
         with as_on_gpus():
             plain = function(x)
             ours = spatial.gather(function(spatial.shard(x, spatial.Grid(comm, rows=2))))
-    before, plain, ours, apart = before, plain.dtype, ours.dtype, float((plain.double() - ours.double()).abs().max())
-    assert (before, plain, ours) == (torch.bfloat16, torch.float32, torch.float32)
-    assert apart < 1e-5
+    assert (before, plain.dtype, ours.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert float((plain.double() - ours.double()).abs().max()) < 1e-5

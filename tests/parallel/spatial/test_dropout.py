@@ -73,7 +73,7 @@ CHANNELS = {
 def test_dropped_pixels_and_channels_are_those_of_plain_pytorch(
     comm: Communicator, arrangement: Arrangement, inplace: bool
 ) -> None:
-    """What is wrong with values or gradients where channels are dropped, on images, lines and volumes of one sample."""
+    """Values and gradients where channels are dropped, on images, lines and volumes of one sample."""
     wrong = []
     for name, function in CHANNELS.items():
         image = torch.randn(3, 16, 6, 5, dtype=torch.float64)

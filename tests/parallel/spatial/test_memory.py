@@ -89,7 +89,6 @@ def network() -> nn.Sequential:
 
 @on_ranks(2)
 def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(comm: Communicator) -> None:
-    """Bytes that a network saves on a tile, and that it saves in plain PyTorch on an image of a tile's size."""
     model, counts = network(), []
     for x in (
         spatial.from_tile(torch.randn(2, 4, 64, 128), spatial.Grid(comm, rows=2), (128, 128)),
@@ -107,7 +106,6 @@ def test_a_network_saves_no_more_than_plain_pytorch_for_as_many_pixels(comm: Com
 
 @on_ranks(2)
 def test_nothing_outlives_the_step_but_the_tile(comm: Communicator) -> None:
-    """Tensors of the tile's size that outlive a training step."""
     model = network()
     x = spatial.shard(torch.randn(2, 4, 78, 50), spatial.Grid(comm, rows=2))
     for _ in range(3):

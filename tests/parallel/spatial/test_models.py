@@ -354,7 +354,7 @@ IN_THEIR_SIZES = [
 @pytest.mark.parametrize("network", [*MEASURED, *IN_THEIR_SIZES])
 @on_ranks(4)
 def test_what_is_kept_for_backward_is_spread(comm: Communicator, network: str) -> None:
-    """The bytes that autograd saves on this rank of 2 x 2, and of plain PyTorch, without parameters."""
+    """Bytes that autograd saves, without parameters."""
     make, shape, _ = (NETWORKS | BUILDERS)[network]
     torch.set_default_dtype(torch.float32)
     model, image = make(), torch.randn(shape)

@@ -112,7 +112,6 @@ test_norms_equal_those_of_the_whole_image = table_test(__name__, chosen(ARRANGEM
 @pytest.mark.parametrize("arrangement", [Arrangement(2, 2), Arrangement(4, 1, style="uneven")], ids=str)
 @on_ranks(4)
 def test_a_mean_of_1000_keeps_its_digits_in_float32(comm: Communicator, arrangement: Arrangement) -> None:
-    """How far the mean, the standard deviation and the running variance are from those in float64."""
     image = torch.randn(2, 3, 64, 48) + 1000
     plain = nn.BatchNorm2d(3).double()
     reference = plain(image.double()).detach()

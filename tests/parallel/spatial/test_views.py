@@ -128,7 +128,7 @@ PITFALLS = {
 
 @on_ranks(2)
 def test_average_pooling_does_not_overflow(comm: Communicator) -> None:
-    """Whether means over windows of 1024 pixels of 100 are 100, whose sum float16 cannot hold."""
+    """Means over windows of 1024 pixels of 100, whose sum float16 cannot hold."""
     x = torch.full((1, 1, 64, 64), 100.0, dtype=torch.float16)
     y = spatial.gather(F.avg_pool2d(spatial.shard(x, spatial.Grid(comm, rows=2)), 32))
     assert torch.equal(y, F.avg_pool2d(x, 32))
