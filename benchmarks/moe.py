@@ -5,7 +5,6 @@
     tensor          ranks have the same tokens and a part of each expert; what they make is all-reduced
     whole experts   ranks have the same tokens and some experts each; what they make is all-reduced
     experts         ranks have their own tokens and some experts each; tokens travel there and back (all-to-all)
-    experts, P      the same in P pieces: one travels while the experts have another
 
 The same tokens, parameters and choices everywhere, forward and backward, on one thread a rank; all must make the same.
 Bytes are counted as they are sent, over all ranks, and compared with what d features of 4 bytes should take:
@@ -45,7 +44,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ff-dim", type=int, default=512, help="width of an expert")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
-    parser.add_argument("--pieces", default="1,2,4", help="in how many pieces tokens travel")
     parser.add_argument("--steps", type=int, default=3, help="passes of a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     parser.add_argument("--out", type=Path, default=Path("results/moe"), help="where to write .json and .png")
@@ -54,13 +52,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("tokens", "hidden", "ff_dim", "experts", "top_k", "steps", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
-    for name in ("ranks", "pieces"):
-        try:
-            fewest = min(numbers(getattr(options, name)))
-        except ValueError:
-            parser.error(f"--{name} {getattr(options, name)}: write them as 1,2,4")
-        if fewest < 1:
-            parser.error(f"--{name} {getattr(options, name)}: each is at least 1")
+    try:
+        fewest = min(numbers(options.ranks))
+    except ValueError:
+        parser.error(f"--ranks {options.ranks}: write them as 1,2,4")
+    if fewest < 1:
+        parser.error(f"--ranks {options.ranks}: each is at least 1")
     most = max(numbers(options.ranks))
     if options.experts < max(most, options.top_k) or options.tokens % most or options.ff_dim < most:
         parser.error(
@@ -75,17 +72,13 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     flags = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in FLAGS]
     found = [Contestant(EXPERTS, 1, ["-m", "benchmarks.moe", *flags, "--worker", EXPERTS])]
     for ranks in numbers(options.ranks):
-        for way in (TENSOR, WHOLE, *(with_pieces(n) for n in numbers(options.pieces))):
+        for way in (TENSOR, WHOLE, EXPERTS):
             if ranks > 1:
                 found.append(Contestant(way, ranks, ["-m", "benchmarks.moe", *flags, "--worker", way]))
     return found
 
 
 FLAGS = ("ranks", "tokens", "hidden", "ff-dim", "experts", "top-k", "steps")
-
-
-def with_pieces(number: int) -> str:
-    return EXPERTS if number == 1 else f"{EXPERTS}, {number}"
 
 
 class Traffic:
@@ -130,10 +123,9 @@ class Layer:
         self.options, self.comm = options, comm
         self.model = nn.Module()
         self.model.experts = Experts(options.experts, options.hidden, options.ff_dim)
-        of_tokens = way.startswith(EXPERTS)
+        of_tokens = way == EXPERTS
         number = {"experts": comm.size} if of_tokens else {"tensor": comm.size}
-        pieces = int(way.partition(", ")[2] or 1)
-        plan = Plan(((1,),), moe="tensor" if way == TENSOR else "expert", moe_pieces=pieces, **number)
+        plan = Plan(((1,),), moe="tensor" if way == TENSOR else "expert", **number)
         self.grid, self.own = plan.grid(comm), of_tokens
         if comm.size > 1:
             cut_parameters(self.model, cutting_of(self.model, STYLES, plan.degrees), self.grid)
@@ -168,12 +160,11 @@ class Layer:
     def formula(self, way: str) -> float:
         """The bytes that all ranks should send in a pass."""
         options, ranks = self.options, self.comm.size
-        if not way.startswith(EXPERTS):
+        if way != EXPERTS:
             return 2 * 2 * (ranks - 1) * options.tokens * options.hidden * ITEM_BYTES
         leave = self.rows_leaving()
-        pieces, k = int(way.partition(", ")[2] or 1), options.top_k
-        each = 4 * options.hidden + 2 * k + k
-        return leave * each * ITEM_BYTES + ranks * (ranks - 1) * pieces * COUNT_BYTES
+        each = 4 * options.hidden + 2 * options.top_k + options.top_k
+        return leave * each * ITEM_BYTES + ranks * (ranks - 1) * COUNT_BYTES
 
     def rows_leaving(self) -> int:
         """For each token the ranks that have experts of it, but for its own, added up."""
@@ -258,17 +249,14 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
     """Bytes of a token, with the formulas dashed, and milliseconds of a pass, against the number of ranks."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9.5, 3.8))
     names = list(dict.fromkeys(row["name"] for row in rows))
-    styles = ["-", "--", ":", "-."]
     for name in names:
         own = [row for row in rows if row["name"] == name and row["ranks"] > 1]
-        colour = COLOURS.get(name, COLOURS[EXPERTS])
+        colour = COLOURS[name]
         ranks = [row["ranks"] for row in own]
-        if name in COLOURS:
-            left.plot(ranks, [row["bytes"] / KIB for row in own], "o", color=colour, label=f"{name}, counted")
-            left.plot(ranks, [row["formula"] / KIB for row in own], "-", color=colour, lw=1)
-        line = styles[[n for n in names if n.startswith(EXPERTS)].index(name) % 4] if name.startswith(EXPERTS) else "-"
+        left.plot(ranks, [row["bytes"] / KIB for row in own], "o", color=colour, label=f"{name}, counted")
+        left.plot(ranks, [row["formula"] / KIB for row in own], "-", color=colour, lw=1)
         times, bars = [row["milliseconds"] for row in own], error_bars(own, "milliseconds")
-        right.errorbar(ranks, times, yerr=bars, fmt=f"o{line}", color=colour, capsize=3, label=name)
+        right.errorbar(ranks, times, yerr=bars, fmt="o-", color=colour, capsize=3, label=name)
     left.set_ylabel("KiB sent for each token, all ranks")
     right.set_ylabel("ms of a pass, forward and backward")
     for plot in (left, right):

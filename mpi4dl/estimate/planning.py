@@ -128,7 +128,7 @@ def searched(
     import torch
 
     from mpi4dl.estimate.dry_run import build_forecaster
-    from mpi4dl.estimate.search import SEARCHED, candidates, degrees_of, ranked, search
+    from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
     from mpi4dl.parallel.costs.cost_model import Profiler
     from mpi4dl.parallel.plan import Plan
 
@@ -139,7 +139,7 @@ def searched(
         found = build_forecaster(config, samples.num_classes, samples.channels, clockwork, torch.device(device))
         model, neighbours = found.cuttable.model, asked.ranks_per_node or num_ranks
         degrees = degrees_of(model, num_ranks, neighbours, found.styles, config.parallel.moe == "expert")
-        kept = {name: getattr(config.parallel, name) for name in Plan.options() if name not in SEARCHED}
+        kept = {name: getattr(config.parallel, name) for name in Plan.not_searched()}
         plans = candidates(num_ranks, len(found.cuttable), found.image, degrees, kept, config.training.accumulate)
         ranking = search(found, plans, float("inf") if most_bytes is None else most_bytes, tell)
     return ranked(ranking, num_ranks, most_bytes, flags, None if config.data.text is None else config.data.context)

@@ -25,9 +25,6 @@ MOST_MICROBATCHES = 16
 CHUNKS = 2
 TIMING_SECONDS = 40.0  # for all shapes of tiles together
 LEAST_SECONDS = 0.4  # for one of them
-SEARCHED = frozenset(  # all other fields of a plan stay as the user's flags have them
-    "stages tiles batch_ways data tensor experts zero microbatches schedule bidirectional chunks".split()
-)
 
 
 def candidates(

@@ -7,7 +7,7 @@ reads `run.toml`, whose tables are the sections below, and lets flags override i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mpi4dl._commands import typed
 from mpi4dl.options.declare import ConfigError, facts, instead, option, parse_options, same_as, shared_options, to_toml
@@ -319,7 +319,6 @@ class Parallel:
         "what the ranks of --tensor hold of experts: a part of each, or whole ones",
         choice("tensor", "expert"),
     )
-    moe_pieces: int = option(1, "in how many pieces a batch travels to experts: one while they have another", COUNT)
     zero: int = option(
         0,
         "ZeRO: ranks share the optimizer's state (1), the gradients, too (2), the parameters, too (3)",
@@ -800,6 +799,8 @@ class Run:
 @dataclass(frozen=True)
 class Config:
     """All options of a training run. Those of `FORMERLY` may be AUTO until `options.tasks.with_task` knows the task."""
+
+    removed: ClassVar[tuple[str, ...]] = ("moe_pieces",)  # options that old configurations have, and nothing reads
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

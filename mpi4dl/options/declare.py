@@ -165,7 +165,14 @@ def _parser(config_type: type, usage: str = "", description: str = "", section: 
         if item.section not in groups:
             groups[item.section] = parser.add_argument_group(item.section)
         item.add_to(groups[item.section], f"{item.help} (default: {item.default_shown})".replace("%", "%%"))
+    for name in _removed(config_type):
+        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
     return parser
+
+
+def _removed(config_type: type) -> tuple[str, ...]:
+    """Options that are no more: old files and command lines may have them, with any value, and nothing reads it."""
+    return getattr(config_type, "removed", ())
 
 
 def asked_topic(argv: Sequence[str]) -> str | None:
@@ -307,7 +314,7 @@ def _value_from_file(item: Option, raw: Any, file: str) -> Any:
         raise ConfigError(message) from None
 
 
-def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
+def _values_from_file(path: str, options: dict[str, Option], removed: Sequence[str] = ()) -> dict[str, Any]:
     try:
         tables = tomllib.loads(read_regular(Path(path)).decode())
     except OSError as error:
@@ -326,6 +333,8 @@ def _values_from_file(path: str, options: dict[str, Option]) -> dict[str, Any]:
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: [{section}] must be a section, but is {_shown(table)} ({_type_name(table)})")
         for name, raw in table.items():
+            if name in removed:
+                continue
             if name in allowed and allowed[name].section == section:
                 values[name] = _value_from_file(allowed[name], raw, path)
             elif name in allowed:
@@ -357,8 +366,8 @@ def parse_options(config_type: type[T], argv: Sequence[str], usage: str, descrip
     options = options_of(config_type)
     flags = _parse_flags(config_type, list(argv), options)
     file = flags.pop("config", None)
-    values = {} if file is None else _values_from_file(file, options)
-    values |= {name: _value_from_flag(options[name], text) for name, text in flags.items()}
+    values = {} if file is None else _values_from_file(file, options, _removed(config_type))
+    values |= {name: _value_from_flag(options[name], text) for name, text in flags.items() if name in options}
     values = _with_preset(config_type, options, values)
     return _made(config_type, options, values)
 
@@ -391,6 +400,7 @@ def from_keywords(config_type: type[T], values: Mapping[str, Any]) -> T:
     Raises ConfigError for what is unknown, or cannot be.
     """
     options = options_of(config_type)
+    values = {name: value for name, value in values.items() if name not in _removed(config_type)}
     unknown = next((name for name in values if name not in options), None)
     if unknown is not None:
         ours = in_our_words(unknown, str(values[unknown]), options, lambda item: f"`{item.name}`")

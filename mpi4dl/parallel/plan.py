@@ -8,8 +8,9 @@ Ranks of a stage are neighbours, so that halos stay within a node, and replicas 
 model (GEMS) lies over the ranks of each replica in the opposite order.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
 from math import prod
@@ -30,11 +31,17 @@ Part = Mapping[str, int]  # the number of a rank along the axes over which a par
 NO_PART: Part = MappingProxyType({})
 MOE = ("tensor", "expert")
 MOST_ALIKE = 4  # neighbouring stages on the same tiles that are named one by one
-IN_TITLE = frozenset(  # `Plan.describe` words these in a way of their own, and appends all other fields
-    ("tiles", "batch_ways", "data", "microbatches", "schedule", "bidirectional", "chunks", "tensor", "experts")
-)
 
 T = TypeVar("T")
+
+
+def _declared(default: Any, *, searched: bool = False, titled: bool = False, added: bool = False) -> Any:
+    """A field of a plan, which the command has an option for, of the same name and default.
+
+    `searched`: the search for a plan decides it, and leaves no value to the user. `titled`: `Plan.describe` has words
+    of its own for it; of others it appends the name and the value. `added`: older checkpoints do not tell it.
+    """
+    return field(default=default, metadata={"searched": searched, "titled": titled, "added": added})
 
 
 def _one_for_all(values: tuple[T, ...]) -> tuple[T, ...]:
@@ -60,25 +67,24 @@ class Plan:
     what the ranks that hold the same parameters share out, instead of each having all of it. Each place of a grid has
     `tensor` ranks, neighbours, which share the layers' parameters and features; with `sequence` also the tokens of what
     each of them would have whole between such layers. `data` x `experts` replicas share the batch, and `experts` of
-    them the experts of each layer, to which tokens travel in `moe_pieces`; ranks of `tensor` have parts of experts, or
-    whole ones (`moe` is "tensor" or "expert").
+    them the experts of each layer; ranks of `tensor` have parts of experts, or whole ones (`moe` is "tensor" or
+    "expert").
 
     Raises ValueError where these cannot be together.
     """
 
-    tiles: tuple[tuple[int, ...], ...] = ((1, 1),)
-    batch_ways: tuple[int, ...] = ()
-    data: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    bidirectional: int = 0
-    chunks: int = 1
-    zero: int = 0
-    tensor: int = 1
-    sequence: bool = False
-    experts: int = 1
-    moe: str = "tensor"
-    moe_pieces: int = 1
+    tiles: tuple[tuple[int, ...], ...] = _declared(((1, 1),), searched=True, titled=True)
+    batch_ways: tuple[int, ...] = _declared((), searched=True, titled=True)
+    data: int = _declared(1, searched=True, titled=True)
+    microbatches: int = _declared(1, searched=True, titled=True)
+    schedule: str = _declared("1f1b", searched=True, titled=True)
+    bidirectional: int = _declared(0, searched=True, titled=True)
+    chunks: int = _declared(1, searched=True, titled=True)
+    zero: int = _declared(0, searched=True)
+    tensor: int = _declared(1, searched=True, titled=True)
+    sequence: bool = _declared(False)
+    experts: int = _declared(1, searched=True, titled=True)
+    moe: str = _declared("tensor", added=True)
 
     @classmethod
     def of(
@@ -110,6 +116,11 @@ class Plan:
     def options(cls) -> tuple[str, ...]:
         """The names of all arguments of `of`. The command has an option of the same name for each."""
         return ("stages", *(each.name for each in fields(cls)))
+
+    @classmethod
+    def not_searched(cls) -> tuple[str, ...]:
+        """The names of the fields that a search leaves to the user."""
+        return tuple(each.name for each in fields(cls) if not each.metadata["searched"])
 
     def asked(self) -> dict[str, Any]:
         """The arguments with which `of` makes this plan: one grid, or one number of ways, where all stages agree."""
@@ -211,7 +222,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan with its microbatches and schedule, for a title."""
-        others = [each for each in fields(self) if each.name not in IN_TITLE]
+        others = [each for each in fields(self) if not each.metadata["titled"]]
         others.sort(key=lambda each: type(each.default) is not bool)
         given = [(each.name.replace("_", "-"), getattr(self, each.name), each.default) for each in others]
         rest = "".join(
@@ -223,8 +234,10 @@ class Plan:
         return f"{self}, microbatches({self.num_microbatches}), {self.schedule}{both}{rest}"
 
     def is_told_by(self, text: str) -> bool:
-        """Whether `describe` gives this text, or gave it in checkpoints that do not say what ranks have of experts."""
-        return text in (self.describe(), replace(self, moe=Plan.moe, moe_pieces=Plan.moe_pieces).describe())
+        """Whether `describe` gives this text, or did: older checkpoints lack fields, or have one that is no more."""
+        added: dict[str, Any] = {each.name: each.default for each in fields(self) if each.metadata["added"]}
+        known = re.sub(r", moe-pieces\(\d+\)", "", text)
+        return known in (self.describe(), replace(self, **added).describe())
 
     def wrong_world(self, num_ranks: int) -> str | None:
         """The error if mpirun started this number of ranks; None if it fits."""
@@ -363,7 +376,7 @@ class Plan:
     def arrangement(self, stage: int) -> Arrangement:
         """The axes that ranks of a stage share besides tensors."""
         ways = self.batch_ways[stage % len(self.tiles)]
-        return Arrangement(self.sequence, self.experts, ways, self.moe_pieces)
+        return Arrangement(self.sequence, self.experts, ways)
 
     def divide(self, num_samples: int, training: bool = True) -> tuple[Microbatch, ...]:
         """Cut a batch into microbatches, in the order in which a plain loop would take them.

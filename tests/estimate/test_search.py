@@ -122,7 +122,6 @@ OTHER = {
     "sequence": Plan(tensor=2, sequence=True),
     "experts": Plan(experts=2),
     "moe": Plan(tensor=2, experts=2, moe="expert"),
-    "moe_pieces": Plan(experts=2, moe_pieces=2),
 }
 
 
@@ -155,6 +154,7 @@ def test_the_words_of_a_plan_tell_it_from_others() -> None:
     assert [plan for plan in OTHER.values() if not plan.is_told_by(plan.describe())] == []
     older = OTHER["moe"].describe().replace(", moe(expert)", "")  # as checkpoints had it
     assert OTHER["moe"].is_told_by(older)
+    assert OTHER["moe"].is_told_by(f"{older}, moe-pieces(2)")
     assert not OTHER["sequence"].is_told_by(older)
 
 
@@ -167,9 +167,8 @@ def test_batches_that_are_accumulated_are_microbatches_of_the_plan(tmp_path: Pat
 
 
 def test_what_is_not_searched_stays_where_it_can_be() -> None:
-    kept = {"sequence": True, "moe": "tensor", "moe_pieces": 2}
+    kept = {"sequence": True, "moe": "tensor"}
     plans = set(candidates(4, 11, (8, 16), [Degrees(), Degrees(2, 2, True)], kept))
-    assert {plan.moe_pieces for plan in plans} == {2}
     assert {(plan.tensor, plan.sequence, plan.moe) for plan in plans} == {(1, False, "tensor"), (2, True, "expert")}
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi4dl.options.config import Config, ConfigError, parse, shared_options, to_toml
-from mpi4dl.options.declare import options_of
+from mpi4dl.options.declare import from_keywords, options_of
 from tests.brute_force import patient
 
 Write = Callable[[str], str]
@@ -267,3 +267,10 @@ def test_a_way_that_is_no_more_stands_for_the_one_that_took_its_place(write: Wri
     assert parse(["--config", write('[parallel]\nhalo = "auto"\n')]).parallel.halo == "layer"
     assert "auto" not in refusal("--halo", "wide")
     assert parse(["--allreduce", "measured"]).parallel.allreduce == "auto"
+
+
+def test_an_option_that_is_no_more_changes_nothing(write: Write) -> None:
+    for argv in (["--moe-pieces", "2"], ["--config", write("[parallel]\nmoe_pieces = 2\n")]):
+        assert parse(argv) == Config()
+    assert from_keywords(Config, {"moe_pieces": 2}) == Config()
+    assert "moe_pieces" not in to_toml(Config())

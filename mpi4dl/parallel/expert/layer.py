@@ -10,13 +10,12 @@ choice of one of its experts, with k = 1 and local numbers of experts, and multi
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mpi4dl.comm import Communicator, Pending
+from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import even_cuts
 from mpi4dl.parallel.spatial.alignment import align
@@ -34,10 +33,7 @@ from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
 #     rank 0   a = what rank 0 made of a + what rank 1 made of a
 #
 # The counts are those of the data: an all-to-all in which every rank knows the sizes beforehand. It is a linear map of
-# the rows, whose adjoint goes the other way. A batch in pieces overlaps: while the experts have one, others travel.
-#
-#     forward     go 0, go 1 | arrive 0, experts, leave 0 | arrive 1, experts, leave 1 | back 0, back 1
-#     backward    the same, from right to left: autograd runs first what was made last
+# the rows, whose adjoint goes the other way.
 #
 # Lepikhin et al. 2020, "GShard", https://arxiv.org/abs/2006.16668.
 
@@ -57,96 +53,57 @@ class Traffic(NamedTuple):
         return Traffic(self.receives, self.sends)
 
 
-class Journey:
-    """Rows on their way between all ranks of `comm`, and their gradients on the way back.
+class Travel(torch.autograd.Function):
+    """Rows (sum of sends, C) to those that come (sum of receives, C), with numbers beside them; gradients go back."""
 
-    `begin` and `end` are one linear map in two halves: between them this rank may compute.
-    """
-
-    def __init__(self, comm: Communicator, counts: Traffic, tag: int) -> None:
-        self.comm, self.counts, self.tag = comm, counts, tag
-        self._under_way: tuple[Pending, Tensor, Tensor] | None = None
-
-    def begin(self, rows: Tensor) -> Tensor:
-        """Send rows (sum of sends, C). Returns those that come (sum of receives, C), which are there after `end`."""
-        return _Begin.apply(rows, self)
-
-    def end(self, rows: Tensor) -> Tensor:
-        return _End.apply(rows, self)
-
-    def post(self, rows: Tensor, counts: Traffic) -> Tensor:
-        rows = rows.contiguous()
-        come = rows.new_empty(sum(counts.receives), *rows.shape[1:])
-        sends, receives = (
-            [Piece(peer, part) for peer, part in enumerate(whole.split(list(sizes)))]
-            for whole, sizes in ((rows, counts.sends), (come, counts.receives))
-        )
-        self._under_way = self.comm.iexchange(sends, receives, self.tag), rows, come
-        return come
-
-    def arrived(self) -> Tensor:
-        assert self._under_way is not None
-        pending, _, come = self._under_way
-        pending.wait()
-        self._under_way = None
-        return come
-
-
-class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.post(rows, journey.counts)
+    def forward(ctx: Any, rows: Tensor, comm: Communicator, counts: Traffic, *beside: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.counts = comm, counts
+        come = exchange_rows(comm, counts, rows, *beside)
+        ctx.mark_non_differentiable(*come[1:])
+        return come
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.arrived(), None
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        back = exchange_rows(ctx.comm, ctx.counts.adjoint, gradient)
+        return *back, *(None for _ in ctx.needs_input_grad[1:])
 
 
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.arrived()
-        return rows.view_as(rows)
+def exchange_rows(comm: Communicator, counts: Traffic, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Send the rows of tensors to all ranks, and receive theirs; all are under way at once. Collective."""
+    come = tuple(x.new_empty(sum(counts.receives), *x.shape[1:]) for x in tensors)
+    pending = []
+    for tag, (there, here) in enumerate(zip(tensors, come, strict=True)):
+        sends = [Piece(peer, part) for peer, part in enumerate(there.contiguous().split(list(counts.sends)))]
+        receives = [Piece(peer, part) for peer, part in enumerate(here.split(list(counts.receives)))]
+        pending.append(comm.iexchange(sends, receives, tag))
+    for each in pending:
+        each.wait()
+    return come
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.post(gradient, ctx.journey.counts.adjoint)
-        return gradient, None  # its value is not read: `_Begin` has the data
 
-
-def through(
-    x: Tensor, chosen: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, work: Work, pieces: int = 1
-) -> Tensor:
+def through(x: Tensor, chosen: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, work: Work) -> Tensor:
     """The results of the experts chosen for tokens x (M, C), computed by `work` on their ranks: their sums (M, C).
 
     `owners` (E + 1,) are the ranks of `comm` that have the experts, `NOBODY` for those that none of them has. On each,
-    `work` is given all k choices of a token, those of other ranks too. The tokens go in so many pieces. Collective.
+    `work` is given all k choices of a token, those of other ranks too. Collective.
     """
     if comm.size == 1 or x.is_meta:  # of tensors without values nobody knows where they go
         return work(x, chosen, weights)
-    bounds = even_cuts(len(x), pieces)
     goes = (owners[chosen][..., None] == torch.arange(comm.size, device=x.device)).any(1)  # (M, ranks)
-    parts = [goes[start:stop] for start, stop in pairwise(bounds)]
-    sends = torch.stack([part.sum(0) for part in parts], 1).cpu()  # (ranks, pieces)
-    receives = comm.all_to_all(sends)
-    both = torch.cat([x, weights.to(x.dtype)], 1)
-    trips = []
-    for number, (part, start) in enumerate(zip(parts, bounds, strict=False)):
-        counts = Traffic(tuple(sends[:, number].tolist()), tuple(receives[:, number].tolist()))
-        source = part.t().nonzero()[:, 1] + start  # by destination
-        trips.append(_Trip(comm, counts, 2 * number, source, both[source], chosen[source]))
-    backs = [trip.work(work, x.shape[1]) for trip in trips]
-    total = torch.zeros_like(x)
-    for trip, back in zip(trips, backs, strict=True):
-        total = total.index_add(0, trip.source, trip.back.end(back))
-    return total
+    sends = goes.sum(0).cpu()[:, None]
+    counts = Traffic(*(tuple(rows[:, 0].tolist()) for rows in (sends, comm.all_to_all(sends))))
+    source = goes.t().nonzero()[:, 1]  # by destination
+    both = torch.cat([x, weights.to(x.dtype)], 1)[source]
+    come, numbers = Travel.apply(both, comm, counts, chosen[source].to(torch.int32))
+    rows, shares = come.split([x.shape[1], chosen.shape[1]], 1)
+    made = work(rows, numbers.long(), shares)
+    (back,) = Travel.apply(made, comm, counts.adjoint)
+    return torch.zeros_like(x).index_add(0, source, back)
 
 
-def foresee(x: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, pieces: int) -> None:
+def foresee(x: Tensor, weights: Tensor, owners: Tensor, comm: Communicator) -> None:
     """Exchange with the ranks of `comm`, which only counts, what `through` would if all choices were as likely.
 
     A token's k of E experts differ, so that a rank with e of them is met by 1 - C(E - e, k) / C(E, k) of tokens.
@@ -158,31 +115,10 @@ def foresee(x: Tensor, weights: Tensor, owners: Tensor, comm: Communicator, piec
         if rank != comm.rank
     }
     both = torch.cat([x, weights.to(x.dtype)], 1).detach()
-    comm.iexchange([Piece(rank, both.new_zeros(pieces, dtype=torch.int64)) for rank in none], [], 0)
-    for start, stop in pairwise(even_cuts(len(x), pieces)):
-        there = {rank: both[start : start + round((stop - start) * (1 - share))] for rank, share in none.items()}
-        for change in (lambda rows: rows[:, :k].to(torch.int32), lambda rows: rows, lambda rows: rows[:, :-k]):
-            comm.iexchange([Piece(rank, change(rows)) for rank, rows in there.items()], [], 0)
-
-
-class _Trip:
-    """One piece of the batch on its way: rows with their weights, and beside them the numbers of their experts."""
-
-    def __init__(
-        self, comm: Communicator, counts: Traffic, tag: int, source: Tensor, rows: Tensor, chosen: Tensor
-    ) -> None:
-        self.source = source
-        self.there, self.back = Journey(comm, counts, tag), Journey(comm, counts.adjoint, tag + 1)
-        self.numbers = Journey(comm, counts, tag)
-        self.chosen = self.numbers.post(chosen.to(torch.int32), counts)
-        self.rows = self.there.begin(rows)
-
-    def work(self, work: Work, features: int) -> Tensor:
-        """Wait for the tokens, run the experts on them, and send the results back."""
-        chosen = self.numbers.arrived().long()
-        x, weights = self.there.end(self.rows).split([features, chosen.shape[1]], 1)
-        del self.rows
-        return self.back.begin(work(x, chosen, weights))
+    comm.iexchange([Piece(rank, both.new_zeros(1, dtype=torch.int64)) for rank in none], [], 0)
+    there = {rank: both[: round(len(x) * (1 - share))] for rank, share in none.items()}
+    for change in (lambda rows: rows[:, :k].to(torch.int32), lambda rows: rows, lambda rows: rows[:, :-k]):
+        comm.iexchange([Piece(rank, change(rows)) for rank, rows in there.items()], [], 0)
 
 
 def by_nodes(
@@ -226,13 +162,13 @@ class Residence:
         self.numbers = torch.full((num_experts + 1,), len(self.own))  # as this rank's part of the layer knows them
         self.numbers[self.own.start : self.own.stop] = torch.arange(len(self.own))
 
-    def work(self, run: Work, parameters: Sequence[Tensor], pieces: int) -> Work:
+    def work(self, run: Work, parameters: Sequence[Tensor]) -> Work:
         """`run` on the ranks that have the experts, whose `parameters` it has, as seen by the rank with the tokens."""
 
         def here(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             if x.is_meta or not self.real:
                 if not self.real:
-                    foresee(x, weights, self.owners, self.comm, pieces)
+                    foresee(x, weights, self.owners, self.comm)
                 slots = torch.arange(chosen.numel(), device=x.device)  # of others comes nothing: as many as go to them
                 return run(x, (slots % len(self.own)).view(chosen.shape), weights)
             own = self.numbers.to(x.device)[chosen]
@@ -245,7 +181,7 @@ class Residence:
 
         found: Work = here
         for owners, comm in reversed(self.paths):
-            found = _on(owners, comm, found, pieces if owners is self.paths[0][0] else 1)
+            found = _on(owners, comm, found)
         return found
 
 
@@ -267,8 +203,8 @@ class _Nothing(torch.autograd.Function):
         return tuple(torch.zeros_like(value) if needed else None for value, needed in pairs)
 
 
-def _on(owners: Tensor, comm: Communicator, work: Work, pieces: int) -> Work:
-    return lambda x, chosen, weights: through(x, chosen, weights, owners.to(x.device), comm, work, pieces)
+def _on(owners: Tensor, comm: Communicator, work: Work) -> Work:
+    return lambda x, chosen, weights: through(x, chosen, weights, owners.to(x.device), comm, work)
 
 
 def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Grid) -> None:
@@ -283,7 +219,7 @@ def lay_over(module: nn.Module, num_experts: int, axes: Sequence[str], grid: Gri
             return made
 
         own = tuple(self.parameters())
-        return _on_grid(residence.work(run, own, grid.arrangement.pieces), x, chosen, weights, grid)
+        return _on_grid(residence.work(run, own), x, chosen, weights, grid)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     module.num_experts = len(residence.own)  # type: ignore[assignment]

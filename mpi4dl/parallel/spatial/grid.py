@@ -37,13 +37,12 @@ class Arrangement(NamedTuple):
     """The axes that ranks of a grid share besides tensors of images.
 
     `shares_tokens`: sums over the axis of features leave each rank some of the tokens (`sums`). Of ranks along the
-    batch, where each replica has so many `ways`, `experts` share experts; tokens travel to them in `pieces`.
+    batch, where each replica has so many `ways`, `experts` share experts.
     """
 
     shares_tokens: bool = False
     experts: int = 1
     ways: int = 1
-    pieces: int = 1
 
 
 class Grid:

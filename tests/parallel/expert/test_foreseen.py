@@ -22,7 +22,7 @@ from tests.pool.ranks import Ranks
 
 SAMPLES, LENGTH = 16, 16
 EXPERTS = Plan(((1,),), experts=2)
-PLANS = [EXPERTS, replace(EXPERTS, experts=4, moe_pieces=2), replace(EXPERTS, tensor=2, moe="expert")]
+PLANS = [EXPERTS, replace(EXPERTS, experts=4), replace(EXPERTS, tensor=2, moe="expert")]
 
 
 def choose_evenly(module: nn.Module, inputs: Any, routing: Routing) -> Routing:

@@ -27,7 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
 ONE, TWO = Plan(((1,),)), Plan(((1,), (1,)), microbatches=2)
 PLANS = {
     "experts 2": replace(ONE, experts=2),
-    "experts 2, pieces": replace(ONE, experts=2, moe_pieces=3),
     "experts 4": replace(ONE, experts=4),
     "experts 2, data 2": replace(ONE, experts=2, data=2),
     "experts 2, tensor 2": replace(ONE, experts=2, tensor=2),

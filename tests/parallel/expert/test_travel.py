@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.packing import Piece
 from mpi4dl.models.experts import Experts
-from mpi4dl.parallel.expert.layer import NOBODY, Journey, Residence, Traffic, lay_over, through
+from mpi4dl.parallel.expert.layer import NOBODY, Residence, Traffic, Travel, lay_over, through
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
 from tests.pool.ranks import Ranks
 from tests.short_runs import EXACT
@@ -46,9 +46,9 @@ def counted(comm: Communicator) -> list[int]:
     return sent
 
 
-def compare(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> None:
+def compare(comm: Communicator, nodes: list[list[int]] | None) -> None:
     grid = Grid(comm, tokens=1, batch=comm.size)
-    grid.arrangement = Arrangement(experts=comm.size, pieces=pieces)
+    grid.arrangement = Arrangement(experts=comm.size)
     if nodes is not None:
         Communicator.nodes = lambda self: nodes  # type: ignore[method-assign]
     residence = Residence(EXPERTS, ("experts",), grid)
@@ -64,7 +64,7 @@ def compare(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> N
     for (name, _), part in zip(list(own.named_parameters()), parts, strict=True):
         own._parameters[name] = part
     own.num_experts = len(residence.own)
-    made = residence.work(own, parts, pieces)(x, chosen, weights)
+    made = residence.work(own, parts)(x, chosen, weights)
     assert torch.allclose(made, whole, rtol=0, atol=EXACT)
     found = torch.autograd.grad(made.square().sum(), (x, weights, *parts))
     for one, other in zip(found, expected, strict=False):
@@ -78,15 +78,15 @@ def compare(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> N
     assert torch.allclose(found[2], mine, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize(("pieces", "nodes"), [(1, None), (3, None), (2, [[0, 1], [2, 3]]), (1, [[0, 2], [1, 3]])])
-def test_what_comes_back_is_what_one_process_makes(ranks: Ranks, pieces: int, nodes: list[list[int]] | None) -> None:
-    ranks(4).run(compare_and_restore, pieces, nodes)
+@pytest.mark.parametrize("nodes", [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_what_comes_back_is_what_one_process_makes(ranks: Ranks, nodes: list[list[int]] | None) -> None:
+    ranks(4).run(compare_and_restore, nodes)
 
 
-def compare_and_restore(comm: Communicator, pieces: int, nodes: list[list[int]] | None) -> None:
+def compare_and_restore(comm: Communicator, nodes: list[list[int]] | None) -> None:
     original = Communicator.nodes
     try:
-        compare(comm, pieces, nodes)
+        compare(comm, nodes)
     finally:
         Communicator.nodes = original  # type: ignore[method-assign]
 
@@ -97,8 +97,7 @@ def is_linear(comm: Communicator) -> None:
     sends = torch.randint(0, 4, (comm.size, 1), generator=generator)
     traffic = Traffic(tuple(sends[:, 0].tolist()), tuple(comm.all_to_all(sends)[:, 0].tolist()))
     x = torch.randn(sum(traffic.sends), 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    journey = Journey(comm, traffic, 0)
-    moved = journey.end(journey.begin(x))
+    (moved,) = Travel.apply(x, comm, traffic)
     y = torch.randn(moved.shape, dtype=torch.float64, generator=generator)
     there = (moved * y).sum()
     (back,) = torch.autograd.grad(there, x)

@@ -103,7 +103,7 @@ PLANS = {
 }
 OF_EXPERTS = {
     "experts 2": replace(ONE, experts=2),
-    "experts 4, pieces": replace(ONE, experts=4, moe_pieces=2),
+    "experts 4": replace(ONE, experts=4),
     "experts 2, tensor 2": replace(ONE, experts=2, tensor=2),
     "experts 2, whole ones on tensor 2": replace(ONE, experts=2, tensor=2, moe="expert"),
     "experts 2, two stages": replace(TWO, experts=2),
