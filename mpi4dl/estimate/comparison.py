@@ -6,14 +6,13 @@ measured     seconds for which a rank's thread was on a core in its steps, but f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 from mpi4dl.comm.node import Node
 from mpi4dl.parallel.costs.cost_model import StageCosts
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.tables.simulator import Costs, Simulation, simulate
+from mpi4dl.parallel.tables.simulator import Simulation, simulate
 
 FAR_OFF = 0.15  # of what was measured
 
@@ -26,10 +25,7 @@ def shares(seconds: Sequence[float]) -> tuple[float, ...]:
 
 def foreseen(plan: Plan, prices: StageCosts, counts: Sequence[int]) -> Simulation:
     """A step of a replica by the prices of its stages, which have so many atoms; what it keeps is not counted."""
-    ends = zip(prices.columns[:-1], accumulate(counts), strict=False)
-    messages = tuple(prices.link.seconds(1, column[stop - 1].handed_bytes) for column, stop in ends)
-    costs = Costs(*prices.of_stages(counts), messages, (0,) * plan.num_stages)
-    return simulate(plan.table(), plan.placement, costs)
+    return simulate(plan.table(), plan.placement, prices.step(plan, counts))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from mpi4dl._wording import counted, mebibytes
 from mpi4dl.comm import Refusal
 from mpi4dl.engine import Engine
 from mpi4dl.engine.batch import AUTOCAST
-from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS, Allocator
-from mpi4dl.estimate.passes import passes_of, passes_of_patches
-from mpi4dl.estimate.plan_estimate import Estimator
-from mpi4dl.estimate.summary import PlanSummary, overview, samples_in_words, samples_of
-from mpi4dl.models.patches import PatchModel, patches_in
+from mpi4dl.estimate.memory import HEAP_KEPT, HEAP_RETURNED, OF_TENSORS
+from mpi4dl.estimate.passes import Passes, passes_of_needs, passes_of_patches
+from mpi4dl.estimate.plan_estimate import Estimator, atoms_of
+from mpi4dl.estimate.summary import PlanSummary, overview, samples_of, title_of
+from mpi4dl.models.patches import patches_in
 from mpi4dl.options.build import engine_options
 from mpi4dl.options.config import Config, ConfigError
 from mpi4dl.options.declare import with_values
@@ -30,10 +30,10 @@ from mpi4dl.options.models import bag_options, build_model, tensor_styles
 from mpi4dl.options.optimizers import build_optimizer
 from mpi4dl.options.tasks import with_defaults
 from mpi4dl.parallel import spatial
-from mpi4dl.parallel.costs.cost_model import Profiler, compute_seconds
-from mpi4dl.parallel.costs.timing import clock_on, planned_cuts
+from mpi4dl.parallel.costs.cost_model import Profiler, flop_seconds
+from mpi4dl.parallel.costs.timing import planned_cuts
 from mpi4dl.parallel.inputs import batch_shape, of_tokens
-from mpi4dl.parallel.pipeline.local_stages import ChooseStream
+from mpi4dl.parallel.pipeline.local_stages import ChooseStream, LocalStages
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.streaming.leading_part import StreamOptions
@@ -44,12 +44,8 @@ from mpi4dl.tasks.task import TASKS, Classify, Task
 
 def title(config: Config, engine: Engine) -> str:
     """The title of a training, in one line."""
-    shown = samples_in_words(batch_of(config, 0 if config.data.text is not None else 1))
-    return (
-        f"{config.model_name}, {engine.stages.num_parameters:,} parameters, on {counted(engine.comm.size, 'rank')}: "
-        f"{engine.plan.describe()}, {shown}, batches of {config.samples_per_step}, "
-        f"{engine.device.type}"
-    )
+    batch = batch_of(config, 0 if config.data.text is not None else 1)
+    return f"{title_of(config.model_name, engine.stages.num_parameters, engine.plan, batch)}, {engine.device.type}"
 
 
 def goal(config: Config, engine: Engine, task: Task, num_steps: int) -> str:
@@ -95,6 +91,18 @@ def without_effect(config: Config, engine: Engine) -> list[str]:
     return found
 
 
+def passes_of(config: Config, held: LocalStages, num_classes: int, channels: int) -> Passes | None:
+    """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds."""
+    if config.parallel.stream_norm != "exact" or not config.visits:
+        return None
+    if config.model.patches is not None:
+        return passes_of_patches(config, held.plan, num_classes, channels)
+    if not isinstance(held.stream, StreamOptions):
+        return None
+    estimator = estimator_of(config, held.plan, num_classes, channels, held.device)
+    return passes_of_needs(estimator.streaming(held.plan, held.counts, held.stream), held.plan)
+
+
 FORMS: Mapping[str, type[Task]] = {**TASKS, "auto": Classify}
 
 
@@ -103,46 +111,55 @@ def look_ahead(config: Config, plan: Plan, num_classes: int, channels: int, **op
 
     With patches it looks at one visit, as an image of these patches of each rank, and multiplies it by their number.
     """
-    chosen = engine_options(config)
-    shown, bags = config, bag_options(config, plan)
+    shown, bags = one_visit(config, plan), bag_options(config, plan)
     if bags is not None:
-        rows, cols = plan.shape(0).space
-        patch = config.model.patches or 1
-        size, samples = (rows * patch, cols * patch * bags.at_once), plan.shape(0).batch * plan.num_microbatches
-        visit = replace(config.data, image_size=size, batch_size=samples)
-        training = replace(config.training, accumulate=1)
-        shown = replace(config, data=visit, training=training, model=replace(config.model, min_tissue=0.0))
         options["stream"] = None
     found = overview(
         config.model_name,
         lambda: build_model(shown, num_classes, channels),
         plan,
         batch_of(shown, channels),
-        optimizer=partial(build_optimizer, config),
         accept=Task.require_form if config.data.text is not None else FORMS[config.data.task].require_form,
-        allocator=allocator_of(config, str(options.get("device", "cpu"))),
-        low_precision=AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
-        averaged=config.tuning.ema is not None,
-        styles=tensor_styles(config),
         recompute=config.training.recompute,
+        **_trained(config, str(options.get("device", "cpu"))),
         **options,
     )
     if bags is None:
         return found
-    whole, model = batch_of(config, channels), outline(lambda: build_model(config, num_classes, channels)).train()
-    assert isinstance(model, PatchModel)
-    passes = passes_of_patches(config, plan, model, bags, channels)
-    patches = whole[0] * patches_in(config.data.image_size, model.patch)
-    share = samples * patches_in(size, model.patch) / patches
+    passes = passes_of_patches(config, plan, num_classes, channels)
+    of_visit, of_all = (
+        each.samples_per_step * patches_in(each.data.image_size, config.model.patches or 1) for each in (shown, config)
+    )
     remark = f"{bags.remark}; {counted(passes.visits, 'visit')} of each rank in every pass over them"
-    return found.of_patches(whole, passes, share, remark)
+    return found.of_patches(batch_of(config, channels), passes, of_visit / of_all, remark)
 
 
-def allocator_of(config: Config, device: str) -> Allocator:
-    """The allocator there, by the flags."""
-    if device.startswith("cuda"):
-        return OF_TENSORS
-    return HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
+def one_visit(config: Config, plan: Plan) -> Config:
+    """The configuration of one visit of each rank to patches, as an image of that many; others stay as they are."""
+    bags, patch = bag_options(config, plan), config.model.patches
+    if bags is None or patch is None:
+        return config
+    rows, cols = plan.shape(0).space
+    size, samples = (rows * patch, cols * patch * bags.at_once), plan.shape(0).batch * plan.num_microbatches
+    return replace(
+        config,
+        data=replace(config.data, image_size=size, batch_size=samples),
+        training=replace(config.training, accumulate=1),
+        model=replace(config.model, min_tissue=0.0),
+    )
+
+
+def _trained(config: Config, device: str) -> dict[str, Any]:
+    """The fields of an `Estimator` about parameters, and about the memory there."""
+    chosen = engine_options(config)
+    heap = HEAP_KEPT if config.parallel.keep_freed_memory else HEAP_RETURNED
+    return {
+        "optimizer": partial(build_optimizer, config),
+        "allocator": OF_TENSORS if device.startswith("cuda") else heap,
+        "low_precision": AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
+        "averaged": config.tuning.ema is not None,
+        "styles": tensor_styles(config),
+    }
 
 
 def require_rules(config: Config, plan: Plan, num_classes: int, channels: int) -> None:
@@ -194,19 +211,17 @@ def build_forecaster(
     """An estimator of plans of this configuration. Raises ValueError where they are not of whole images."""
     if config.model.patches is not None:
         raise ConfigError(f"plans are searched for models that see whole images, not `patches` {config.model.patches}")
-    chosen = engine_options(config)
-    return Estimator(
-        lambda: build_model(config, num_classes, channels),
-        batch_of(config, channels),
-        clockwork,
-        device,
-        partial(build_optimizer, config),
-        allocator_of(config, device.type),
-        AUTOCAST[chosen["precision"]] if chosen["low_precision_weights"] else None,
-        config.tuning.ema is not None,
-        Wanted(config.parallel.stream_until, config.parallel.stream_norm, config.parallel.stream_segments),
-        tensor_styles(config),
-    )
+    return replace(estimator_of(config, None, num_classes, channels, device), clockwork=clockwork)
+
+
+def estimator_of(config: Config, plan: Plan | None, num_classes: int, channels: int, device: torch.device) -> Estimator:
+    """An estimator of plans of this configuration, or of one: then a model of one stage need not be traceable."""
+    batch, chosen = batch_of(config, channels), config.parallel
+    model = outline(lambda: build_model(config, num_classes, channels)).train()
+    cut = plan is None or plan.num_stages > 1 or chosen.stream is not None
+    wanted = Wanted(chosen.stream_until, chosen.stream_norm, chosen.stream_segments)
+    how = _trained(config, device.type)
+    return Estimator(atoms_of(model, batch, cut), batch, Profiler.of_user(), device, wanted=wanted, **how)
 
 
 # How the images of a run are streamed, as the flags say, or as the limit of memory does.
@@ -298,8 +313,7 @@ def _looked_at(
         with forked([engine.device]):  # other ranks draw nothing meanwhile
             passes = passes_of(config, engine.stages, num_classes, channels)
             if passes is not None and passes.each_step >= SLOW_PASSES:
-                seconds = compute_seconds(engine.device, torch.float32, clock_on(engine.device))[0] / 3
-                remarks.append(passes.words(seconds))
+                remarks.append(passes.words(flop_seconds(engine.device)))
             if large:
                 need = MemoryNeed(config, engine, num_classes, channels, places)
                 problem = need.problem()
@@ -329,28 +343,38 @@ class MemoryNeed:
     ) -> None:
         self.config, self.plan, self.device = config, engine.plan, engine.device
         self.num_classes, self.channels = num_classes, channels
-        self.counts = engine.stages.counts
         self.ranks: dict[NodeMemory, list[int]] = {}
         for rank, place in enumerate(places):
             self.ranks.setdefault(place, []).append(rank)
+        shown = one_visit(config, self.plan)
+        self.estimator = estimator_of(shown, self.plan, num_classes, channels, self.device)
+        self.counts = engine.stages.counts if self.plan.num_stages > 1 else (len(self.estimator.cuttable),)
         self.stream = engine.stages.stream if config.model.patches is None else None
-        self.found = self.overview()
-        needs = self.found.bytes_of_ranks(config.parallel.offload == "disk")
+        needs = self.of_ranks(batch_of(shown, channels), config.training.recompute, self.stream)
         self.place = max(self.ranks, key=lambda place: self.on_place(place, needs) / place.num_bytes)
         self.most = max(needs)
         self.needed = self.on_place(self.place, needs)
 
-    def overview(self, config: Config | None = None, stream: object = None) -> PlanSummary:
-        """That of another configuration, with the cut of this one."""
-        config = config or self.config
-        balance = self.counts if self.plan.num_stages > 1 else "flops"
-        chosen = self.stream if stream is None else stream
-        shared = {"balance": balance, "clockwork": Profiler.of_user(), "stream": chosen}
-        return look_ahead(config, self.plan, self.num_classes, self.channels, **shared, device=self.device)
+    def of_ranks(
+        self, batch: tuple[int, ...], recompute: bool, stream: StreamOptions | ChooseStream | None
+    ) -> list[int]:
+        """The memory of each rank of a replica for batches of this shape, with the cut of this run."""
+        estimator = replace(self.estimator, image=batch)
+        needs = None if stream is None else estimator.streaming(self.plan, self.counts, stream)
+        memory = estimator.memory(self.plan, self.counts, recompute, needs, exact=True)
+        return memory.of_ranks(self.plan.zero, self.config.parallel.offload == "disk")
 
     def on_place(self, place: NodeMemory, needs: Sequence[int]) -> int:
         """The memory of all ranks there together; `needs` are those of the ranks of one replica."""
         return sum(needs[rank % len(needs)] for rank in self.ranks[place])
+
+    def fits(self, size: int, recompute: bool, stream: StreamOptions | ChooseStream | None = None) -> bool:
+        """Whether batches of this size do."""
+        shown = replace(self.config, data=replace(self.config.data, batch_size=size))
+        batch = batch_of(one_visit(shown, self.plan), self.channels)
+        with suppress(ValueError, RuntimeError):
+            return self.on_place(self.place, self.of_ranks(batch, recompute, stream)) <= self.place.num_bytes
+        return False
 
     @property
     def impossible(self) -> bool:
@@ -376,39 +400,23 @@ class MemoryNeed:
 
     def remedies(self) -> Iterator[str]:
         """Remedies that fit, in words; each was counted."""
-        config, training = self.config, self.config.training
-        again = replace(config, training=replace(training, recompute=True))
-        tries = [(config, "")]
-        if not training.recompute and config.model.patches is None:
-            tries.append((again, "`recompute`"))
-        for other, word in tries:
-            for size in smaller(config.data.batch_size, self.least_batch):
-                if (other, size) == (config, config.data.batch_size):
-                    continue
-                resized = replace(other, data=replace(config.data, batch_size=size))
-                with suppress(ValueError, RuntimeError):
-                    if self.fits(self.overview(resized)):
-                        batch = f"`batch_size` {size}" if size != config.data.batch_size else ""
-                        yield " with ".join(filter(None, (batch, word)))
-                        break
-        plan = self.plan
+        config, plan, own = self.config, self.plan, self.config.data.batch_size
+        tries = [(config.training.recompute, "")]
+        if not config.training.recompute and config.model.patches is None:
+            tries.append((True, "`recompute`"))
+        for recompute, word in tries:
+            for size in smaller(own, self.least_batch):
+                if (word, size) != ("", own) and self.fits(size, recompute, self.stream):
+                    yield " with ".join(filter(None, (f"`batch_size` {size}" * (size != own), word)))
+                    break
         streams = plan.schedule == "1f1b" and not plan.bidirectional and not plan.cuts_parameters
         if streams and config.data.text is None and not config.visits:
-            yield from self.streamed()
-
-    def streamed(self) -> Iterator[str]:
-        """How the images can be streamed."""
-        limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
-        parallel = replace(self.config.parallel, stream="auto", memory_limit=limit)
-        chosen = replace(self.config, parallel=parallel)
-        with suppress(ValueError, RuntimeError):
-            stream = stream_of(chosen, self.plan, self.num_classes, self.channels, self.device)
-            if self.fits(self.overview(chosen, stream)):
-                yield f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB"
-
-    def fits(self, other: PlanSummary) -> bool:
-        needs = other.bytes_of_ranks(self.config.parallel.offload == "disk")
-        return self.on_place(self.place, needs) <= self.place.num_bytes
+            limit = int(0.9 * self.place.num_bytes / len(self.ranks[self.place]))
+            chosen = replace(config, parallel=replace(config.parallel, stream="auto", memory_limit=limit))
+            with suppress(ValueError):
+                by_limit = stream_of(chosen, plan, self.num_classes, self.channels, self.device)
+                if self.fits(own, config.training.recompute, by_limit):
+                    yield f"`stream` auto with `memory_limit` {max(1, limit >> 20)}MiB"
 
     @property
     def least_batch(self) -> int:
@@ -436,9 +444,9 @@ def memory_of_command(config: Config, plan: Plan, num_classes: int = 2, channels
     if config.data.task == "auto":
         config = with_values(config, {"task": "regress" if config.data.text is None else "language"})
     config = with_defaults(config)
-    options: Mapping[str, object] = {"balance": "flops", "clockwork": Profiler.of_user()}
     device = torch.device("cpu")
     stream = stream_of(config, plan, num_classes, channels, device)
-    found = look_ahead(config, plan, num_classes, channels, **options, stream=stream, device=device)
-    needs = found.bytes_of_ranks(config.parallel.offload == "disk")
-    return sum(needs) * plan.replicas
+    found = look_ahead(
+        config, plan, num_classes, channels, balance="flops", clockwork=Profiler.of_user(), stream=stream, device=device
+    )
+    return sum(found.rank_memory.of_ranks(plan.zero, config.parallel.offload == "disk")) * plan.replicas

@@ -9,7 +9,9 @@ that are cut by features p is what a rank has of them, and N are the ranks that 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,11 @@ from torch import nn
 from mpi4dl.comm.transport import LOW_PRECISION
 from mpi4dl.engine.batch import lower_precision
 from mpi4dl.options.optimizers import state_bytes
-from mpi4dl.parallel.costs.memory import StageBytes
+from mpi4dl.parallel.costs.atoms import StageBytes
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan
 from mpi4dl.parallel.replicas.buckets import BUCKET_BYTES
 from mpi4dl.parallel.replicas.gathering import KEPT
+from mpi4dl.parallel.tables.simulator import peak_kept
 from mpi4dl.parallel.tensor.cutting import largest_part
 from mpi4dl.parallel.tensor.styles import Cutting, Degrees
 
@@ -98,11 +101,12 @@ def count_state(
 ) -> StageState:
     """Count what training a stage of these modules on the meta device would keep; what they share counts once.
 
-    Their weights become those of `low_precision`. Of parameters that `cutting` names each rank has one of many parts.
-    `averaged`: there is an average of them too.
+    Their weights are of the type `low_precision`, if there is one. Of parameters that `cutting` names each rank has one
+    of many parts. `averaged`: there is an average of them too.
     """
     modules, cutting, degrees = tuple(modules), cutting or Cutting(), degrees or Degrees()
     if low_precision is not None:
+        modules = deepcopy(modules)
         for module in modules:
             lower_precision(module, low_precision)
     everything = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
@@ -152,16 +156,42 @@ def share(plan: Plan, rank: int, stages: Sequence[StageState], activations: int)
     return Share(parameters, gradients, optimizer, activations, gathered + summed, together)
 
 
-def activations_of(plan: Plan, kept: Sequence[float], stages: Sequence[StageBytes]) -> list[int]:
-    """The most bytes that each rank has of activations, of which it keeps so many, and of what it computes with."""
-    held = [{stage for _, stage in plan.held_by(rank)} for rank in range(plan.ranks_per_replica)]
-    return [int(kept[rank]) + max(stages[stage].working for stage in own) for rank, own in enumerate(held)]
+@dataclass(frozen=True)
+class PlanMemory:
+    """The memory of the ranks of a replica, of `stages` and their `states`; `streams`: the first by tiles."""
 
+    plan: Plan
+    stages: tuple[StageBytes, ...]
+    states: tuple[StageState, ...]
+    allocator: Allocator
+    streams: bool
 
-def anatomy(plan: Plan, stages: Sequence[StageState], activations: Sequence[int]) -> Iterator[tuple[int, int, Share]]:
-    """For each ZeRO stage the rank that needs most, and its share; `activations` are those of a replica's ranks."""
-    for zero in ZERO_STAGES:
-        other = replace(plan, zero=zero)
-        shares = [share(other, rank, stages, kept) for rank, kept in enumerate(activations)]
-        rank = max(range(len(shares)), key=lambda i: shares[i].together)
-        yield zero, rank, shares[rank]
+    @cached_property
+    def activations(self) -> list[int]:
+        """The most bytes that each rank has of activations, and of what it computes with."""
+        kept, found = [stage.kept for stage in self.stages], []
+        for rank, row in enumerate(self.plan.table()):
+            own = {stage for _, stage in self.plan.held_by(rank)}
+            found.append(peak_kept(row, kept) + max(self.stages[stage].working for stage in own))
+        return found
+
+    def share(self, rank: int, zero: int) -> Share:
+        """The memory of a rank, by this ZeRO stage."""
+        return share(replace(self.plan, zero=zero), rank, self.states, self.activations[rank])
+
+    def process(self, rank: int) -> int:
+        """The memory of the process of a rank beside its tensors."""
+        largest = max(self.stages[stage].largest for _, stage in self.plan.held_by(rank))
+        return self.allocator.beside(self.activations[rank], self.plan.num_microbatches, self.streams, largest)
+
+    def of_ranks(self, zero: int, offloaded: bool = False) -> list[int]:
+        """The memory of each rank; `offloaded`: its masters and optimizer state are elsewhere."""
+        shares = [self.share(rank, zero) for rank in range(self.plan.ranks_per_replica)]
+        return [part.together + self.process(rank) - offloaded * part.optimizer for rank, part in enumerate(shares)]
+
+    def anatomy(self) -> Iterator[tuple[int, int, Share]]:
+        """For each ZeRO stage the rank that needs most, and its share."""
+        for zero in ZERO_STAGES:
+            shares = [self.share(rank, zero) for rank in range(self.plan.ranks_per_replica)]
+            rank = max(range(len(shares)), key=lambda i: shares[i].together)
+            yield zero, rank, shares[rank]

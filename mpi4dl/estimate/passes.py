@@ -11,42 +11,34 @@ from math import prod
 import torch
 
 from mpi4dl._wording import counted, duration
-from mpi4dl.geometry import GridShape, Split, ceil_div, even_cuts
+from mpi4dl.geometry import GridShape, even_cuts
 from mpi4dl.models.patches import PatchModel, patches_in
 from mpi4dl.options.config import Config
 from mpi4dl.options.models import bag_options, build_model
-from mpi4dl.parallel.inputs import batch_shape
-from mpi4dl.parallel.pipeline.balance import FlopCounter
-from mpi4dl.parallel.pipeline.local_stages import LocalStages
-from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, outline
+from mpi4dl.parallel.pipeline.split import image_dtype, outline
 from mpi4dl.parallel.plan import Plan
-from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
-from mpi4dl.parallel.streaming.margins import rehearse, run
-from mpi4dl.parallel.streaming.memory_limit import StreamNeeds, needs_of
-from mpi4dl.parallel.streaming.patches import BagOptions, Bags
-from mpi4dl.parallel.streaming.visits import Given, Visits
+from mpi4dl.parallel.streaming.memory_limit import SegmentNeeds, StreamNeeds, needs_of_segments
+from mpi4dl.parallel.streaming.patches import Bags, patch_visits
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a training step computes what is visited; of each segment one entry.
+    """How often a training step computes what is visited: a rank makes so many `visits` in each pass over a segment.
 
-    `rounds` are those of norms, forward and backward, and `flops` those of a rank's visits together, forward and once.
-    A rank makes so many `visits` in each pass.
+    The FLOPs of `segments` are those of a rank in a step.
     """
 
     visits: int
-    rounds: tuple[tuple[int, int], ...]
-    flops: tuple[float, ...]
+    segments: tuple[SegmentNeeds, ...]
 
     @property
     def forward(self) -> int:
         """The most passes over a segment in the forward pass of a step."""
-        return 1 + max(there for there, _ in self.rounds)
+        return 1 + max(each.forward_rounds for each in self.segments)
 
     @property
     def backward(self) -> int:
-        return 1 + max(back for _, back in self.rounds)
+        return 1 + max(each.backward_rounds for each in self.segments)
 
     @property
     def each_step(self) -> int:
@@ -55,30 +47,26 @@ class Passes:
     @property
     def step_visits(self) -> int:
         """The visits of a rank in a step, through all segments."""
-        return sum(self.visits * (2 + there + back) for there, back in self.rounds)
+        return sum(self.visits * (2 + each.forward_rounds + each.backward_rounds) for each in self.segments)
 
     @property
     def repeats(self) -> bool:
         """Whether norms make visits repeat themselves."""
-        return any(map(any, self.rounds))
+        return self.each_step > 2
 
     @property
     def mean_rounds(self) -> tuple[float, float]:
         """The rounds forward and backward, of all segments by what these compute."""
-        total = sum(self.flops) or 1.0
-        forward, backward = zip(*self.rounds, strict=True)
-        return tuple(  # type: ignore[return-value]
-            sum(map(prod, zip(each, self.flops, strict=True))) / total for each in (forward, backward)
+        total = sum(each.flops for each in self.segments) or 1.0
+        return (
+            sum(each.forward_rounds * each.flops for each in self.segments) / total,
+            sum(each.backward_rounds * each.flops for each in self.segments) / total,
         )
 
     def step_flops(self, exact: bool = True) -> float:
-        """Those of a rank in a step, or in one whose norms need no rounds.
-
-        A visit that ends at a norm computes half of the segment on the average, and a backward pass is two forwards.
-        """
-        passes = [(there, back) if exact else (0, 0) for there, back in self.rounds]
-        times = [1 + there / 2 + (1 + back) + 2 * (1 + back / 2) for there, back in passes]
-        return sum(flops * factor for flops, factor in zip(self.flops, times, strict=True))
+        """The FLOPs of a rank in a step, or in one whose norms need no rounds."""
+        rounds = {} if exact else {"forward_rounds": 0, "backward_rounds": 0}
+        return sum(each._replace(**rounds).step_flops() for each in self.segments)
 
     def words(self, flop_seconds: float | None = None) -> str:
         """Lines about a step, with its seconds if a FLOP takes that many, and about faster choices."""
@@ -92,70 +80,30 @@ class Passes:
             f"and {self.backward} backward, with {counted(self.visits, 'tile')} of a rank each time{slow}; "
             f"`stream_norm` running, by running statistics, reads them 2 times{fast}"
         )
-        if max(map(max, self.rounds)) > 1:
-            found += f"; more `stream_segments` than {len(self.rounds)} repeat less, and keep more memory"
+        if max(self.forward, self.backward) > 2:
+            found += f"; more `stream_segments` than {len(self.segments)} repeat less, and keep more memory"
         return found
 
 
-def passes_of(config: Config, stages: LocalStages, num_classes: int, channels: int) -> Passes | None:
-    """How often a step repeats its visits for exact norms; None where nothing is visited, or norms need no rounds.
-
-    `stages` is the model, distributed over ranks. Nothing is computed but shapes.
-    """
-    if config.parallel.stream_norm != "exact" or not config.visits:
-        return None
-    plan = stages.plan
-    model = outline(lambda: build_model(config, num_classes, channels)).train()
-    bags = bag_options(config, plan)
-    if bags is not None:
-        assert isinstance(model, PatchModel)
-        return passes_of_patches(config, plan, model, bags, channels)
-    if not isinstance(stages.stream, StreamOptions):
-        return None
-    batch, grid = batch_shape(config.samples_per_step, channels, config.data.image_size), plan.shape(0)
-    microbatch = (max(1, batch[0] // plan.num_microbatches), *batch[1:])
-    cuttable = Cuttable(model, image=microbatch)
-    opening = choose(cuttable, stages.counts[0], stages.stream, grid, microbatch)
-    return passes_of_needs(needs_of(opening, model, grid, microbatch), plan)
-
-
 def passes_of_needs(needs: StreamNeeds, plan: Plan) -> Passes:
-    """Those of tiles that take so much."""
-    microbatches, ranks = plan.num_microbatches, plan.shape(0).size
-    return Passes(
-        prod(needs.options.counts) * microbatches,
-        tuple((each.forward_rounds, each.backward_rounds) for each in needs.segments),
-        tuple(each.flops * microbatches / ranks for each in needs.segments),
-    )
+    """The passes over tiles."""
+    return _passes(prod(needs.options.counts) * plan.num_microbatches, needs.segments, plan)
 
 
-def passes_of_patches(config: Config, plan: Plan, model: PatchModel, bags: BagOptions, channels: int) -> Passes:
-    """Those of patches, if all of them are looked at; `model` has no values."""
-    encoder, size = model.encoder, (model.patch, model.patch)
+def _passes(visits: int, segments: Sequence[SegmentNeeds], plan: Plan) -> Passes:
+    share = plan.num_microbatches / plan.shape(0).size
+    return Passes(visits, tuple(each._replace(flops=each.flops * share) for each in segments))
+
+
+def passes_of_patches(config: Config, plan: Plan, num_classes: int, channels: int) -> Passes:
+    """The passes over all patches, cut as in the run, since norms of branches may share rounds."""
+    model, bags = outline(lambda: build_model(config, num_classes, channels)).train(), bag_options(config, plan)
+    assert isinstance(model, PatchModel)
+    assert bags is not None
+    encoder, size, grid = model.encoder, (model.patch, model.patch), plan.shape(0)
     samples = max(1, config.samples_per_step // plan.num_microbatches)
-    ranks, ways = plan.shape(0).size, plan.shape(0).batch
-    patches = [n * patches_in(config.data.image_size, model.patch) for n in _sizes(even_cuts(samples, ways))]
-    each = max(ceil_div(count, ranks // ways * bags.at_once) for count in patches)
-    num_visits = each * plan.num_microbatches
-
-    # Cut as the run cuts them, since the norms of parallel branches may share a round or not.
-    cuts = [0]
-    for count in patches:
-        cuts += [cuts[-1] + cut for cut in even_cuts(count, ranks // ways * each)[1:]]
-    shape = torch.Size((sum(patches), channels, *size))
-    visits = Visits(GridShape(ranks, 1, 1), 0, (1, 1), True, each)
-    givens: Sequence[Given] = (visits.images(shape, image_dtype(encoder), Split.at(tuple(cuts))),)
-    rounds, flops = [], []
-    for part in Bags(model, bags, channels)._segments.parts(encoder):
-        found = rehearse(part, visits, givens, size)
-        with FlopCounter() as counter:
-            run(part, visits, givens, size, found.margin)
-        there = found.num_rounds if bags.norms == "exact" else 0
-        rounds.append((there, there))  # each norm of the forward pass has its round of the backward pass
-        flops.append(counter.total * num_visits)
-        givens = tuple(map(Given.like, found.outputs))
-    return Passes(num_visits, tuple(rounds), tuple(flops))
-
-
-def _sizes(cuts: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in pairwise(cuts)]
+    cuts = [cut * patches_in(config.data.image_size, model.patch) for cut in even_cuts(samples, grid.batch)]
+    counts, shape = [stop - start for start, stop in pairwise(cuts)], torch.Size((cuts[-1], channels, *size))
+    visits, given = patch_visits(shape, image_dtype(encoder), counts, GridShape(grid.size, 1, 1), 0, bags.at_once)
+    segments = needs_of_segments(Bags(model, bags, channels).segments, encoder, visits, given, size)
+    return _passes(visits.batch * plan.num_microbatches, segments, plan)

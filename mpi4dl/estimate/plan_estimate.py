@@ -9,10 +9,10 @@ a plan's atoms, timed once for each shape of tile -> its cut -> its table, simul
 The time besides the table, for sums of gradients and the optimizer's step, is estimated from bytes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -21,26 +21,27 @@ import torch
 from torch import nn
 
 from mpi4dl._wording import counted
-from mpi4dl.estimate.memory import Allocator, BuildOptimizer, StageState, StateBytes, activations_of, count_state, share
+from mpi4dl.estimate.memory import HEAP_KEPT, Allocator, BuildOptimizer, PlanMemory, StageState, StateBytes, count_state
 from mpi4dl.geometry import ceil_div
 from mpi4dl.options.build import options_of_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import flags_for, options_of, without_flags
+from mpi4dl.parallel.costs.atoms import AtomCounts, bytes_of_stages, count_atoms, count_flops, on_one_rank
 from mpi4dl.parallel.costs.cost_model import (
+    Group,
     Profiler,
     StageCosts,
-    bytes_recomputed,
-    groups_in,
+    counts_recomputed,
     groups_of,
     image_bytes,
     prices_for,
     seconds_recomputed,
 )
-from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages
 from mpi4dl.parallel.costs.timing import Site, planned_cuts, sites_of
-from mpi4dl.parallel.inputs import of_tokens, shape_only
-from mpi4dl.parallel.pipeline.balance import count_flops, partition
-from mpi4dl.parallel.pipeline.split import Cuttable, outline
+from mpi4dl.parallel.inputs import of_tokens
+from mpi4dl.parallel.pipeline.balance import partition
+from mpi4dl.parallel.pipeline.local_stages import ChooseStream
+from mpi4dl.parallel.pipeline.split import Cuttable
 from mpi4dl.parallel.plan import ZERO_STAGES, Plan, grid_name
 from mpi4dl.parallel.streaming.leading_part import StreamOptions, choose
 from mpi4dl.parallel.streaming.margins import CannotStream
@@ -110,43 +111,78 @@ def plan_flags(plan: Plan) -> dict[str, str]:
     return {word[0]: "".join(word[1:]) for word in words}
 
 
-class _Way(NamedTuple):
-    """Memory of stages and time of units, with or without a saving of memory."""
+class Step(NamedTuple):
+    """A step of a plan whose stages have so many atoms: what it takes, with something to save memory or without.
 
-    memory: tuple[StageBytes, ...]
+    `needs` are those of streaming, where images are streamed.
+    """
+
+    counts: tuple[int, ...]
     prices: StageCosts
+    memory: PlanMemory
     recompute: bool = False
-    stream: StreamOptions | None = None
+    needs: StreamNeeds | None = None
+
+    def costs(self) -> Costs:
+        return self.prices.step(self.memory.plan, self.counts, [stage.kept for stage in self.memory.stages])
+
+
+class Uncut:
+    """A model that cannot be traced, as one atom."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return 1
+
+    def atom(self, i: int) -> nn.Module:
+        return self.model
+
+
+def atoms_of(model: nn.Module, image: tuple[int, ...], cut: bool) -> Any:
+    """A model's atoms, for samples of this shape; of one that cannot be traced one, if it need not be `cut`."""
+    try:
+        return Cuttable(model, image=image)
+    except ValueError:
+        if cut:
+            raise
+        return Uncut(model)
 
 
 @dataclass
 class Estimator:
-    """Foresees plans for one model and batches of one shape; what is found for a shape of tile is used again."""
+    """Foresees plans for one model and batches of one shape; what is found for a shape of tile is used again.
 
-    build: Callable[[], nn.Module]
+    `cuttable` is a Cuttable, or Uncut. `optimizer` makes one for some parameters; without it nothing is counted of
+    these and their state. Weights are of `low_precision`, if it is given, and `averaged` beside. What is `wanted` of
+    streaming stays, and so do the `styles` in which parameters are cut.
+    """
+
+    cuttable: Any
     image: tuple[int, ...]
-    clockwork: Profiler
+    clockwork: Profiler | None
     device: torch.device
-    optimizer: BuildOptimizer
-    allocator: Allocator
+    optimizer: BuildOptimizer | None = None
+    allocator: Allocator = HEAP_KEPT
     low_precision: torch.dtype | None = None
     averaged: bool = False
     wanted: Wanted = field(default_factory=Wanted)
     styles: Styles | None = None
     _states: dict[tuple[int, int, Degrees], StageState] = field(default_factory=dict)
-    _bytes: dict[Site, tuple[AtomBytes, ...]] = field(default_factory=dict)
+    _counts: dict[Site, tuple[AtomCounts, ...]] = field(default_factory=dict)
     _prices: dict[tuple[Site, ...], StageCosts] = field(default_factory=dict)
     _visits: dict[Any, Visiting] = field(default_factory=dict)
     _needs: dict[Any, StreamNeeds] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.cuttable = Cuttable(outline(self.build).train(), image=self.image)
-        self._groups = groups_of(self.cuttable)
-        self._lowered = Cuttable(outline(self.build).train(), image=self.image)
+    _flops: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
     def sites(self, plan: Plan) -> tuple[Site, ...]:
-        microbatch = (self.image[0] // plan.num_microbatches, *self.image[1:])
-        return sites_of(self.cuttable, plan, microbatch, self.styles)
+        return sites_of(self.cuttable, plan, self.microbatch(plan), self.styles)
+
+    def microbatch(self, plan: Plan) -> tuple[int, ...]:
+        """The shape of one, over all replicas and ways."""
+        return max(1, self.image[0] // plan.num_microbatches), *self.image[1:]
 
     def outlook(self, plan: Plan, most_bytes: float) -> PlanEstimate:
         """With the first that fits of these, or else what needs least: as it is, blocks recomputed, streamed.
@@ -157,8 +193,8 @@ class Estimator:
         counts = partition(prices.matrix)
         self.cuttable.stage(counts, 0)  # raises ValueError where two stages would need the same parameter
         found: list[PlanEstimate] = []
-        for way in self._ways(plan, counts, prices, most_bytes):
-            found += self._by_zero(plan, counts, way, most_bytes)
+        for step in self._ways(plan, counts, prices, most_bytes):
+            found += self._by_zero(step, most_bytes)
             if found[-1].num_bytes <= most_bytes:
                 return found[-1]
         return min(found, key=lambda outlook: outlook.num_bytes)
@@ -171,49 +207,79 @@ class Estimator:
             )
         return self._prices[sites]
 
-    def _ways(self, plan: Plan, counts: Sequence[int], prices: StageCosts, most_bytes: float) -> Iterator["_Way"]:
+    def step(
+        self,
+        plan: Plan,
+        counts: tuple[int, ...],
+        prices: StageCosts,
+        recompute: bool = False,
+        needs: StreamNeeds | None = None,
+        exact: bool = False,
+    ) -> Step:
+        """A step of stages that have so many atoms, of which `prices` are those without anything to save memory."""
+        memory = self.memory(plan, counts, recompute, needs, exact)
+        if recompute:
+            groups = self._groups(counts)
+            prices = replace(prices, columns=tuple(seconds_recomputed(column, groups) for column in prices.columns))
+        if needs is not None:
+            prices = needs.prices(prices, self._flops_of(self.microbatch(plan)))
+        return Step(counts, prices, memory, recompute, needs)
+
+    def memory(
+        self,
+        plan: Plan,
+        counts: tuple[int, ...],
+        recompute: bool = False,
+        needs: StreamNeeds | None = None,
+        exact: bool = False,
+    ) -> PlanMemory:
+        """The memory of stages of that many atoms; `exact`: counted for all samples of a microbatch.
+
+        Raises:
+            RuntimeError: an operator has no rule; `exact` then has an even part of what one rank would take.
+        """
         sites = self.sites(plan)
-        columns = [self._bytes_at(site) for site in sites]
-        memory = bytes_of_stages(counts, columns)
-        yield _Way(memory, prices)
-        groups = self._groups if plan.num_stages == 1 else groups_in(self.cuttable, counts)
-        if groups and most_bytes < float("inf"):
-            again = [
-                bytes_recomputed(column, groups, image_bytes(self.cuttable, site))
+        columns = [self._counts_at(site, exact) for site in sites]
+        if recompute:
+            columns = [
+                counts_recomputed(column, self._groups(counts), image_bytes(self.cuttable, site))
                 for site, column in zip(sites, columns, strict=True)
             ]
-            slower = tuple(seconds_recomputed(column, groups) for column in prices.columns)
-            yield _Way(bytes_of_stages(counts, again), replace(prices, columns=slower), recompute=True)
-        streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
-        if most_bytes < float("inf") and streams and not of_tokens(self.image):
-            with suppress(CannotStream):
-                options, needs, _ = self.visits(plan, counts, most_bytes)
-                streamed = (needs.stage(columns[0], counts[0]), *memory[1:])
-                yield _Way(streamed, needs.prices(prices, self._flops(sites[0].image)), stream=options)
+        stages = bytes_of_stages(counts, columns)
+        if needs is not None:
+            stages = (needs.stage(columns[0], counts[0]), *stages[1:])
+        return PlanMemory(plan, stages, self.states(plan, counts), self.allocator, needs is not None)
 
-    def _by_zero(self, plan: Plan, counts: Sequence[int], way: "_Way", most_bytes: float) -> Iterator[PlanEstimate]:
-        states = self._states_of(plan, counts)
-        sites = self.sites(plan)
-        sizes = [site.shape.size for site in sites]
-        ends = list(accumulate(counts))
-        handed = [self._bytes_at(site)[end - 1].handed for site, end in zip(sites, ends, strict=True)]
-        link = way.prices.link
-        messages = (
-            link.seconds(1, num_bytes * pair[0] / min(pair))
-            for num_bytes, pair in zip(handed, pairwise(sizes), strict=False)
-        )
-        costs = Costs(*way.prices.of_stages(counts), tuple(messages), tuple(stage.kept for stage in way.memory))
-        found = simulate(plan.table(), plan.placement, costs)
-        shared = any(len(plan.holders(stage)) > 1 for stage in range(len(sizes)))
+    def streaming(self, plan: Plan, counts: Sequence[int], stream: StreamOptions | ChooseStream) -> StreamNeeds:
+        """Memory and time of streaming the first of these stages. Raises CannotStream."""
+        options = stream(self.cuttable, counts) if callable(stream) else stream
+        image, grid = self.microbatch(plan), plan.shape(0)
+        return needs_of(choose(self.cuttable, counts[0], options, grid, image), self.cuttable.model, grid, image)
+
+    def _ways(self, plan: Plan, counts: tuple[int, ...], prices: StageCosts, most_bytes: float) -> Iterator[Step]:
+        yield self.step(plan, counts, prices)
+        if most_bytes == float("inf"):
+            return
+        if self._groups(counts):
+            yield self.step(plan, counts, prices, recompute=True)
+        streams = plan.schedule == "1f1b" and not plan.bidirectional and plan.tensor == 1
+        if streams and not of_tokens(self.image):
+            with suppress(CannotStream):
+                yield self.step(plan, counts, prices, needs=self.visits(plan, counts, most_bytes).needs)
+
+    def _by_zero(self, step: Step, most_bytes: float) -> Iterator[PlanEstimate]:
+        memory, plan = step.memory, step.memory.plan
+        makespan = simulate(plan.table(), plan.placement, step.costs()).makespan_seconds
+        shared = any(len(plan.holders(stage)) > 1 for stage in range(plan.num_stages))
+        stream = None if step.needs is None else step.needs.options
         for zero in ZERO_STAGES[plan.zero :] if shared else ZERO_STAGES[:1]:
-            chosen = replace(plan, zero=zero)
-            needed = self._needed(chosen, states, way.memory, found.peak_bytes, way.stream is not None)
-            seconds = found.makespan_seconds + max(
-                sum(beside_seconds(chosen, stage, each, link.byte_seconds) for each in state)
-                for stage, state in enumerate(states)
+            chosen, needed = replace(plan, zero=zero), max(memory.of_ranks(zero))
+            seconds = makespan + max(
+                sum(beside_seconds(chosen, stage, each, step.prices.link.byte_seconds) for each in state)
+                for stage, state in enumerate(memory.states)
             )
             speed = self.image[0] / seconds
-            yield PlanEstimate(chosen, speed, needed, way.prices.timed, way.recompute, way.stream)
+            yield PlanEstimate(chosen, speed, needed, step.prices.timed, step.recompute, stream)
             if needed <= most_bytes:
                 return
 
@@ -222,16 +288,13 @@ class Estimator:
         sites = self.sites(plan)
         key = (replace(plan, zero=0), plan.zero * (not any_zero), tuple(counts), most_bytes)
         if key not in self._visits:
-            states, columns = self._states_of(plan, counts), [self._bytes_at(site) for site in sites]
-            memory = bytes_of_stages(counts, columns)
-            plans = [replace(plan, zero=zero) for zero in ZERO_STAGES] if any_zero else [plan]
+            states, columns = self.states(plan, counts), [self._counts_at(site) for site in sites]
+            _, *others = bytes_of_stages(counts, columns)
 
             def bytes_of(needs: StreamNeeds) -> int:
-                streamed = (needs.stage(columns[0], counts[0]), *memory[1:])
-                nought = (0.0,) * len(sites)
-                costs = Costs(nought, nought, nought[1:], tuple(stage.kept for stage in streamed))
-                peaks = simulate(plan.table(), plan.placement, costs).peak_bytes
-                return min(self._needed(each, states, streamed, peaks, True) for each in plans)
+                stages = (needs.stage(columns[0], counts[0]), *others)
+                memory = PlanMemory(plan, stages, states, self.allocator, streams=True)
+                return min(max(memory.of_ranks(zero)) for zero in (ZERO_STAGES if any_zero else (plan.zero,)))
 
             _, _, *size = self.image
             sides = [ceil_div(pixels, parts) for pixels, parts in zip(size, plan.shape(0).space, strict=True)]
@@ -255,44 +318,51 @@ class Estimator:
         found = self._needs[key].times(ceil_div(site.image[0], few), prod(options.counts) / prod(counts))
         return replace(found, options=options)
 
-    def _needed(
-        self,
-        plan: Plan,
-        states: Sequence[StageState],
-        memory: Sequence[StageBytes],
-        peaks: Sequence[float],
-        streaming: bool,
-    ) -> int:
-        """The bytes of the rank that needs most, if ranks keep at most so many bytes of activations."""
-        found = []
-        for rank, activations in enumerate(activations_of(plan, peaks, memory)):
-            largest = max(memory[stage].largest for _, stage in plan.held_by(rank))
-            beside = self.allocator.beside(activations, plan.num_microbatches, streaming, largest)
-            found.append(share(plan, rank, states, activations).together + beside)
-        return max(found)
-
-    def _states_of(self, plan: Plan, counts: Sequence[int]) -> list[StageState]:
+    def states(self, plan: Plan, counts: Sequence[int]) -> tuple[StageState, ...]:
+        if self.optimizer is None:
+            return ()
         cuts = planned_cuts(self.cuttable.model, plan, self.styles)
         found = []
         for start, end in pairwise(accumulate(counts, initial=0)):
             key = (start, end, plan.degrees)
             if key not in self._states:
-                atoms = [self._lowered.atom(i) for i in range(start, end)]
+                atoms = [self.cuttable.atom(i) for i in range(start, end)]
                 how = (self.low_precision, cuts, plan.degrees, self.averaged)
                 self._states[key] = count_state(atoms, self.optimizer, *how)
             found.append(self._states[key])
-        return found
+        return tuple(found)
 
-    def _flops(self, image: tuple[int, ...]) -> list[float]:
-        return count_flops(self.cuttable, shape_only(self.cuttable.model, image))
+    @cached_property
+    def _blocks(self) -> tuple[Group, ...]:
+        return groups_of(self.cuttable)
 
-    def _bytes_at(self, site: Site) -> tuple[AtomBytes, ...]:
-        """Counted for a few samples on each way, of which a microbatch is a multiple."""
-        few = site._replace(image=(min(site.image[0], COUNTED_SAMPLES * site.shape.batch), *site.image[1:]))
-        if few not in self._bytes:
-            self._bytes[few] = self.clockwork.bytes(self.cuttable, few)
-        times = site.image[0] / few.image[0]
-        return tuple(AtomBytes(*(ceil(times * number) for number in atom)) for atom in self._bytes[few])
+    def _groups(self, counts: Sequence[int]) -> tuple[Group, ...]:
+        """The atoms that recomputation runs again as a whole: blocks of a single stage, or each of several stages."""
+        return self._blocks if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
+
+    def _flops_of(self, image: tuple[int, ...]) -> list[float]:
+        if image not in self._flops:
+            self._flops[image] = count_flops(self.cuttable, image)
+        return self._flops[image]
+
+    def _counts_at(self, site: Site, exact: bool = False) -> tuple[AtomCounts, ...]:
+        """Unless `exact`, counted for a few samples on each way, of which a microbatch is a multiple."""
+        samples = site.image[0] if exact else min(site.image[0], COUNTED_SAMPLES * site.shape.batch)
+        few = site._replace(image=(samples, *site.image[1:]))
+        count = count_atoms if self.clockwork is None else self.clockwork.counts
+        if few not in self._counts:
+            try:
+                self._counts[few] = count(self.cuttable, few)
+            except RuntimeError:
+                if not exact:
+                    raise
+                whole, parts = on_one_rank(site.image), site.shape.batch * prod(site.shape.space)
+                self._counts[few] = _times(count(self.cuttable, whole), 1 / parts)
+        return _times(self._counts[few], site.image[0] / samples)
+
+
+def _times(atoms: Sequence[AtomCounts], factor: float) -> tuple[AtomCounts, ...]:
+    return tuple(AtomCounts(*(ceil(factor * number) for number in atom)) for atom in atoms)
 
 
 def beside_seconds(plan: Plan, stage: int, state: StateBytes, byte_seconds: float) -> float:

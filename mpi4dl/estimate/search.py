@@ -145,7 +145,8 @@ def outlooks(
     """
     shapes = {site for plan in plans for site in forecaster.sites(plan)}
     seconds = max(LEAST_SECONDS, TIMING_SECONDS / max(1, len(shapes)))
-    forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
+    if forecaster.clockwork is not None:
+        forecaster.clockwork = replace(forecaster.clockwork, site_seconds=seconds)
     found: list[PlanEstimate | None] = []
     for number, plan in enumerate(plans):
         tell("plans that were timed and simulated", number, len(plans))

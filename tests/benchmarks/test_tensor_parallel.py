@@ -11,7 +11,7 @@ import pytest
 from benchmarks.tensor_parallel import GLOO, OURS, Ours, as_table, build, formula_bytes, parse, summarise
 from benchmarks.turns import Contestant
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.memory import count_atoms
+from mpi4dl.parallel.costs.atoms import count_atoms
 from mpi4dl.parallel.costs.timing import sites_of
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan

@@ -9,7 +9,6 @@ import pytest
 from mpi4dl import _memory
 from mpi4dl.comm import Communicator, Refusal, world
 from mpi4dl.estimate import dry_run
-from mpi4dl.estimate.passes import passes_of
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import parse
 from mpi4dl.parallel.streaming.stream import Streaming
@@ -119,7 +118,7 @@ def visited(comm: Communicator, flags: str, folder: Path) -> tuple[int, int, str
         trainer.fit()
     finally:
         Streaming._visit = visit  # type: ignore[method-assign]
-    passes = passes_of(trainer.config, trainer.engine.stages, 10, 3)
+    passes = dry_run.passes_of(trainer.config, trainer.engine.stages, 10, 3)
     assert passes is not None
     return len(made), passes.step_visits, "".join(trainer._run.remarks)
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from mpi4dl.estimate.comparison import Forecast, Worked, WorkMeter, compared
-from mpi4dl.parallel.costs.cost_model import StageCosts
-from mpi4dl.parallel.costs.link import Link
+from mpi4dl.parallel.costs.cost_model import Link, StageCosts
 from mpi4dl.parallel.costs.timing import AtomSeconds
 from mpi4dl.parallel.plan import Plan
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from mpi4dl import models
 from mpi4dl.estimate.summary import PlanSummary, overview
 from mpi4dl.parallel.costs import cost_model
-from mpi4dl.parallel.costs.cost_model import LINK, Profiler
-from mpi4dl.parallel.costs.link import Link
+from mpi4dl.parallel.costs.atoms import count_bytes, count_flops
+from mpi4dl.parallel.costs.cost_model import LINK, Link, Profiler
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
-from mpi4dl.parallel.pipeline import balance as costing
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -137,16 +136,16 @@ def test_stages_are_cut_as_for_training(balance: Any) -> None:
 
 
 def test_work_is_counted_as_the_balance_counts_it() -> None:
-    cuttable, meta = Cuttable(outline(build)), torch.empty(2, 3, 64, 64, device="meta")
+    cuttable, image = Cuttable(outline(build)), (2, 3, 64, 64)
     work = planned(Plan.of(stages=3, microbatches=4), balance=(2, 2, 3)).work
-    flops = costing.count_flops(cuttable, meta)
+    flops = count_flops(cuttable, image)
     assert [stage.forward_flops for stage in work] == [sum(flops[:2]), sum(flops[2:4]), sum(flops[4:])]
     assert [stage.num_parameters for stage in work] == [
         sum(p.numel() for p in stage.parameters()) for stage in cuttable.stages((2, 2, 3))
     ]
     (whole,) = planned(Plan.of(microbatches=4)).work
     kept_anyway = [*cuttable.model.parameters(), *(b for b in cuttable.model.buffers() if b.is_floating_point())]
-    assert whole.activation_bytes == sum(costing.count_bytes(cuttable, meta)) - sum(t.nbytes for t in kept_anyway)
+    assert whole.activation_bytes == sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
 
 
 class Overlapping(nn.Module):

@@ -12,14 +12,15 @@ from torch import nn
 
 from mpi4dl import models
 from mpi4dl.estimate.memory import OF_TENSORS
-from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, plan_flags
+from mpi4dl.estimate.plan_estimate import Estimator, PlanEstimate, beside_seconds, plan_flags
 from mpi4dl.estimate.search import candidates, degrees_of, ranked, search
+from mpi4dl.estimate.summary import overview
 from mpi4dl.options.build import build_plan
 from mpi4dl.options.config import Config, parse
 from mpi4dl.options.declare import options_of, to_toml
-from mpi4dl.parallel.costs.cost_model import Profiler
+from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
-from mpi4dl.parallel.pipeline.split import Cuttable
+from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.tensor.styles import Degrees
 
@@ -39,7 +40,8 @@ def forecaster(tmp_path: Path, tile_seconds: float) -> Estimator:
 
     clockwork = Profiler(Remembered(tmp_path), time_column)
     optimizer = partial(torch.optim.Adam, lr=0.1)
-    return Estimator(build, IMAGE, clockwork, torch.device("cpu"), optimizer, OF_TENSORS)
+    cuttable = Cuttable(outline(build).train(), image=IMAGE)
+    return Estimator(cuttable, IMAGE, clockwork, torch.device("cpu"), optimizer, OF_TENSORS)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
@@ -175,3 +177,21 @@ def test_what_is_not_searched_stays_where_it_can_be() -> None:
 def test_what_the_plan_decides_is_taken_out_of_the_flags() -> None:
     given = ["--lr", "1", "--tiles", "2x2", "--zero=3", "--flip", "--experts", "2", "--sequence", "--moe=expert"]
     assert PlanEstimate(Plan(), 1.0, 1, True).flags(given) == ["--lr", "1", "--flip"]
+
+
+@pytest.mark.parametrize("plan", [Plan(microbatches=4), Plan(((1, 2), (1, 1)), microbatches=4)])
+def test_the_overview_and_the_search_need_the_same_bytes(tmp_path: Path, plan: Plan) -> None:
+    """Of a plan as it is, and with blocks that are recomputed, which takes as long in both."""
+    estimator = forecaster(tmp_path, 0.0)
+    how = {"clockwork": estimator.clockwork, "optimizer": estimator.optimizer, "allocator": OF_TENSORS}
+    usual = estimator.outlook(plan, float("inf"))
+    for found in (usual, estimator.outlook(plan, usual.num_bytes - 1)):
+        recompute, chosen = found.recompute, found.plan
+        seen = overview("small_resnet", build, chosen, IMAGE, balance="auto", recompute=recompute, **how)
+        assert max(seen.rank_memory.of_ranks(chosen.zero)) == found.num_bytes
+        beside = max(
+            sum(beside_seconds(chosen, stage, each, ASSUMED.byte_seconds) for each in state)
+            for stage, state in enumerate(seen.rank_memory.states)
+        )
+        assert IMAGE[0] / (seen.simulation.makespan_seconds + beside) == pytest.approx(found.samples_per_second)
+    assert recompute or chosen.zero

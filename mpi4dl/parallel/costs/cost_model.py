@@ -6,24 +6,24 @@ stage 1   2.0 4.1  0.7 1.6  0.5 1.0
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl._randomness import forked
 from mpi4dl.comm import Communicator
 from mpi4dl.comm.node import cores
 from mpi4dl.parallel.blocks import blocks
-from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
-from mpi4dl.parallel.costs.memory import AtomBytes, count_atoms
+from mpi4dl.parallel.costs.atoms import AtomCounts, count_atoms, count_flops
 from mpi4dl.parallel.costs.timing import (
+    Atoms,
     AtomSeconds,
     Clock,
     Column,
@@ -36,19 +36,69 @@ from mpi4dl.parallel.costs.timing import (
     time_column,
     versions,
 )
-from mpi4dl.parallel.inputs import input_dtype, of_tokens, shape_only
-from mpi4dl.parallel.pipeline.balance import count_flops
-from mpi4dl.parallel.pipeline.split import Cuttable, unfit
+from mpi4dl.parallel.inputs import input_dtype, of_tokens
+from mpi4dl.parallel.pipeline.split import unfit
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.grid import Grid
+from mpi4dl.parallel.tables.simulator import Costs
 from mpi4dl.parallel.tensor.styles import Styles
+
+# The link between ranks as a straight line: a message takes a latency, and so many seconds for each of its bytes.
+
+SMALL_BYTES, LARGE_BYTES = 64, 1 << 21
+LINK_REPEATS = {SMALL_BYTES: 40, LARGE_BYTES: 5}
+LINK_TAG = 3
+
+
+class Link(NamedTuple):
+    """`latency_seconds` of a message without bytes, and the seconds that each byte adds."""
+
+    latency_seconds: float
+    byte_seconds: float
+
+    def seconds(self, messages: float, num_bytes: float) -> float:
+        return messages * self.latency_seconds + num_bytes * self.byte_seconds
+
+    def __str__(self) -> str:
+        return f"{self.latency_seconds * 1e6:.0f} us and {self.byte_seconds * 2**20 * 1e3:.2g} ms/MiB a message"
+
+
+ASSUMED = Link(20e-6, 1 / 4e9)  # between processes of one machine, which share memory
+
+
+def measure_link(comm: Communicator, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Link:
+    """The link between the first and the last rank, the fastest of a few messages. Collective; alike on all ranks."""
+    if comm.size == 1:
+        return ASSUMED
+    small, large = (_one_way(comm, num_bytes, device, clock) for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+    found = None
+    if comm.rank == 0:
+        found = Link(max(small, 1e-7), max((large - small) / (LARGE_BYTES - SMALL_BYTES), 1e-13))
+    link: Link = comm.broadcast_object(found)
+    return link
+
+
+def _one_way(comm: Communicator, num_bytes: int, device: torch.device, clock: Callable[[], float]) -> float:
+    there, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []
+    for _ in range(LINK_REPEATS[num_bytes]):
+        start = clock()
+        if comm.rank == 0:
+            comm.send(there, comm.size - 1, LINK_TAG)
+            comm.recv(there, comm.size - 1, LINK_TAG)
+        elif comm.rank == comm.size - 1:
+            comm.recv(there, 0, LINK_TAG)
+            comm.send(there, 0, LINK_TAG)
+        seconds.append((clock() - start) / 2)
+    return min(seconds)
+
 
 BUDGET_SECONDS = 8.0  # for all tile shapes of a plan together
 RANK_GFLOPS = 50.0
 LINK = {"what": "link"}
 TIMED = ("auto", "measured")  # what can be measured between ranks is timed where there are none
 
-TimeColumn = Callable[[Cuttable, Site, torch.device, float], Column]
+T = TypeVar("T")
+TimeColumn = Callable[[Any, Site, torch.device, float], Column]
 
 
 @dataclass(frozen=True)
@@ -75,6 +125,17 @@ class StageCosts:
             backward.append(sum(b for _, b in seconds))
         return tuple(forward), tuple(backward)
 
+    def step(self, plan: Plan, counts: Sequence[int], kept: Sequence[int] = ()) -> Costs:
+        """The costs of a microbatch on each rank of stages of that many atoms, which keep `kept` bytes of it.
+
+        Whoever has fewer ranks than its neighbour sends, or receives, more bytes, one after the other.
+        """
+        sizes = [plan.shape(stage).size for stage in range(plan.num_stages)]
+        ends = zip(self.columns, accumulate(counts), pairwise(sizes), strict=False)
+        handed = (column[end - 1].handed_bytes * here / min(here, there) for column, end, (here, there) in ends)
+        messages = tuple(self.link.seconds(1, num_bytes) for num_bytes in handed)
+        return Costs(*self.of_stages(counts), messages, tuple(kept) or (0,) * plan.num_stages)
+
     def _seconds(self, atom: AtomSeconds) -> tuple[float, float]:
         waits = self.link.seconds(atom.messages, atom.num_bytes)
         return atom.forward + waits, atom.backward + waits
@@ -94,22 +155,22 @@ class Profiler:
     def of_user(cls) -> "Profiler":
         return cls(Remembered(cache_folder()))
 
-    def column(self, cuttable: Cuttable, site: Site, device: torch.device, num_sites: int = 1) -> Column:
-        facts = {"what": "seconds", **_facts(cuttable, site), **machine(device), **versions()}
-        known = self.remembered.get(facts)
-        if known is not None:
-            return tuple(AtomSeconds(*atom) for atom in known)
-        found = self.time(cuttable, site, device, self.site_seconds or self.budget_seconds / num_sites)
-        self.remembered.put(facts, found)
-        return found
+    def column(self, cuttable: Atoms, site: Site, device: torch.device, num_sites: int = 1) -> Column:
+        facts = {"what": "seconds", **_facts(cuttable, site), **machine(device)}
+        seconds = self.site_seconds or self.budget_seconds / num_sites
+        return self._once(facts, AtomSeconds, lambda: self.time(cuttable, site, device, seconds))
 
-    def bytes(self, cuttable: Cuttable, site: Site) -> tuple[AtomBytes, ...]:
-        """Memory of units on a rank at a site: counted once, and cached."""
-        facts = {"what": "bytes", **_facts(cuttable, site), **versions()}
+    def counts(self, cuttable: Atoms, site: Site) -> tuple[AtomCounts, ...]:
+        """Memory and FLOPs of atoms on a rank at a site: counted once, and cached."""
+        facts = {"what": "counts", **_facts(cuttable, site)}
+        return self._once(facts, AtomCounts, lambda: count_atoms(cuttable, site))
+
+    def _once(self, facts: dict[str, Any], kind: Callable[..., T], find: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:
+        facts |= versions()
         known = self.remembered.get(facts)
         if known is not None:
-            return tuple(AtomBytes(*atom) for atom in known)
-        found = count_atoms(cuttable, site)
+            return tuple(kind(*atom) for atom in known)
+        found = find()
         self.remembered.put(facts, found)
         return found
 
@@ -136,7 +197,7 @@ class Profiler:
         return link
 
 
-def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
+def _facts(cuttable: Atoms, site: Site) -> dict[str, Any]:
     return {
         "model": print_of(cuttable),
         "image": list(site.image),
@@ -146,7 +207,7 @@ def _facts(cuttable: Cuttable, site: Site) -> dict[str, Any]:
     }
 
 
-def print_of(cuttable: Cuttable) -> str:
+def print_of(cuttable: Atoms) -> str:
     """A word that differs for models that compute differently, as far as their modules tell."""
     model = cuttable.model
     tensors = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
@@ -156,7 +217,7 @@ def print_of(cuttable: Cuttable) -> str:
 
 
 def timed_prices(
-    cuttable: Cuttable,
+    cuttable: Atoms,
     plan: Plan,
     image: tuple[int, ...],
     device: torch.device,
@@ -177,11 +238,9 @@ def timed_prices(
     return StageCosts(tuple(columns[site] for site in sites), found, source, timed=True)
 
 
-def counted_prices(
-    cuttable: Cuttable, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS
-) -> StageCosts:
-    """Times of units if a rank computes this many GFLOP a second, and only FLOPs take time."""
-    flops = count_flops(cuttable, shape_only(cuttable.model, image))
+def counted_prices(cuttable: Atoms, plan: Plan, image: tuple[int, ...], rank_gflops: float = RANK_GFLOPS) -> StageCosts:
+    """Times of atoms if a rank computes this many GFLOP a second, and only FLOPs take time."""
+    flops = count_flops(cuttable, image)
     columns = []
     for stage in range(plan.num_stages):
         forward = [each / plan.shape(stage).size / (rank_gflops * 1e9) for each in flops]
@@ -194,7 +253,7 @@ def assumed(rank_gflops: float) -> str:
 
 
 def prices_for(
-    cuttable: Cuttable,
+    cuttable: Atoms,
     plan: Plan,
     image: tuple[int, ...],
     balance: str,
@@ -227,7 +286,7 @@ STAGE_BUDGET_SECONDS = 4.0  # for each stage that a rank has
 
 
 def measured_prices(
-    cuttable: Cuttable,
+    cuttable: Atoms,
     plan: Plan,
     comm: Communicator,
     image: tuple[int, ...],
@@ -254,7 +313,7 @@ def measured_prices(
     )
 
 
-def _column(cuttable: Cuttable, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
+def _column(cuttable: Atoms, site: Site, comm: Communicator, device: torch.device, clock: Clock) -> Column:
     def grid_of(smaller: Site) -> Grid:
         return Grid.of(comm, smaller.shape, smaller.tracks_batch)
 
@@ -281,7 +340,7 @@ def _mean(columns: list[Column]) -> Column:
 Group = tuple[int, int]
 
 
-def groups_of(cuttable: Cuttable) -> tuple[Group, ...]:
+def groups_of(cuttable: Atoms) -> tuple[Group, ...]:
     """The first atom of each block of a model, and the one behind its last."""
     chosen = {id(block) for block in blocks(cuttable.model)}
     paths = [path for path, module in cuttable.model.named_modules() if id(module) in chosen]
@@ -293,18 +352,15 @@ def groups_of(cuttable: Cuttable) -> tuple[Group, ...]:
     return tuple(sorted(found))
 
 
-def groups_in(cuttable: Cuttable, counts: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of units that recomputation runs again as a whole: the blocks of a single stage, or each stage."""
-    return groups_of(cuttable) if len(counts) == 1 else tuple(pairwise(accumulate(counts, initial=0)))
-
-
-def image_bytes(cuttable: Cuttable, site: Site) -> int:
+def image_bytes(cuttable: Atoms, site: Site) -> int:
     """The bytes of a rank's part of the images, or tokens, of a microbatch."""
     channels = 1 if of_tokens(site.image) else site.image[1]
     return site.pixels * channels * input_dtype(cuttable.model, site.image).itemsize
 
 
-def bytes_recomputed(column: Sequence[AtomBytes], groups: Sequence[Group], image_bytes: int) -> tuple[AtomBytes, ...]:
+def counts_recomputed(
+    column: Sequence[AtomCounts], groups: Sequence[Group], image_bytes: int
+) -> tuple[AtomCounts, ...]:
     """The bytes of atoms on a rank whose part of the images has so many."""
     found = list(column)
     for first, end in groups:
@@ -313,9 +369,7 @@ def bytes_recomputed(column: Sequence[AtomBytes], groups: Sequence[Group], image
         for i in range(first, end):
             atom = column[i]
             kept, back = (given if i == first else 0), (again if i == end - 1 else 0)
-            found[i] = AtomBytes(
-                kept, atom.handed, atom.handed, atom.forward, atom.backward + back, atom.largest, atom.summed
-            )
+            found[i] = atom._replace(kept=kept, unkept=atom.handed, backward=atom.backward + back)
     return tuple(found)
 
 
@@ -331,24 +385,14 @@ def seconds_recomputed(column: Column, groups: Sequence[Group]) -> Column:
 CHANNELS, SIDE, SPEED_REPEATS = 32, 160, 5
 
 
-def compute_seconds(device: torch.device, dtype: torch.dtype, clock: Clock) -> tuple[float, ...]:
-    """The seconds of a FLOP of a convolution, of a byte that is touched, and of an operator, forward and backward."""
+def flop_seconds(device: torch.device) -> float:
+    """The seconds of a FLOP of a convolution, the mean of its forward and its backward pass of twice as many."""
+    clock, seconds = clock_on(device), []
     with torch.enable_grad(), forked((device,)):
-        x = torch.rand(1, CHANNELS, SIDE, SIDE, dtype=dtype, device=device, requires_grad=True)
-        weight = torch.rand(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=device, requires_grad=True)
-        flops = 2 * x.numel() * weight[0].numel()
-        of_flops = _least(clock, lambda: F.conv2d(x, weight, padding=1)) / flops
-        of_bytes = _least(clock, lambda: x * 2.0) / (2 * x.nbytes)
-        tiny = torch.rand(1, dtype=dtype, device=device, requires_grad=True)
-        of_operators = _least(clock, lambda: tiny * 2.0)
-    return of_flops, of_bytes, of_operators
-
-
-def _least(clock: Clock, run: Callable[[], Tensor]) -> float:
-    """The least seconds of a forward and a backward pass."""
-    seconds, gradient = [], torch.ones_like(run())
-    for _ in range(SPEED_REPEATS):
-        start = clock()
-        run().backward(gradient)
-        seconds.append(clock() - start)
-    return min(seconds)
+        x = torch.rand(1, CHANNELS, SIDE, SIDE, device=device, requires_grad=True)
+        weight = torch.rand(CHANNELS, CHANNELS, 3, 3, device=device, requires_grad=True)
+        for _ in range(SPEED_REPEATS + 1):
+            start = clock()
+            F.conv2d(x, weight, padding=1).sum().backward()
+            seconds.append(clock() - start)
+    return min(seconds) / (3 * 2 * x.numel() * weight[0].numel())

@@ -1,38 +1,71 @@
-"""Meters of a forward pass on the meta device: bytes as they come and go, and the few values it needs."""
+"""A dry run of a part of a model: it runs on shapes on one rank of a grid, and its work and messages are counted.
+
+Nothing is computed, nothing allocated, nothing sent. All estimates of a plan are sums over the counts of such runs:
+FLOPs, bytes kept and at work, messages, rounds of statistics.
+"""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mpi4dl._randomness import forked
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid
+from mpi4dl.parallel.spatial.tensor import SpatialTensor
+
+FLASH, FLASH_ON_CPUS = (
+    getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{where}") for where in ("", "_for_cpu")
+)
+FLOPS = {**flop_registry, FLASH_ON_CPUS: flop_registry[FLASH]}
+ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
-class TensorMeter(TorchDispatchMode):
-    """The bytes of the tensors that operators made within it and that are not freed yet: now, and at most.
+class OperatorMeter(TorchDispatchMode):
+    """A meter of the operators within it, forward and backward.
 
-    `largest_bytes` are those of the largest of them.
+    `flops` are those of convolutions, matrix products and attention, by PyTorch's own formulas. `live_bytes` are those
+    of the tensors that were made and are not freed yet, `peak_bytes` the most of them at a time, and `largest_bytes`
+    those of the largest tensor. `touched_bytes` are read and written by operators that have no FLOPs, but for views.
+
+    PyTorch's FlopCounterMode also tells modules apart. For that it hooks into autograd, and fails where a module hands
+    on a parameter itself, as a stage of a vision transformer does with the class token.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.largest_bytes = 0
+        self.flops = 0.0
+        self.live_bytes = self.peak_bytes = self.largest_bytes = self.touched_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        results = function(*args, **(kwargs or {}))
-        for storage in _storages(results):
+        kwargs = kwargs or {}
+        formula = FLOPS.get(function._overloadpacket)
+        if formula is None:
+            with self:
+                results = function.decompose(*args, **kwargs)
+            if results is not NotImplemented:
+                return results
+        results = function(*args, **kwargs)
+        given, made = _tensors((args, kwargs)), _tensors(results)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=results)
+        elif not any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns):
+            self.touched_bytes += sum({id(x): x.nbytes for x in (*given, *made)}.values())
+        places = {x.untyped_storage()._cdata for x in given}
+        for storage in (x.untyped_storage() for x in made):
             place, size = storage._cdata, storage.nbytes()
-            if place not in given and place not in self._known:
+            if place not in places and place not in self._known:
                 self._known.add(place)
                 self.live_bytes += size
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -45,10 +78,8 @@ class TensorMeter(TorchDispatchMode):
         self.live_bytes -= size
 
 
-def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf.untyped_storage()
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class SavedTensors:
@@ -75,10 +106,6 @@ class SavedTensors:
 
     def counting(self) -> AbstractContextManager[None]:
         return saved_tensors_hooks(self.keep, lambda tensor: tensor)
-
-    def let_go(self) -> None:
-        """Keep no storage alive from now on, so that a backward pass can free it; `num_bytes` stays."""
-        self._storages.clear()
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor as saved."""
@@ -225,3 +252,85 @@ def made_up_part(known: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor:
         made = torch.zeros(x.shape, dtype=x.dtype)
         value = made.normal_(std=0.1) if x.is_floating_point() else made.fill_(x.dtype == torch.bool)
     return value.clone().requires_grad_(x.requires_grad)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within it, attention of meta tensors is the kernel that PyTorch chooses on CPUs wherever it can.
+
+    On the meta device PyTorch computes it by products, and keeps the weights of all pairs of tokens for backward. Where
+    tokens are spread it stays so: there the rule computes attention again in backward, and keeps its inputs alone.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        spread = [x for x in args if isinstance(x, SpatialTensor)] if function in ATTENTION else []
+        if spread and not any(x.layout.cut(x.dim() - 2) for x in spread):
+            with self:  # for what the rule calls
+                return SpatialTensor.__torch_function__(function, tuple(types), args, kwargs)
+        if function is F.scaled_dot_product_attention and not spread:
+            return _attention(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    alike = query.dim() == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == value.shape[-1]
+    trained = attn_mask is not None and attn_mask.requires_grad
+    if not alike or not query.is_meta or dropout_p or trained or 0 in (*query.shape, *key.shape):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    attended: Tensor = FLASH_ON_CPUS(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale")
+    )[0]
+    return attended
+
+
+class Counted(NamedTuple):
+    """The counts of a dry run: `results` of the forward pass, and its FLOPs, bytes and communication.
+
+    `kept_bytes` is what autograd saves, each storage once. `forward_bytes` and `backward_bytes` are the most that was
+    there at a time of what either pass made, or was left of the forward pass, and `largest_bytes` the largest tensor.
+    `sent` are the counts of the communicator, forward, and `summed_bytes` are over features, in both passes.
+    """
+
+    results: Any
+    flops: float
+    touched_bytes: int
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    largest_bytes: int
+    sent: dict[str, int]
+    summed_bytes: int
+
+
+def dry_run(
+    grid: DryRunGrid,
+    part: Callable[[], Any],
+    backward: Callable[[Any], Any] = lambda results: None,
+    saved: SavedTensors | None = None,
+) -> Counted:
+    """Run a part of a model, and what `backward` does with its results. What is `saved` stays alive meanwhile."""
+    counts, kept, meter = grid.comm.counts, 0 if saved is None else saved.num_bytes, OperatorMeter()
+    before = dict(counts)
+    grid.foresight.begin()
+    with torch.enable_grad(), forked(), meter, FusedAttention():
+        with nullcontext() if saved is None else saved.counting():
+            results = part()
+            grid.foresight.pay()
+        flops, touched, forward = meter.flops, meter.touched_bytes, meter.peak_bytes
+        sent = {name: number - before[name] for name, number in counts.items()}
+        meter.peak_bytes = meter.live_bytes
+        backward(results)
+    grid.foresight.settle()
+    summed = counts["over_features"] - before["over_features"]
+    kept = 0 if saved is None else saved.num_bytes - kept
+    return Counted(results, flops, touched, kept, forward, meter.peak_bytes, meter.largest_bytes, sent, summed)

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import mpi4dl
 from mpi4dl._files import Replacement
 from mpi4dl._randomness import forked
 from mpi4dl.geometry import GridShape
 from mpi4dl.parallel.inputs import made_up, of_tokens, space_of
-from mpi4dl.parallel.pipeline.program import map_leaves, pack
-from mpi4dl.parallel.pipeline.split import Cuttable
-from mpi4dl.parallel.pipeline.stage import Stage, made_up_stage
+from mpi4dl.parallel.pipeline.program import map_leaves
+from mpi4dl.parallel.pipeline.stage import made_up_stage
 from mpi4dl.parallel.plan import Plan
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.grid import Arrangement, Grid
@@ -45,6 +45,17 @@ SMALLEST_SIDE = 32
 FEWEST_TOKENS = 1 << 7  # which are worth many pixels each
 
 Clock = Callable[[], float]
+
+
+class Atoms(Protocol):
+    """A model as modules that run one after the other, each on what the one before returns; see `Cuttable`."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def atom(self, i: int) -> nn.Module: ...
 
 
 class Site(NamedTuple):
@@ -77,16 +88,16 @@ def planned_cuts(model: nn.Module, plan: Plan, styles: Styles | None = None) -> 
     return cutting_of(model, styles, plan.degrees) if plan.num_ranks > 1 else NOT_CUT
 
 
-def sites_of(cuttable: Cuttable, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
+def sites_of(cuttable: Atoms, plan: Plan, image: tuple[int, ...], styles: Styles | None = None) -> tuple[Site, ...]:
     """The site of each stage of a plan."""
     cuts = planned_cuts(cuttable.model, plan, styles)
     return tuple(Site.of(plan, stage, image, cuts) for stage in range(plan.num_stages))
 
 
-def cut_at(site: Site, stage: Stage, grid: Grid) -> Stage:
-    """Leave of a stage's parameters those parts that a rank of this site has."""
-    cut_parameters(stage, site.cutting, grid)
-    return stage
+def cut_at(site: Site, atom: nn.Module, grid: Grid) -> nn.Module:
+    """Leave of an atom's parameters those parts that a rank of this site has."""
+    cut_parameters(atom, site.cutting, grid)
+    return atom
 
 
 class AtomSeconds(NamedTuple):
@@ -118,7 +129,7 @@ def clock_on(device: torch.device) -> Clock:
 
 
 def time_column(
-    cuttable: Cuttable,
+    cuttable: Atoms,
     site: Site,
     device: torch.device,
     budget_seconds: float,
@@ -206,7 +217,7 @@ def _drawn_out(a: AtomSeconds, b: AtomSeconds, small: int, large: int, wanted: i
 
 
 def _measure(
-    cuttable: Cuttable, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
+    cuttable: Atoms, site: Site, device: torch.device, clock: Clock, grid_of: Callable[[Site], Grid], repeats: int
 ) -> Column:
     grid = grid_of(site)
     grid.foresight.steps = True
@@ -221,11 +232,11 @@ def _measure(
 
 
 def _time(
-    atom: Stage, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
+    atom: nn.Module, values: tuple[Any, ...], grid: Grid, clock: Clock, repeats: int
 ) -> tuple[AtomSeconds, tuple[Any, ...]]:
     forward, backward = [], []
     for _ in range(repeats + 1):
-        received = map_leaves(_fresh, values)  # what is received is overwritten by some atoms
+        received = map_local(_fresh, values)  # some atoms overwrite what they receive
         before = _counts(grid)
         grid.foresight.begin()
         start = clock()
@@ -233,7 +244,7 @@ def _time(
         grid.foresight.pay()
         forward.append(clock() - start)
         counts = {name: number - before[name] for name, number in _counts(grid).items()}
-        roots = [t for t in map(local_part, pack((results,))[0]) if t.requires_grad]
+        roots = [t for t in local_tensors(results) if t.requires_grad]
         gradients = [torch.ones_like(t) for t in roots]
         del received
         start = clock()
@@ -242,9 +253,9 @@ def _time(
         backward.append(clock() - start)
         grid.foresight.settle()
     num_bytes = sum(number for name, number in counts.items() if name.endswith("_bytes"))
-    handed = sum(local_part(t).nbytes for t in pack((results,))[0])
+    handed = sum(t.nbytes for t in local_tensors(results))
     seconds = AtomSeconds(min(forward[1:]), min(backward[1:]), counts.get("latencies", 0), num_bytes, handed)
-    return seconds, map_leaves(as_received, results)
+    return seconds, map_local(as_received, results)
 
 
 def _counts(grid: Grid) -> dict[str, int]:
@@ -267,21 +278,30 @@ def input_at(site: Site, grid: Grid, model: nn.Module, device: torch.device) -> 
     return SpatialTensor(made_up(model, layout.local_shape(site.image), site.image, device), layout)
 
 
-def local_part(t: Tensor) -> Tensor:
-    return owned(t) if isinstance(t, SpatialTensor) else t
+def local_tensors(results: Any) -> list[Tensor]:
+    """A rank's parts of the tensors in these values, each once."""
+    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)}
+    return [owned(leaf) if isinstance(leaf, SpatialTensor) else leaf for leaf in leaves.values()]
 
 
-def _fresh(leaf: Any) -> Any:
-    if isinstance(leaf, SpatialTensor):
-        return SpatialTensor(_fresh(leaf.local), leaf.layout)
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def map_local(change: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The values with the rank's parts of their tensors changed."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, SpatialTensor):
+            return SpatialTensor(change(value.local), value.layout)
+        return change(value) if isinstance(value, Tensor) else value
+
+    return map_leaves(leaf, values)
 
 
-def as_received(leaf: Any) -> Any:
-    """The inputs of the next unit."""
-    if isinstance(leaf, SpatialTensor):
-        return SpatialTensor(as_received(leaf.local), leaf.layout)
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def _fresh(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def as_received(t: Tensor) -> Tensor:
+    """A tensor as the next atom receives it."""
+    return t.detach().requires_grad_(t.requires_grad)
 
 
 # The cache of times on this machine: a folder with a small file for each entry.

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from mpi4dl._randomness import forked, seed_python
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
-from mpi4dl.parallel.costs.link import ASSUMED
+from mpi4dl.parallel.costs.atoms import count_bytes
+from mpi4dl.parallel.costs.cost_model import ASSUMED, Profiler, StageCosts, measured_prices, prices_for
 from mpi4dl.parallel.costs.timing import planned_cuts
-from mpi4dl.parallel.inputs import shape_only
 from mpi4dl.parallel.pipeline import balance as costs
 from mpi4dl.parallel.pipeline.decisions import Watch, changed
 from mpi4dl.parallel.pipeline.split import Cuttable, materialize, outline
@@ -410,5 +409,4 @@ def costs_by(
     """The costs for `partition`: seconds, or the bytes that training keeps."""
     if balance != "memory":
         return prices.matrix
-    kept = costs.count_bytes(cuttable, shape_only(cuttable.model, image))
-    return costs.shared_out(kept, plan.sharing)
+    return costs.shared_out(count_bytes(cuttable, image), plan.sharing)

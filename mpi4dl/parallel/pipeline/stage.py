@@ -245,7 +245,7 @@ def enter(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return map_leaves(part, values)
 
 
-def made_up_stage(stage: Stage, device: torch.device) -> Stage:
+def made_up_stage(stage: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a stage in training mode on this device; with made-up values if it has none."""
     values = [*stage.parameters(), *stage.buffers()]
     if not any(value.is_meta for value in values):

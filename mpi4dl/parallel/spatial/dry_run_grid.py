@@ -6,6 +6,7 @@ packing included, and it receives zeros. That takes as long as among others, exc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +16,15 @@ from mpi4dl.comm import Communicator, Pending
 from mpi4dl.comm.packing import Piece, buffer_for, messages_of, packed, unpack
 from mpi4dl.parallel.spatial.grid import Grid
 
-COUNTS = ("halo_bytes", "messages", "gathered_bytes", "reduced_bytes", "latencies", "exchanges", "over_features")
+COUNTS = "halo_bytes messages gathered_bytes reduced_bytes latencies exchanges rounds over_features".split()
 
 
 class DryRunCommunicator(Communicator):
     """A communicator of ranks that need not exist: it counts what this rank would send.
 
     `latencies` are the messages that MPI would send of this rank, those within collectives among them. `exchanges` are
-    those of which this rank has a part. `over_features` are the bytes of sums of those that share features; half of
-    what is summed in two halves, by reduce-scatter and all-gather.
+    those of which this rank has a part, and `rounds` these and the collectives. `over_features` are the bytes of sums
+    of those that share features; half of what is summed in two halves, by reduce-scatter and all-gather.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DryRunCommunicator(Communicator):
             if self.shares_features:  # (size - 1) / size of what it is half a sum of
                 self.counts["over_features"] += tensor.nbytes * self.size // (2 * (self.size - 1))
         self.counts["exchanges"] += bool(sends or receives)
+        self.counts["rounds"] += bool(sends or receives)
         messages = messages_of(sends)
         self.counts["latencies"] += len(messages)
         leaving = [packed(message) for message in messages if not message.pieces[0].is_meta]
@@ -55,6 +57,7 @@ class DryRunCommunicator(Communicator):
         return Pending(self.node)
 
     def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
+        self.counts["rounds"] += self.size > 1
         self.counts["reduced_bytes"] += tensor.nbytes
         self.counts["over_features"] += tensor.nbytes * self.shares_features
         self.counts["latencies"] += self.size - 1
@@ -63,11 +66,13 @@ class DryRunCommunicator(Communicator):
         return Pending(self.node)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        self.counts["rounds"] += self.size > 1
         self.counts["gathered_bytes"] += tensor.nbytes
         self.counts["latencies"] += self.size - 1
         return tensor.detach().expand(self.size, *tensor.shape).clone()
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        self.counts["rounds"] += 1
         return [value] * self.size
 
     def nodes(self) -> list[list[int]]:
@@ -87,12 +92,25 @@ class DryRunGrid(Grid):
         return DryRunCommunicator(*self.place.experts, self.comm.counts)
 
     def along(self, axes: tuple[int, ...]) -> DryRunCommunicator:
-        ranks = self.ranks_along(tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1))
-        return DryRunCommunicator(ranks.index(self.rank), len(ranks), self.comm.counts, self.features in axes)
+        axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
+        if axes not in self._shared:
+            ranks = self.ranks_along(axes)
+            place = ranks.index(self.rank), len(ranks)
+            self._shared[axes] = type(self.comm)(*place, self.comm.counts, self.features in axes)
+        return self._shared[axes]
+
+    @cached_property
+    def _shared(self) -> dict[tuple[int, ...], DryRunCommunicator]:
+        return {}
 
 
-def dry_run_grid(shape: geometry.GridShape, rank: int = 0, tracks_batch: bool = False) -> DryRunGrid:
-    grid = DryRunGrid.of(DryRunCommunicator(rank, shape.size), shape, tracks_batch)
+def dry_run_grid(
+    shape: geometry.GridShape,
+    rank: int = 0,
+    tracks_batch: bool = False,
+    kind: type[DryRunCommunicator] = DryRunCommunicator,
+) -> DryRunGrid:
+    grid = DryRunGrid.of(kind(rank, shape.size), shape, tracks_batch)
     assert isinstance(grid, DryRunGrid)
     return grid
 

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from mpi4dl import geometry
 from mpi4dl._wording import aligned
-from mpi4dl.parallel.costs.meter import SavedTensors
 from mpi4dl.parallel.inputs import made_up
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, HaloChoice, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid
@@ -49,13 +48,11 @@ class Explanation:
     """The operators of one forward pass, in order; printed, a table of those that communicate.
 
     `halos` says of blocks, by name, where they fetch what they need, if they choose. Backward sends the halos'
-    gradients back: the same messages and bytes again. `saved_bytes` is what autograd keeps of the forward pass on the
-    rank that keeps most.
+    gradients back: the same messages and bytes again.
     """
 
     operators: list[Operator] = field(default_factory=list)
     halos: dict[str, HaloChoice] = field(default_factory=dict)
-    saved_bytes: int = 0
 
     def total(self, count: str) -> int:
         return sum(getattr(operator, count) for operator in self.operators)
@@ -128,14 +125,7 @@ def require_rules(
     """
     imaginary = dry_run_grid(grid)
     part = held(model, imaginary)
-    _forward(part, _on_meta(part), shape, imaginary)
-
-
-def _on_meta(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: value.detach().to("meta").requires_grad_(value.requires_grad)
-        for name, value in [*model.named_parameters(), *model.named_buffers()]
-    }
+    _forward(part, shape, imaginary)
 
 
 def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..., nn.Module] = whole) -> Explanation:
@@ -151,9 +141,8 @@ def explain(model: nn.Module, size: Sequence[int], grid: Grid, held: Callable[..
         imaginary = dry_run_grid(grid.shape, rank)
         imaginary.arrangement = grid.arrangement
         part = held(model, imaginary)
-        operators, saved = _forward(part, _on_meta(part), shape, imaginary)
+        operators = _forward(part, shape, imaginary)
         most.halos = _halos(part, imaginary)
-        most.saved_bytes = max(most.saved_bytes, saved)
         most.operators = most.operators or operators
         for known, operator in zip(most.operators, operators, strict=True):
             for count in COUNTS:
@@ -168,23 +157,24 @@ def _halos(model: nn.Module, grid: Grid) -> dict[str, HaloChoice]:
     return {names[block]: choice for block, known in choices.items() if block in names for choice in known.values()}
 
 
-def _forward(
-    model: nn.Module, values: dict[str, Tensor], shape: tuple[int, ...], grid: DryRunGrid
-) -> tuple[list[Operator], int]:
-    """Run the model on this rank's meta tile: its operators, and the bytes that autograd saves beside parameters."""
+def _forward(model: nn.Module, shape: tuple[int, ...], grid: DryRunGrid) -> list[Operator]:
+    """Run the model on this rank's meta tile: its operators."""
+    values = {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad)
+        for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
     layout = even_layout(grid, shape)
     x = SpatialTensor(made_up(model, layout.local_shape(shape), shape, torch.device("meta")), layout)
     path = [""]
-    saved = SavedTensors(values.values())
     hooks, recorder = [], _Recorder(grid.comm, path)
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
         # A function is no other one in a copy of the module, as rehearsals make; a method would have another recorder.
         hooks.append(module.register_forward_hook(lambda *args: recorder.leave(*args)))
     try:
-        with saved.counting(), recorder:
+        with recorder:
             torch.func.functional_call(model, values, (x,))
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.operators, saved.num_bytes
+    return recorder.operators

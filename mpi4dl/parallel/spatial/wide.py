@@ -17,16 +17,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from mpi4dl._randomness import forked
 from mpi4dl.geometry import Tiling, widest
 from mpi4dl.parallel.blocks import rows_of
-from mpi4dl.parallel.pipeline.balance import FlopCounter
+from mpi4dl.parallel.costs.meter import dry_run
 from mpi4dl.parallel.pipeline.split import shapes_of
 from mpi4dl.parallel.spatial.dry_run_grid import DryRunGrid, HaloChoice, RankWork, dry_run_grid, rank_in_the_middle
 from mpi4dl.parallel.spatial.grid import Grid, Layout
@@ -34,29 +31,6 @@ from mpi4dl.parallel.spatial.halo import retile
 from mpi4dl.parallel.spatial.tensor import SpatialTensor, register
 from mpi4dl.parallel.streaming.margins import CannotStream, least_margin, run
 from mpi4dl.parallel.streaming.visits import Given, VisitedGrid, Visits
-
-# Counts what a part of a model does on the rank in the middle of a grid: exchanges, messages, what is computed.
-#
-# It runs on shapes alone, on a rank of which no other need exist; so every rank finds the same.
-
-
-class ByteCounter(TorchDispatchMode):
-    """`total` bytes are read and written by operators, but for views and operators whose FLOPs count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not _is_view(func) and func._overloadpacket not in flop_registry:
-            touched = pytree.tree_leaves((args, kwargs, result))
-            self.total += sum({id(x): x.nbytes for x in touched if isinstance(x, Tensor)}.values())
-        return result
-
-
-def _is_view(func: Any) -> bool:
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def outline_of(x: SpatialTensor, grid: Grid) -> SpatialTensor:
@@ -75,14 +49,8 @@ def tally(run: Callable[[DryRunGrid], Any], grid: Grid, norms_bring_halos: bool)
     middle.choices = None
     middle.foresight.everywhere, middle.foresight.steps = norms_bring_halos, True
     for _ in range(1 + norms_bring_halos):
-        before = dict(middle.comm.counts)
-        middle.foresight.begin()
-        with torch.enable_grad(), forked(), FlopCounter() as flops, ByteCounter() as touched:
-            run(middle)
-            middle.foresight.pay()
-        middle.foresight.settle()
-    counts = {name: number - before[name] for name, number in middle.comm.counts.items()}
-    return RankWork(counts["exchanges"], counts["halo_bytes"], flops.total, touched.total)
+        counted = dry_run(middle, lambda: run(middle))
+    return RankWork(counted.sent["exchanges"], counted.sent["halo_bytes"], counted.flops, counted.touched_bytes)
 
 
 HALOS = ("layer", "block")

@@ -54,44 +54,37 @@ class AlikeEverywhere(TorchFunctionMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if self.alike:  # before it is called, which may end the visit
-            leaves = pytree.tree_leaves((tuple(args), options))
-            spread = [x for x in leaves if isinstance(x, SpatialTensor)]
-            if spread:
-                called = _Called(self.axes, function, args, options, spread, leaves)
-                self.alike = called.known and called.is_alike()
-                result = function(*args, **options)
-                self.alike = self.alike and called.makes_alike(result)
-                return result
-        return function(*args, **options)
+        leaves = pytree.tree_leaves((tuple(args), options)) if self.alike else []
+        spread = [x for x in leaves if isinstance(x, SpatialTensor)]
+        if not spread:
+            return function(*args, **options)
+        called = _Called(self.axes, function, args, options, spread, leaves)
+        self.alike = called.is_alike()  # before it is called, which may end the visit
+        result = function(*args, **options)
+        self.alike = self.alike and called.makes_alike(result)
+        return result
 
 
+@dataclass(frozen=True)
 class _Called:
-    """A call with operands that are spread over tiles."""
+    """A call with `leaves` among its arguments, of which some are `spread` over tiles."""
 
-    def __init__(
-        self,
-        axes: tuple[int, ...],
-        function: Any,
-        args: Sequence[Any],
-        options: dict[str, Any],
-        spread: Sequence[SpatialTensor],
-        leaves: Sequence[Any],
-    ) -> None:
-        self.axes, self.function, self.args, self.options = axes, function, args, options
-        self.spread, self.leaves = spread, leaves
-        self.first = spread[0]
-        self._check = _CHECKS.get(function)
-        if self._check is None and is_pointwise(function) and not is_registered(function):
-            self._check = _of_pixels
+    axes: tuple[int, ...]
+    function: Any
+    args: Sequence[Any]
+    options: dict[str, Any]
+    spread: Sequence[SpatialTensor]
+    leaves: Sequence[Any]
 
     @property
-    def known(self) -> bool:
-        return self._check is not None
+    def first(self) -> SpatialTensor:
+        return self.spread[0]
 
     def is_alike(self) -> bool:
-        assert self._check is not None
-        return all(map(self._has_all_axes, self.spread)) and self._check(self)
+        check = _CHECKS.get(self.function)
+        if check is None and is_pointwise(self.function) and not is_registered(self.function):
+            check = _of_pixels
+        return check is not None and all(map(self._has_all_axes, self.spread)) and check(self)
 
     def makes_alike(self, result: Any) -> bool:
         """Whether all results have all axes, or are of the whole image."""
@@ -164,18 +157,9 @@ def _of_last_dims(called: _Called) -> bool:
     return called.leads() and isinstance(shape, list | tuple) and called.apart([*range(-len(shape), 0)])
 
 
-def _linear(called: _Called) -> bool:
-    return called.leads() and called.apart(-1)
-
-
 def _along(position: int, default: Any = None) -> Check:
     """A check for operators along one dim, or several."""
     return lambda called: called.leads() and called.apart(called.argument(position, "dim", default))
-
-
-def _reduced(called: _Called) -> bool:
-    """Over all axes, or along none."""
-    return called.leads()
 
 
 def _joined(called: _Called) -> bool:
@@ -218,11 +202,6 @@ def _undropped(called: _Called) -> bool:
     return called.leads() and (not called.argument(2, "training", True) or called.argument(1, "p", 0.5) == 0)
 
 
-def _anyhow(called: _Called) -> bool:
-    """Allowed; its result shows whether it still has the axes."""
-    return called.leads()
-
-
 def _each(names: str, check: Check) -> Iterator[tuple[Any, Check]]:
     for function in named(*names.split()):
         yield function, check
@@ -235,7 +214,7 @@ _SUMS = {
     *named("sum", "mean", "var", "std", "var_mean", "std_mean"),
     *named(*(f"adaptive_avg_pool{n}d" for n in (1, 2, 3))),
 }
-_CHECKS: dict[Any, Check] = dict.fromkeys(_SAYING, _anyhow)
+_CHECKS: dict[Any, Check] = dict.fromkeys(_SAYING, _Called.leads)
 for found in (
     _each(" ".join(UNTAGGED), _of_pixels),
     _each("where floor_divide __floordiv__ __rfloordiv__", _of_pixels),
@@ -243,17 +222,17 @@ for found in (
     *(_each(f"{kind}{n}d", _windows(n)) for n in (1, 2, 3) for kind in ("conv", "max_pool", "avg_pool", "lp_pool")),
     *(_each(f"adaptive_avg_pool{n}d", _whole_pool) for n in (1, 2, 3)),
     _each("layer_norm rms_norm", _of_last_dims),
-    _each("linear", _linear),
+    _each("linear", lambda called: called.leads() and called.apart(-1)),
     _each("softmax log_softmax", _along(1)),
-    _each("sum mean var std var_mean std_mean", _reduced),
+    _each("sum mean var std var_mean std_mean", _Called.leads),  # over all axes, or along none
     _each("cat concat concatenate", _joined),
     _each("select narrow unbind", _along(1, 0)),
     _each("chunk split tensor_split", _along(2, 0)),
-    _each("permute transpose swapaxes swapdims movedim moveaxis", _anyhow),
-    _each(RESHAPES, _anyhow),
+    # What they make says whether it has the axes still.
+    _each(f"permute transpose swapaxes swapdims movedim moveaxis {RESHAPES}", _Called.leads),
     _each("pad constant_pad_nd", _padded),
     _each("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", _undropped),
-    _each("requires_grad_", _anyhow),
+    _each("requires_grad_", _Called.leads),
 ):
     _CHECKS.update(found)
 _CHECKS[F.normalize] = _along(2, 1)

@@ -5,6 +5,7 @@ first stage    atom 0 .. atom k-1         |   atom k .. atom n-1
                in one segment or several  |
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -277,11 +278,7 @@ def choose(
     else:
         tile = max(split.owned(0).length for split in given.tiling.splits[1:]) if given.tiling is not None else 0
         margin = int((MOST_REPEATED ** (1 / len(size)) - 1) / 2 * tile)
-        count, beyond = 0, most + 1
-        while beyond - count > 1:
-            middle = (count + beyond) // 2
-            count, beyond = (middle, beyond) if rehearsed(middle, margin) is not None else (count, middle)
-        count = max(count, 1)
+        count = max(1, bisect_left(range(1, most + 1), True, key=lambda end: rehearsed(end, margin) is None))
 
     def rounds_of(end: int) -> int | None:
         found = rehearsed(end, max(size))

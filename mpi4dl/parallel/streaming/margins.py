@@ -5,6 +5,7 @@ to its end. A rehearsal also learns which norms can share a round, and says how 
 """
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from mpi4dl.comm import Pending
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import Box, Tiling
 from mpi4dl.parallel.pipeline.split import shapes_of
+from mpi4dl.parallel.spatial.dry_run_grid import DryRunCommunicator, DryRunGrid, dry_run_grid
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo_prefetch import HaloPrefetch, Holding
 from mpi4dl.parallel.spatial.tensor import SpatialTensor
@@ -26,7 +28,6 @@ from mpi4dl.parallel.streaming.visits import (
     Script,
     Turn,
     VisitedGrid,
-    Visitors,
     Visits,
     holds_pixels,
     visited_grid,
@@ -54,37 +55,19 @@ class Rehearsed:
     tilings: Sequence[Tiling]
 
 
-class _Rehearsing(Visitors):
-    """Nobody answers: on shapes nothing depends on it.
+class _AVisit(DryRunCommunicator):
+    """Among tiles that are visited in turn, of which none has pixels of another one.
 
     A margin that is too small for other tiles is too small for this one, too, so all find the same margin.
     """
 
     def iexchange(
-        self,
-        sends: Sequence[Piece],
-        receives: Sequence[Piece],
-        *args: Any,
-        collective: bool = False,
-        **kwargs: Any,
+        self, sends: Sequence[Piece], receives: Sequence[Piece], *args: Any, collective: bool = False, **kwargs: Any
     ) -> Pending:
         among_others = collective and not sends and not receives
         if among_others or holds_pixels(sends) or holds_pixels(receives):
             raise NeedsNeighbours
-        self.turn.script.position += bool(sends or receives)
-        return Pending(self.node)
-
-    def told(self, mine: Any, additive: bool = False) -> list[Any]:
-        self.turn.script.position += 1
-        return [mine] * self.size
-
-    def ireduce(self, tensor: Tensor, op: str = "sum", root: int | None = None) -> Pending:
-        self.turn.script.position += self.size > 1
-        return Pending(self.node)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self.turn.script.position += self.size > 1
-        return tensor.detach()[None].expand(self.size, *tensor.shape)
+        return super().iexchange(sends, receives)
 
 
 def rehearse(module: nn.Module, visits: Visits, givens: Sequence[Given], size: Sequence[int]) -> Rehearsed:
@@ -116,10 +99,7 @@ def least_margin(runs: Callable[[int], bool], largest: int, first: int = 16) -> 
         if high >= largest:
             raise CannotStream("a layer of this part needs pixels of the whole image, so that no margin is enough")
         low, high = high, min(max(first, 2 * high), largest)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if runs(middle) else (middle, high)
-    return high
+    return low + 1 + bisect_left(range(low + 1, high), True, key=runs)
 
 
 def run(
@@ -139,24 +119,25 @@ def run(
         except NeedsNeighbours:
             return None
     tilings = list({layout.tiling.narrow for layout in grid.layouts})
-    return Rehearsed(margin, grid.comm.turn.script.position, _learned(grid), outputs, tilings)
+    return Rehearsed(margin, grid.comm.counts["rounds"], _learned(grid), outputs, tilings)
 
 
-def alone(visits: Visits, tile: int, learned: Learned = ()) -> VisitedGrid:
+def alone(visits: Visits, tile: int, learned: Learned = ()) -> DryRunGrid:
     """The grid of a visit of this tile that is the only one: what others tell it is made up."""
-    grid = visited_grid(visits.grid, tile, Turn(), visits.tracks_batch, _Rehearsing)
+    grid = dry_run_grid(visits.grid, tile, visits.tracks_batch, _AVisit)
+    grid.choices = None
     begin(grid, learned)
     return grid
 
 
-def begin(grid: VisitedGrid, learned: Learned) -> None:
+def begin(grid: Grid, learned: Learned) -> None:
     """Let the grid's norms know as much of what follows as those of every other visit, who come to the same rounds."""
     grid.foresight = HaloPrefetch(visits=True)
     for norm, waits, held in learned:
         grid.foresight.learn(norm, waits, held)
 
 
-def shape_of(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) -> Tensor:
+def shape_of(given: Given, grid: Grid, margin: int, size: Sequence[int]) -> Tensor:
     """The inputs of the visit of this grid, on the meta device."""
     if given.tiling is None:
         return torch.empty(given.shape, dtype=given.dtype, device="meta")
@@ -165,7 +146,7 @@ def shape_of(given: Given, grid: VisitedGrid, margin: int, size: Sequence[int]) 
     return SpatialTensor(torch.empty(local, dtype=given.dtype, device="meta"), layout)
 
 
-def _learned(grid: VisitedGrid) -> Learned:
+def _learned(grid: Grid) -> Learned:
     return [(norm, waits, held) for norm, waits, held in grid.foresight.learned() if isinstance(norm, Tensor)]
 
 

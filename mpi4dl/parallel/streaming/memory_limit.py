@@ -3,6 +3,7 @@
 Fewer visits read less of margins, and more segments repeat less for the rounds of their norms, but keep more.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,19 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpi4dl._randomness import forked
-from mpi4dl._wording import mebibytes
+from mpi4dl._wording import counted, mebibytes
 from mpi4dl.geometry import BATCH, GridShape
+from mpi4dl.parallel.costs.atoms import AtomCounts, StageBytes, stage_bytes
 from mpi4dl.parallel.costs.cost_model import StageCosts
-from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, stage_bytes
-from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.meter import dry_run
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column
-from mpi4dl.parallel.pipeline.balance import FlopCounter
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
-from mpi4dl.parallel.streaming.leading_part import Leading, StreamOptions, visits_to
+from mpi4dl.parallel.plan import grid_name
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
+from mpi4dl.parallel.streaming.leading_part import Leading, Segments, StreamOptions, visits_to
 from mpi4dl.parallel.streaming.margins import CannotStream, Rehearsed, alone, rehearse, shape_of
 from mpi4dl.parallel.streaming.norms import KnownStatistics
-from mpi4dl.parallel.streaming.visits import Given, Visits, owned
+from mpi4dl.parallel.streaming.visits import Given, Visits
 
 # Memory and time of streaming on a rank: one visit of each segment, run forward and backward on shapes.
 #
@@ -66,6 +66,11 @@ class SegmentNeeds(NamedTuple):
         """How often in the backward pass forward, and backward: every visit runs forward to its end."""
         return 1 + self.backward_rounds, 1 + self.backward_rounds / 2
 
+    def step_flops(self) -> float:
+        """The FLOPs of a training step on all ranks, if backward is twice forward."""
+        again, back = self.backward_passes
+        return self.flops * (self.forward_passes + again + 2 * back)
+
 
 @dataclass(frozen=True)
 class StreamNeeds:
@@ -84,9 +89,8 @@ class StreamNeeds:
         """How far visits read beyond their tiles of the images."""
         return self.segments[0].margin
 
-    def stage(self, column: Sequence[AtomBytes], stop: int, rest: StageBytes | None = None) -> StageBytes:
-        """The memory of a rank of the first stage, for the first `stop` units; `column` are those of all units on its
-        part.
+    def stage(self, column: Sequence[AtomCounts], stop: int, rest: StageBytes | None = None) -> StageBytes:
+        """What a rank of the first stage has, of the first `stop` atoms; `column` are all atoms' on its part.
 
         `rest` is what the atoms take that are not streamed, if they take something else than that column says.
         """
@@ -140,21 +144,13 @@ class StreamNeeds:
 
         return replace(self, segments=tuple(map(larger, self.segments)))
 
-    def without_visits(self) -> "StreamNeeds":
-        """The memory besides visits."""
-        return replace(self, segments=tuple(each._replace(read_bytes=0, visit_bytes=0) for each in self.segments))
-
     def prices(self, prices: StageCosts, flops: Sequence[float]) -> StageCosts:
         """Prices of a plan whose first stage is streamed; `flops` are those of all atoms, for all ranks."""
         return replace(prices, columns=(self.column(prices.columns[0], flops), *prices.columns[1:]))
 
     def work(self) -> float:
         """FLOPs of a training step's streamed part on all ranks, if backward is twice forward: to compare choices."""
-        return sum(
-            segment.flops * (segment.forward_passes + again + 2 * back)
-            for segment in self.segments
-            for again, back in [segment.backward_passes]
-        )
+        return sum(segment.step_flops() for segment in self.segments)
 
 
 def needs_of(leading: Leading, model: nn.Module, grid: GridShape, image: Sequence[int]) -> StreamNeeds:
@@ -165,13 +161,21 @@ def needs_of(leading: Leading, model: nn.Module, grid: GridShape, image: Sequenc
     """
     visits, given = visits_to(model, leading.options, grid, image)
     size = tuple(image[2:])
+    segments = needs_of_segments(leading.segments, model, visits, given, size)
+    return StreamNeeds(segments, leading.bounds, leading.options, grid.size > 1)
+
+
+def needs_of_segments(
+    segments: Segments, model: nn.Module, visits: Visits, given: Given, size: tuple[int, ...]
+) -> tuple[SegmentNeeds, ...]:
+    """Memory and time of the visits through each segment of a model, for images of this size. Raises CannotStream."""
     givens: tuple[Given, ...] = (given,)
     found: list[SegmentNeeds] = []
-    for part in leading.segments.parts(model):
+    for part in segments.parts(model):
         rehearsed = rehearse(part, visits, givens, size)
-        found.append(_segment(part, visits, givens, size, rehearsed, leading.options.norms, not found))
+        found.append(_segment(part, visits, givens, size, rehearsed, segments.norms, not found))
         givens = tuple(map(Given.like, rehearsed.outputs))
-    return StreamNeeds(tuple(found), leading.bounds, leading.options, grid.size > 1)
+    return tuple(found)
 
 
 def _segment(
@@ -192,24 +196,22 @@ def _segment(
     statistics: AbstractContextManager[Any] = nullcontext()
     if norms != "exact":
         statistics = KnownStatistics().one_visit(noted=norms == "running")
-    meter, counter, script = TensorMeter(), FlopCounter(), grid.comm.turn.script
-    with torch.enable_grad(), forked(), meter, statistics:
-        with counter:
-            outputs = part(*values)
-            grid.foresight.pay()
-        rounds = script.position
+    leaves = [local_part_held(value) for value in values if value.requires_grad]
+    leaves += [p for p in part.parameters() if p.requires_grad]
+
+    def backward(outputs: Any) -> None:
         roots = [owned(y) if isinstance(y, SpatialTensor) else y for y in outputs if y.requires_grad]
-        leaves = [local_part_held(value) for value in values if value.requires_grad]
-        leaves += [p for p in part.parameters() if p.requires_grad]
         if roots and leaves:
             torch.autograd.grad(roots, leaves, [torch.empty_like(root) for root in roots], allow_unused=True)
+
+    with statistics:
+        found = dry_run(grid, lambda: part(*values), backward)
     read, most = (given_bytes * (1 + READ_AHEAD), 0) if reads else (0, given_bytes)
     held = 0 if reads else sum(_of_rank(given, visits, rehearsed.margin, size) for given in givens)
     made = sum(_of_rank(Given.like(y), visits, 0, size) for y in rehearsed.outputs)
-    flops = counter.total * visits.grid.size
-    return SegmentNeeds(
-        rehearsed.margin, read, most + meter.peak_bytes, held, made, rounds, script.position - rounds, flops
-    )
+    visit = most + max(found.forward_bytes, found.backward_bytes)
+    rounds, flops = found.sent["rounds"], found.flops * visits.grid.size
+    return SegmentNeeds(rehearsed.margin, read, visit, held, made, rounds, grid.comm.counts["rounds"] - rounds, flops)
 
 
 def local_part_held(value: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ def choose_visits(
     bytes_of: Callable[[StreamNeeds], int],
     most_bytes: float,
 ) -> Visiting:
-    """The visits of a rank's part of the images, which has these sides.
+    """The visits of a rank's part of the images, which has these sides: the first that fit, if all behind those do.
 
     `needs_for(options)` is what streaming takes, which may raise CannotStream, and `bytes_of` that what the rank has
     which needs most.
@@ -299,68 +301,32 @@ def choose_visits(
     numbers = (wanted.segments,) if wanted.segments else SEGMENTS if wanted.norms == "exact" else SEGMENTS[:1]
     for segments in numbers:
 
-        def visiting(i: int, segments: int = segments) -> Visiting | None:
+        def fits(tiles: tuple[int, ...], segments: int = segments) -> bool:
             nonlocal problem
-            options = StreamOptions(counts[i], wanted.until, wanted.norms, segments)
+            options = StreamOptions(tiles, wanted.until, wanted.norms, segments)
             try:
                 needs = needs_for(options)
             except CannotStream as error:
                 problem = error
-                return None
+                return False
             tried.append(Visiting(options, needs, bytes_of(needs)))
-            return tried[-1]
+            return tried[-1].num_bytes <= most_bytes
 
-        def hopeless(found: Visiting, bytes_of: Callable[[StreamNeeds], int] = bytes_of) -> bool:
-            return bytes_of(found.needs.without_visits()) > most_bytes
-
-        found = _first(visiting, counts, most_bytes, hopeless)
-        if found is not None:
-            fitting.append(found)
+        first = bisect_left(counts, True, key=fits)
+        if first < len(counts) and fits(counts[first]):
+            fitting.append(tried[-1])
     if fitting:
         return min(fitting, key=lambda each: each.needs.work())
     if problem is not None and not tried:
         raise problem
     least = min(tried, key=lambda each: each.num_bytes)
     raise CannotStream(
-        f"no tiles keep a rank within {mebibytes(most_bytes)}: the least would be {mebibytes(least.num_bytes)}, with "
-        f"{words(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
+        f"no tiles keep a rank within {mebibytes(int(most_bytes))}: the least would be {mebibytes(least.num_bytes)}, "
+        f"with {words(least)}; allow for that, or use more `tiles`, `zero` or a smaller `batch_size`"
     )
 
 
 def words(found: Visiting) -> str:
     """How many visits, in how many segments, and how far they read beyond their tiles."""
-    tiles, segments = "x".join(map(str, found.options.counts)), len(found.needs.segments)
-    many = f"{segments} segment{'s' * (segments > 1)}"
-    return f"{tiles} tiles of each rank in {many}, a margin of {found.needs.margin} px"
-
-
-def _first(
-    visiting: Callable[[int], Visiting | None],
-    counts: Sequence[tuple[int, ...]],
-    most_bytes: float,
-    hopeless: Callable[[Visiting], bool],
-) -> Visiting | None:
-    """The first of these that fits, if all behind one that fits do.
-
-    Memory that is too large by a factor needs at least that factor of more visits: steps have that length, and are then
-    halved.
-    """
-    low, high, found = -1, 0, None
-    while found is None:
-        last = visiting(high)
-        if last is not None and last.num_bytes <= most_bytes:
-            found = last
-        elif high == len(counts) - 1 or (last is not None and hopeless(last)):
-            return None
-        else:
-            more = prod(counts[high]) * (1.0 if last is None else last.num_bytes / most_bytes)
-            farther = (i for i in range(high + 1, len(counts)) if prod(counts[i]) >= more)
-            low, high = high, next(farther, len(counts) - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        nearer = visiting(middle)
-        if nearer is None or nearer.num_bytes > most_bytes:
-            low = middle
-        else:
-            high, found = middle, nearer
-    return found
+    tiles, segments = grid_name(found.options.counts), counted(len(found.needs.segments), "segment")
+    return f"{tiles} tiles of each rank in {segments}, a margin of {found.needs.margin} px"

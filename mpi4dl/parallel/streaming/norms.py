@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpi4dl.comm import Communicator, Refusal
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, substitutes
-from mpi4dl.parallel.streaming.visits import owned
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, substitutes
 
 MODES = ("exact", "running", "frozen")
 

@@ -103,7 +103,7 @@ class Bags:
 
     def __init__(self, model: PatchModel, options: BagOptions, channels: int) -> None:
         self._model, self._options = model, options
-        self._segments = Segments((), options.norms)
+        self.segments = Segments((), options.norms)
         self._grids: dict[Grid, Grid] = {}
         if options.segments > 1:
             self._cut(channels)
@@ -115,9 +115,11 @@ class Bags:
         counts = [0] * images.samples.size
         for place in patches.places:
             counts[place.sample] += 1
-        grid = self._grid(images.grid)
-        visits, given = self._visits(patches, [sum(counts[a:b]) for a, b in pairwise(images.samples.cuts)], grid)
-        found = self._segments.run(self._model.encoder, patches, given, visits, grid, (patch, patch), images.progress)
+        grid, of_ways = self._grid(images.grid), [sum(counts[a:b]) for a, b in pairwise(images.samples.cuts)]
+        visits, given = patch_visits(
+            patches.shape, patches.dtype, of_ways, grid.shape, grid.rank, self._options.at_once
+        )
+        found = self.segments.run(self._model.encoder, patches, given, visits, grid, (patch, patch), images.progress)
         if not isinstance(found, Tensor):
             raise TypeError(f"the encoder returns a {type(found).__name__}: it must be one tensor (patches, features)")
         return self._model.aggregate(gather(found), counts)
@@ -165,17 +167,6 @@ class Bags:
             self._grids[shared] = Grid.of(shared.comm, GridShape(shared.size, 1, 1), tracks_batch=True)
         return self._grids[shared]
 
-    def _visits(self, patches: PatchSource, counts: Sequence[int], grid: Grid) -> tuple[Visits, Given]:
-        """The visits to patches, of which ranks that can read the same samples share so many evenly."""
-        ranks = grid.size // len(counts)
-        each = max(1, *(ceil_div(count, ranks * self._options.at_once) for count in counts))
-        visits = Visits(grid.shape, grid.rank, (1, 1), True, each)
-        firsts = (0, *accumulate(counts))
-        inner = [
-            first + cut for first, n in zip(firsts, counts, strict=False) for cut in even_cuts(n, ranks * each)[1:]
-        ]
-        return visits, visits.images(patches.shape, patches.dtype, Split.at((0, *inner)))
-
     def _cut(self, channels: int) -> None:
         """Cut the encoder, so that rounds are shared out evenly to segments. Raises ValueError if it cannot be."""
         encoder, patch = self._model.encoder, self._model.patch
@@ -191,7 +182,19 @@ class Bags:
             return None if found is None else found.num_rounds
 
         spans = spans_of(len(cuttable), self._options.segments, rounds_of)
-        self._segments = Segments(tuple(cuttable.part(*span) for span in spans), self._options.norms)
+        self.segments = Segments(tuple(cuttable.part(*span) for span in spans), self._options.norms)
+
+
+def patch_visits(
+    shape: torch.Size, dtype: torch.dtype, counts: Sequence[int], grid: GridShape, rank: int, at_once: int
+) -> tuple[Visits, Given]:
+    """The visits to patches (P, C, H, W), of which ranks that can read the same samples share so many evenly."""
+    ranks = grid.size // len(counts)
+    each = max(1, *(ceil_div(count, ranks * at_once) for count in counts))
+    visits = Visits(grid, rank, (1, 1), True, each)
+    firsts = (0, *accumulate(counts))
+    inner = [first + cut for first, n in zip(firsts, counts, strict=False) for cut in even_cuts(n, ranks * each)[1:]]
+    return visits, visits.images(shape, dtype, Split.at((0, *inner)))
 
 
 def visit_patches(model: PatchModel, options: BagOptions, channels: int = 3) -> None:

@@ -25,11 +25,11 @@ from mpi4dl.datasets import DatasetError
 from mpi4dl.parallel.blocks import Attributes
 from mpi4dl.parallel.spatial.grid import Grid, Layout
 from mpi4dl.parallel.spatial.halo import retile
-from mpi4dl.parallel.spatial.tensor import SpatialTensor, wrap
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned, wrap
 from mpi4dl.parallel.streaming.background import AlikeEverywhere, BareTiles, NotAlike
 from mpi4dl.parallel.streaming.margins import Route
 from mpi4dl.parallel.streaming.norms import KnownStatistics, Seen
-from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, Script, Suspended, Told, VisitedGrid, owned
+from mpi4dl.parallel.streaming.visits import Collected, Given, ImageSource, Script, Suspended, Told, VisitedGrid
 
 # The inputs of a streamed part, and their gradients: every visit reads, and adds to, the boxes that it holds.
 

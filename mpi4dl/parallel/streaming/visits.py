@@ -25,7 +25,7 @@ from mpi4dl.comm.exchange import Dims, narrow
 from mpi4dl.comm.packing import Piece
 from mpi4dl.geometry import BATCH, Box, GridShape, Interval, Split, Tiling, ceil_div, even_cuts
 from mpi4dl.parallel.spatial.grid import Grid, Layout
-from mpi4dl.parallel.spatial.tensor import SpatialTensor
+from mpi4dl.parallel.spatial.tensor import SpatialTensor, owned
 
 
 class ImageSource(Protocol):
@@ -192,15 +192,6 @@ class Collected:
         del self.local
 
 
-def owned(y: SpatialTensor) -> Tensor:
-    """The owned box of this tile in y's local part, a view."""
-    found, layout = y.local, y.layout
-    for dim, wanted, held in zip(layout.dims, layout.owned, layout.held, strict=True):
-        if dim is not None:
-            found = found.narrow(dim, wanted.start - held.start, wanted.length)
-    return found
-
-
 # Communication among tiles that are visited in turn: rounds, each of which visits all of them once more.
 #
 # Rules speak to other tiles through a communicator. Tiles of one process, visited in turn, cannot wait for each other,
@@ -333,16 +324,14 @@ class VisitedGrid(Grid):
         axes = tuple(axis for axis in self.axes if axis in axes or self.shape[axis] == 1)
         if axes not in self._along:
             ranks = self.ranks_along(axes)
-            self._along[axes] = type(self.comm)(self.comm.turn, ranks, self.rank, whole=len(ranks) == self.size)
+            self._along[axes] = Visitors(self.comm.turn, ranks, self.rank, whole=len(ranks) == self.size)
         found = self._along[axes]
         assert isinstance(found, Visitors)
         return found
 
 
-def visited_grid(
-    shape: geometry.GridShape, tile: int, turn: Turn, tracks_batch: bool, kind: type[Visitors] = Visitors
-) -> VisitedGrid:
+def visited_grid(shape: geometry.GridShape, tile: int, turn: Turn, tracks_batch: bool) -> VisitedGrid:
     """The grid of the visit of this tile. `tracks_batch`: tensors know which dim is the batch."""
-    grid = VisitedGrid.of(kind(turn, range(shape.size), tile), shape, tracks_batch)
+    grid = VisitedGrid.of(Visitors(turn, range(shape.size), tile), shape, tracks_batch)
     assert isinstance(grid, VisitedGrid)
     return grid

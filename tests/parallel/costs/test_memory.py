@@ -8,9 +8,8 @@ from mpi4dl._memory import ActivationMeter
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.models import build
-from mpi4dl.parallel.costs.memory import AtomBytes, StageBytes, bytes_of_stages, count_atoms
+from mpi4dl.parallel.costs.atoms import AtomCounts, StageBytes, bytes_of_stages, count_atoms, count_bytes
 from mpi4dl.parallel.costs.timing import Site, sites_of
-from mpi4dl.parallel.pipeline.balance import count_bytes
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -31,7 +30,7 @@ def test_on_one_rank_it_is_what_the_model_keeps(name: str) -> None:
     atoms = count_atoms(cuttable, Site.of(Plan.of(), 0, image))
     model = cuttable.model
     kept_anyway = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
-    expected = sum(count_bytes(cuttable, torch.empty(image, device="meta"))) - sum(t.nbytes for t in kept_anyway)
+    expected = sum(count_bytes(cuttable, image)) - sum(t.nbytes for t in kept_anyway)
     assert sum(atom.kept for atom in atoms) == expected
 
 
@@ -59,7 +58,7 @@ def test_on_tiles_it_is_what_ranks_keep(ranks: Ranks, name: str) -> None:
 
 def test_stages_keep_what_is_handed_to_them() -> None:
     """The second atom's 900 bytes come when the third's are let go of; what is handed on counts with its gradient."""
-    atoms = (AtomBytes(9, 8, 6, 10, 5), AtomBytes(70, 4, 0, 10, 900), AtomBytes(400, 2, 2, 10, 3))
+    atoms = (AtomCounts(9, 8, 6, 10, 5), AtomCounts(70, 4, 0, 10, 900), AtomCounts(400, 2, 2, 10, 3))
     first, last = bytes_of_stages((1, 2), (atoms, atoms))
     assert first == StageBytes(9, 10 + 2 * 8)
     assert last == StageBytes(470 + 6, 70 + 900 - 470 + 8)

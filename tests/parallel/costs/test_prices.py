@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from mpi4dl.comm import Communicator
-from mpi4dl.parallel.costs.cost_model import Profiler, StageCosts, measured_prices, prices_for
-from mpi4dl.parallel.costs.link import ASSUMED, Link, measure_link
+from mpi4dl.parallel.costs.cost_model import (
+    ASSUMED,
+    Link,
+    Profiler,
+    StageCosts,
+    measure_link,
+    measured_prices,
+    prices_for,
+)
 from mpi4dl.parallel.costs.timing import AtomSeconds, Column, Remembered, Site
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable

@@ -1,8 +1,8 @@
 """Blocks that are recomputed: what is kept of them, and what they take again."""
 
 from mpi4dl import models
-from mpi4dl.parallel.costs.cost_model import bytes_recomputed, groups_of, seconds_recomputed
-from mpi4dl.parallel.costs.memory import AtomBytes
+from mpi4dl.parallel.costs.atoms import AtomCounts
+from mpi4dl.parallel.costs.cost_model import counts_recomputed, groups_of, seconds_recomputed
 from mpi4dl.parallel.costs.timing import AtomSeconds
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 
@@ -18,8 +18,8 @@ def test_groups_are_the_atoms_of_blocks() -> None:
 
 
 def test_of_a_group_its_inputs_are_kept_until_it_runs_again() -> None:
-    column = [AtomBytes(10 * i, i, 0, 1, 2) for i in range(1, 5)]
-    found = bytes_recomputed(column, [(0, 1), (2, 4)], 7)
+    column = [AtomCounts(10 * i, i, 0, 1, 2) for i in range(1, 5)]
+    found = counts_recomputed(column, [(0, 1), (2, 4)], 7)
     assert [atom.kept for atom in found] == [7, 20, 2, 0]
     assert [atom.backward for atom in found] == [12, 2, 2, 2 + 30 + 40]
     seconds = seconds_recomputed([AtomSeconds(1.0, 2.0)] * 3, [(1, 2)])

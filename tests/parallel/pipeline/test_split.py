@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from mpi4dl.engine.batch import lower_precision
 from mpi4dl.geometry import BATCH, Tiling
 from mpi4dl.models import build
-from mpi4dl.parallel.pipeline.balance import count_flops, partition, shared_out
+from mpi4dl.parallel.costs.atoms import count_flops
+from mpi4dl.parallel.pipeline.balance import partition, shared_out
 from mpi4dl.parallel.pipeline.local_stages import choose_cut
 from mpi4dl.parallel.pipeline.program import Slot, TensorSpec, pack
 from mpi4dl.parallel.pipeline.split import Cuttable, image_dtype, materialize, outline, unfit
@@ -54,7 +55,7 @@ def cuttable(request: pytest.FixtureRequest) -> Cuttable:
 
 @pytest.mark.sample(3)
 def test_stages_train_as_the_model_does(cuttable: Cuttable) -> None:
-    flops = count_flops(cuttable, IMAGE)
+    flops = count_flops(cuttable, tuple(IMAGE.shape))
     balanced = [partition(shared_out(flops, [1] * stages)) for stages in (2, 5)]
     by_chance = [random_counts(len(cuttable), stages) for stages in (3, 4)]
     assert_cuts_like_the_model(cuttable, balanced + by_chance, IMAGE)

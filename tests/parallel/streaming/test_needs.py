@@ -11,10 +11,9 @@ from mpi4dl import models
 from mpi4dl.comm import Communicator
 from mpi4dl.engine import Engine
 from mpi4dl.geometry import Box
-from mpi4dl.parallel.costs.memory import StageBytes, count_atoms
-from mpi4dl.parallel.costs.meter import TensorMeter
+from mpi4dl.parallel.costs.atoms import StageBytes, count_atoms, count_flops
+from mpi4dl.parallel.costs.meter import OperatorMeter
 from mpi4dl.parallel.costs.timing import AtomSeconds, Site
-from mpi4dl.parallel.pipeline.balance import count_flops
 from mpi4dl.parallel.pipeline.local_stages import split
 from mpi4dl.parallel.pipeline.split import Cuttable, outline
 from mpi4dl.parallel.plan import Plan
@@ -55,7 +54,7 @@ def peak_of_training(comm: Communicator, options: StreamOptions, plan: Plan) -> 
     torch.manual_seed(0)
     held = split(build, plan, comm, image=IMAGE, stream=options)
     engine = Engine(held, plan, torch.optim.SGD(held.parameters(), lr=0.1), F.cross_entropy, comm=comm)
-    meter, targets = TensorMeter(), torch.zeros(1, dtype=torch.int64)
+    meter, targets = OperatorMeter(), torch.zeros(1, dtype=torch.int64)
     engine.step([Zeros()], targets, IMAGE[2:])  # rehearses, on shapes
     for parameter in held.parameters():
         parameter.grad = None
@@ -112,5 +111,5 @@ def test_seconds_grow_by_margins_and_rounds() -> None:
 def test_without_a_margin_visits_compute_what_the_model_computes() -> None:
     options = StreamOptions((1, 1), "stage1_block2")
     needs, cuttable = foreseen(options, Plan())
-    flops = count_flops(cuttable, torch.empty(IMAGE, device="meta"))
+    flops = count_flops(cuttable, IMAGE)
     assert needs.segments[0].flops == pytest.approx(sum(flops[: needs.bounds[-1]]), rel=1e-3)

@@ -1,0 +1,180 @@
+"""FLOPs, memory and messages of atoms as they will run: on the tile of a rank of their stage, with padded copies.
+
+Atoms run one after the other in a dry run of that rank. One that looks at values, such as a router, runs on the CPU,
+once, with made-up ones.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpi4dl._randomness import forked
+from mpi4dl.geometry import GridShape
+from mpi4dl.parallel.costs.meter import KnownValues, SavedTensors, dry_run, made_up_part, needs_values
+from mpi4dl.parallel.costs.timing import Atoms, Site, as_received, cut_at, imagined, input_at, local_tensors, map_local
+from mpi4dl.parallel.inputs import of_tokens
+from mpi4dl.parallel.pipeline.program import pack
+from mpi4dl.parallel.pipeline.split import shapes_of
+from mpi4dl.parallel.pipeline.stage import made_up_stage
+
+
+class AtomCounts(NamedTuple):
+    """The memory of an atom on a rank for a microbatch, in bytes, and the FLOPs of its forward pass.
+
+    `kept` is what autograd keeps of its forward pass, and `handed` what is needed behind it, of which `unkept` is kept
+    by no atom from there on. `forward` and `backward` are the most that it has beside what is kept while it computes,
+    and `largest` the largest tensor of all. Those who share features sum up `summed` of them, forward and backward.
+    """
+
+    kept: int
+    handed: int
+    unkept: int
+    forward: int
+    backward: int
+    largest: int = 0
+    summed: int = 0
+    flops: float = 0.0
+
+
+class StageBytes(NamedTuple):
+    """What a stage takes of a rank's memory, in bytes: `kept` for each microbatch under way, `working` once.
+
+    Kept is also what the stage before handed on. Its gradients are there while the stage works; so is what is handed
+    on, which others may not have received yet, with its gradients. The largest tensor has `largest` bytes.
+    Those who share features sum up `summed` of them for each microbatch, forward and backward.
+    """
+
+    kept: int
+    working: int
+    largest: int = 0
+    summed: int = 0
+
+
+def on_one_rank(image: tuple[int, ...]) -> Site:
+    """The site of one rank with all of a microbatch of this shape, (N, C, H, W) or (N, T), as plain tensors."""
+    return Site(image, GridShape(1, *(1 for _ in image[2:] or image[1:])), tracks_batch=False, plain=True)
+
+
+def count_atoms(
+    atoms: Atoms, site: Site, accept: Callable[[Any], None] = lambda outputs: None, backward: bool = True
+) -> tuple[AtomCounts, ...]:
+    """The counts of every atom at a site, the last one with the loss of tokens. Tensors of two count for the first.
+
+    `accept` is called with the model's outputs, on shapes. Without `backward` nothing is counted of that pass.
+    """
+    grid, empty = imagined(site), shapes_of(atoms.model)
+    saved = SavedTensors(empty.values())
+    found: list[AtomCounts] = []
+    handed_on: list[list[torch.UntypedStorage]] = []
+
+    def count(atom: nn.Module, received: tuple[Any, ...], last: bool) -> tuple[AtomCounts, list[Tensor], Any]:
+        def run() -> Any:
+            results = atom(*received)
+            if last:
+                accept(results)
+            else:
+                pack((results,))  # raises ValueError for what no stage can hand to the next
+            return _with_loss(results) if last and of_tokens(site.image) else results
+
+        saved.disregard(atom.parameters())
+        run_back = _differentiate if backward else lambda results: None
+        counted = dry_run(grid, run, run_back, saved)
+        for parameter in atom.parameters():
+            parameter.grad = None
+        tensors, kept = local_tensors(counted.results), counted.kept_bytes
+        own = AtomCounts(
+            kept,
+            handed=sum(tensor.nbytes for tensor in tensors),
+            unkept=0,
+            forward=max(0, counted.forward_bytes - kept),
+            backward=max(0, counted.backward_bytes - kept),
+            largest=counted.largest_bytes,
+            summed=counted.summed_bytes,
+            flops=counted.flops,
+        )
+        return own, tensors, counted.results
+
+    with KnownValues() as known:
+        values: tuple[Any, ...] = (input_at(site, grid, atoms.model, torch.device("meta")),)
+        for i in range(len(atoms)):
+            saved.turn, last = i, i == len(atoms) - 1
+            atom = cut_at(site, deepcopy(atoms.atom(i), {**empty}).train(), grid)
+            try:
+                counts, tensors, results = count(atom, map_local(as_received, values), last)
+            except (RuntimeError, ValueError, TypeError) as error:
+                if not needs_values(error) and not of_tokens(site.image):
+                    raise
+                with forked():
+                    torch.default_generator.manual_seed(0)
+                    atom = cut_at(site, made_up_stage(deepcopy(atoms.atom(i), {**empty}), torch.device("cpu")), grid)
+                    made = map_local(partial(made_up_part, known.value), values)
+                    counts, tensors, results = count(atom, made, last)
+            values = map_local(lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), results)
+            found.append(counts)
+            handed_on.append([tensor.untyped_storage() for tensor in tensors])
+    return tuple(
+        atom._replace(unkept=sum(s.nbytes() for s in storages if saved.turns.get(s._cdata, place) <= place))
+        for place, (atom, storages) in enumerate(zip(found, handed_on, strict=True))
+    )
+
+
+def count_flops(atoms: Atoms, image: tuple[int, ...]) -> list[float]:
+    """The FLOPs of each atom's forward pass, on all of a microbatch of this shape: of products and convolutions."""
+    return [atom.flops for atom in count_atoms(atoms, on_one_rank(image), backward=False)]
+
+
+def count_bytes(atoms: Atoms, image: tuple[int, ...]) -> list[float]:
+    """The bytes that training keeps for each atom: of the forward pass, parameters, and buffers of real numbers.
+
+    What two atoms keep counts for the first, and so does a tied parameter.
+    """
+    seen: set[int] = set()
+    found = []
+    for i, counts in enumerate(count_atoms(atoms, on_one_rank(image), backward=False)):
+        atom = atoms.atom(i)
+        own = {id(t): t.nbytes for t in (*atom.parameters(), *atom.buffers()) if t.is_floating_point()}
+        found.append(float(counts.kept + sum(size for key, size in own.items() if key not in seen)))
+        seen |= own.keys()
+    return found
+
+
+def _differentiate(results: Any) -> None:
+    roots = [tensor for tensor in local_tensors(results) if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+
+def _with_loss(outputs: Any) -> Any:
+    """The loss of logits for each token, which for many kinds of tokens takes more than a block; others as they are."""
+    if not isinstance(outputs, Tensor) or outputs.dim() != 3:
+        return outputs
+    targets = torch.zeros(outputs.shape[:2], dtype=torch.int64, device=outputs.device)
+    return F.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
+
+
+def stage_bytes(atoms: Sequence[AtomCounts], before: AtomCounts | None, is_last: bool) -> StageBytes:
+    """What a stage of these atoms takes, to which the atom `before` them hands what they need.
+
+    While an atom computes, forward or backward, only those before it are kept of the same microbatch.
+    """
+    kept = list(accumulate(atom.kept for atom in atoms))
+    most = max(sofar + max(atom.forward, atom.backward) for sofar, atom in zip(kept, atoms, strict=True))
+    received, unkept = (0, 0) if before is None else (before.handed, before.unkept)
+    handed = 0 if is_last else atoms[-1].handed
+    largest, summed = max(atom.largest for atom in atoms), sum(atom.summed for atom in atoms)
+    return StageBytes(kept[-1] + unkept, max(0, most - kept[-1]) + received + 2 * handed, largest, summed)
+
+
+def bytes_of_stages(counts: Sequence[int], columns: Sequence[tuple[AtomCounts, ...]]) -> tuple[StageBytes, ...]:
+    """Those of stages of so many atoms; `columns[s]` are all atoms' on a rank of stage s."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    return tuple(
+        stage_bytes(column[start:stop], column[start - 1] if start else None, stop == len(column))
+        for column, (start, stop) in zip(columns, bounds, strict=True)
+    )
